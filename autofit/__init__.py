@@ -1,0 +1,1 @@
+"""autofit finds the fastest way to train a PyTorch model within a VRAM budget, by running it."""

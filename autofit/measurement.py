@@ -1,0 +1,186 @@
+"""What a probe brings back, as plain data: how it ended, how long steps took, what it held.
+
+Raw step times are kept; every statistic is derived from them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from math import comb
+from typing import Any
+
+from autofit.plan import Plan
+
+
+class Outcome(StrEnum):
+    """How a probe ended."""
+
+    OK = "ok"
+    OOM = "oom"
+    """The device's memory, as far as the VRAM budget allows it, ran out."""
+    OVER_BUDGET = "over_budget"
+    """It ran, and held more than the VRAM budget."""
+    RETRIES = "retries"
+    """It ran, but the allocator flushed its cache during timed steps."""
+    SIZE_LIMIT = "size_limit"
+    """A kernel refuses this size; says nothing about memory."""
+    HOST_OOM = "host_oom"
+    """The host's memory ran out, not the device's."""
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    POISONED = "poisoned"
+    """The device context is beyond use; the worker was replaced."""
+    LEAK = "leak"
+    NONFINITE = "nonfinite"
+    UNSUPPORTED = "unsupported"
+    USER_ERROR = "user_error"
+
+    @property
+    def about_memory(self) -> bool:
+        """Whether it says that the plan does not fit (and so moves the memory line)."""
+        return self in (Outcome.OOM, Outcome.OVER_BUDGET, Outcome.RETRIES)
+
+
+class Role(StrEnum):
+    """Why a trial was run."""
+
+    BASELINE = "baseline"
+    SEARCH = "search"
+    CONFIRMED = "confirmed"
+    VETOED = "vetoed"
+    """Asked for, and refused before it ran: it was no probe."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The result of one probe.
+
+    Attributes:
+        outcome: how it ended.
+        detail: what a person should know about it; None where there is nothing to say.
+        step_times_s: seconds of each timed optimizer step.
+        peak_allocated_bytes: most bytes in live tensors, over warm-up and timed steps.
+        peak_reserved_bytes: most bytes held by the caching allocator, likewise.
+        non_torch_bytes: what the process held on the device outside the allocator.
+        allocator_retries: times the allocator flushed its cache in the timed steps.
+        micro_batches_run: micro-batches that each timed step really ran; fewer than the plan's
+            accumulation steps where a search probe shortened them (their time is then scaled).
+        loss: mean loss of the last step.
+        contended: whether other processes' use of the device moved during the probe.
+        seconds: what the probe cost, building and warming up included.
+    """
+
+    outcome: Outcome
+    detail: str | None = None
+    step_times_s: Sequence[float] = ()
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    non_torch_bytes: int | None = None
+    allocator_retries: int | None = None
+    micro_batches_run: int | None = None
+    loss: float | None = None
+    contended: bool = False
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcome", Outcome(self.outcome))
+        object.__setattr__(self, "step_times_s", tuple(self.step_times_s))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan ran and may be returned."""
+        return self.outcome is Outcome.OK
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Peak reserved plus non-torch bytes: what is compared with the VRAM budget."""
+        if self.peak_reserved_bytes is None:
+            return None
+        return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Median seconds of an optimizer step."""
+        return statistics.median(self.step_times_s) if self.step_times_s else None
+
+    @property
+    def step_time_interval_s(self) -> tuple[float, float] | None:
+        """A 95 % confidence interval of the median step time, free of any distribution.
+
+        From order statistics: the ranks whose binomial coverage reaches 95 %; with fewer than
+        six steps, the fastest and the slowest (Conover, Practical Nonparametric Statistics, 3.2).
+        """
+        if not self.step_times_s:
+            return None
+        times = sorted(self.step_times_s)
+        rank = _median_interval_rank(len(times))
+        return times[rank], times[-1 - rank]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return asdict(self) | {
+            "outcome": self.outcome.value,
+            "step_times_s": list(self.step_times_s),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """The measurement that `to_dict` wrote; keys it does not know are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def _median_interval_rank(count: int) -> int:
+    """How many of `count` sorted values may be cut from either end with 95 % coverage kept."""
+    rank, tail = 0, 1 / 2**count
+    while 2 * (tail + comb(count, rank + 1) / 2**count) <= 0.05:
+        rank += 1
+        tail += comb(count, rank) / 2**count
+    return rank
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One entry of a study.
+
+    Attributes:
+        number: its place in the study, from 0, the baseline.
+        role: why it was run.
+        plan: what was run.
+        measurement: what came back.
+        predicted_peak_bytes: held bytes that the planner expected before it ran; None: unknown.
+    """
+
+    number: int
+    role: Role
+    plan: Plan
+    measurement: Measurement
+    predicted_peak_bytes: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan ran within the budget."""
+        return self.measurement.ok
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples trained per second at the median step time; None where nothing was timed."""
+        return self._rate(self.measurement.step_time_s)
+
+    @property
+    def samples_per_second_low(self) -> float | None:
+        """The lower end of the 95 % interval."""
+        interval = self.measurement.step_time_interval_s
+        return self._rate(interval[1] if interval else None)
+
+    @property
+    def samples_per_second_high(self) -> float | None:
+        """The upper end of the 95 % interval."""
+        interval = self.measurement.step_time_interval_s
+        return self._rate(interval[0] if interval else None)
+
+    def _rate(self, step_time_s: float | None) -> float | None:
+        return self.plan.samples_per_step / step_time_s if step_time_s else None

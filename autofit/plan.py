@@ -1,0 +1,217 @@
+"""A plan: which settings a training runs with and how its samples are split.
+
+The arithmetic of batches stands here and nowhere else: a global batch of G samples is split into
+k micro-batches whose sizes differ by at most one, the larger ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from autofit.errors import InvalidRequest
+
+Scalar: TypeAlias = bool | int | float | str
+"""What a setting's value may be: it is written to JSON and used as an Optuna category."""
+
+Settings: TypeAlias = Mapping[str, Scalar]
+"""One value per setting, keyed `strategy.name`, such as {"precision.dtype": "bfloat16"}."""
+
+VariantKey: TypeAlias = tuple[tuple[str, Scalar], ...]
+"""Settings as a hashable, order-free key."""
+
+
+def variant_key(settings: Settings) -> VariantKey:
+    """Settings sorted by name: equal for equal variants, usable in sets and dicts."""
+    return tuple(sorted(settings.items()))
+
+
+def steps_for(global_batch: int, micro_batch: int) -> int:
+    """The smallest count k of micro-batches with ceil(global_batch / k) <= micro_batch."""
+    return -(-global_batch // micro_batch)
+
+
+def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `parts` pieces of `samples`, differing by at most one, the larger ones first."""
+    small, larger = divmod(samples, parts)
+    return (small + 1,) * larger + (small,) * (parts - larger)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A variant plus batch geometry.
+
+    Attributes:
+        micro_batch: samples in one forward and backward pass (the largest, where they differ).
+        accumulation_steps: micro-batches in one optimizer step.
+        global_batch: samples in one optimizer step; None: micro_batch * accumulation_steps.
+        settings: one value per setting; a setting left out has its first value.
+
+    Raises:
+        InvalidRequest: a count below one, or a global batch that these micro-batches cannot make.
+    """
+
+    micro_batch: int
+    accumulation_steps: int = field(default=1, kw_only=True)
+    global_batch: int | None = field(default=None, kw_only=True)
+    settings: Settings = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "accumulation_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
+        object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
+        if self.global_batch is not None:
+            self._check_global_batch(self.global_batch)
+
+    def _check_global_batch(self, global_batch: int) -> None:
+        largest = -(-global_batch // self.accumulation_steps)
+        if global_batch < self.accumulation_steps or largest != self.micro_batch:
+            raise InvalidRequest(
+                f"a global batch of {global_batch} in {self.accumulation_steps} micro-batches has "
+                f"micro-batches of {largest}, not {self.micro_batch}: give a micro_batch of "
+                f"{largest}, or leave global_batch out"
+            )
+
+    @classmethod
+    def split(cls, global_batch: int, micro_batch: int, settings: Settings | None = None) -> Plan:
+        """The plan that trains `global_batch` samples in micro-batches of at most `micro_batch`."""
+        steps = steps_for(global_batch, micro_batch)
+        return cls(
+            -(-global_batch // steps),
+            accumulation_steps=steps,
+            global_batch=global_batch,
+            settings=settings or {},
+        )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one optimizer step."""
+        return self.global_batch or self.micro_batch * self.accumulation_steps
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """The size of each micro-batch of one optimizer step, in the order they run."""
+        return split_evenly(self.samples_per_step, self.accumulation_steps)
+
+    @property
+    def variant(self) -> VariantKey:
+        """The settings as a hashable key."""
+        return variant_key(self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form of a plan."""
+        return {
+            "micro_batch": self.micro_batch,
+            "accumulation_steps": self.accumulation_steps,
+            "global_batch": self.global_batch,
+            "settings": dict(self.settings),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` wrote; keys it does not know are ignored."""
+        return cls(
+            data["micro_batch"],
+            accumulation_steps=data.get("accumulation_steps", 1),
+            global_batch=data.get("global_batch"),
+            settings=data.get("settings", {}),
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.micro_batch, self.accumulation_steps, self.global_batch, self.variant))
+
+    def __reduce__(self) -> tuple[Callable[[Mapping[str, Any]], Plan], tuple[dict[str, Any]]]:
+        return Plan.from_dict, (self.to_dict(),)
+
+    def __str__(self) -> str:
+        split = f"{self.micro_batch} x {self.accumulation_steps}"
+        return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a value is expected to do to a variant's slopes, before anything is measured.
+
+    Attributes:
+        bytes_per_sample: slope of peak memory over micro-batch, as a factor of that of the
+            dimension's first value; None: unknown.
+        seconds_per_sample: slope of step time over micro-batch, likewise.
+    """
+
+    bytes_per_sample: float | None = None
+    seconds_per_sample: float | None = None
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """The values one setting may take, and what is known about them.
+
+    Attributes:
+        values: the first is plain PyTorch.
+        payloads: a value's meaning as JSON data (say, the module names of a checkpoint level),
+            stored in study and report and handed to the strategy's `apply`.
+        hints: expected slopes of a value, relative to the first value.
+        when: limits the dimension to settings of others, {"other.setting": [allowed values]};
+            where it does not hold, the setting has its first value.
+        trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
+            a dimension with a cost are tried last, on the leading plans only.
+        fresh_worker: a probe of a value other than the first wants a worker of its own.
+    """
+
+    values: Sequence[Scalar]
+    payloads: Mapping[Scalar, Any] = field(default_factory=dict, kw_only=True)
+    hints: Mapping[Scalar, Hint] = field(default_factory=dict, kw_only=True)
+    when: Mapping[str, Sequence[Scalar]] | None = field(default=None, kw_only=True)
+    trial_cost_s: float = field(default=0.0, kw_only=True)
+    fresh_worker: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.values:
+            raise InvalidRequest("a dimension needs at least one value: the plain PyTorch one")
+        if len(set(self.values)) != len(self.values):
+            raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
+        for name in ("payloads", "hints"):
+            unknown = set(getattr(self, name)) - set(self.values)
+            if unknown:
+                raise InvalidRequest(
+                    f"{name} name values the dimension lacks: {sorted(map(str, unknown))}"
+                )
+
+    def allowed_with(self, settings: Settings) -> bool:
+        """Whether `when` lets this dimension vary beside those settings."""
+        return all(settings.get(name) in allowed for name, allowed in (self.when or {}).items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: values in order, payloads and hints as lists beside them."""
+        return {
+            "values": list(self.values),
+            "payloads": [self.payloads.get(value) for value in self.values],
+            "hints": [_hint_to_list(self.hints.get(value)) for value in self.values],
+            "when": {name: list(allowed) for name, allowed in (self.when or {}).items()},
+            "trial_cost_s": self.trial_cost_s,
+            "fresh_worker": self.fresh_worker,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Dimension:
+        """The dimension that `to_dict` wrote."""
+        values = data["values"]
+        payloads = zip(values, data.get("payloads", ()), strict=False)
+        hints = zip(values, data.get("hints", ()), strict=False)
+        return cls(
+            values,
+            payloads={value: payload for value, payload in payloads if payload is not None},
+            hints={value: Hint(*hint) for value, hint in hints if hint is not None},
+            when=data.get("when") or None,
+            trial_cost_s=data.get("trial_cost_s", 0.0),
+            fresh_worker=data.get("fresh_worker", False),
+        )
+
+
+def _hint_to_list(hint: Hint | None) -> list[float | None] | None:
+    return None if hint is None else [hint.bytes_per_sample, hint.seconds_per_sample]

@@ -1,0 +1,55 @@
+"""The seam between a search and whatever runs its plans.
+
+A search knows a prober and nothing behind it: a worker process with a GPU, the user's own
+process, or a simulated device (`autofit.testing.SimulatedProber`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autofit.measurement import Measurement
+from autofit.plan import Plan
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """One plan to run, and how long it is worth looking at.
+
+    Attributes:
+        plan: what to run.
+        payloads: what the plan's settings mean to their strategies, by setting.
+        incumbent_samples_per_second: the rate to beat; timed steps stop as soon as the plan is
+            told apart from it. None: nothing to beat yet.
+        full_accumulation: run every micro-batch of the optimizer step (a confirmation does);
+            otherwise two stand for all of them, and the times are scaled.
+        expected_seconds: what the probe is expected to take; a hang is told from it. None: unknown.
+    """
+
+    plan: Plan
+    payloads: Mapping[str, Any] = field(default_factory=dict)
+    incumbent_samples_per_second: float | None = None
+    full_accumulation: bool = False
+    expected_seconds: float | None = None
+
+
+class Prober(Protocol):
+    """Something that runs a plan and says what happened."""
+
+    @property
+    def vram_budget_bytes(self) -> int:
+        """The most that peak reserved plus non-torch bytes may come to."""
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        """Run the plan; every way in which it can end is an outcome, not an exception."""
+
+    def user_exception(self) -> BaseException | None:
+        """The exception behind the last `user_error`, as the user's code raised it."""
+
+    def renew(self) -> None:
+        """Have the next probe run in a fresh worker, where the prober has workers."""
+
+    def close(self) -> None:
+        """Give everything back; probing after that is an error."""

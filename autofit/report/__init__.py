@@ -1,0 +1,1 @@
+"""The report: a pure view of what a search recorded."""

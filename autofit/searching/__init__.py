@@ -1,0 +1,1 @@
+"""The search: probes plus a planner."""

@@ -1,0 +1,128 @@
+"""The space of a search: which variants there are, and which batch geometries each may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Dimension, Plan, Scalar, Settings, steps_for
+
+
+@dataclass(frozen=True)
+class Space:
+    """Every plan a search may choose.
+
+    Attributes:
+        dimensions: setting name -> its values; order is the order of the strategies.
+        sample_batch_size: samples in the user's sample batch, n.
+        global_batch: samples per optimizer step to keep; None: free, and then accumulation is 1.
+        may_resplit: whether the accumulation count may differ from the baseline's.
+        max_micro_batch: the largest micro-batch to try; None: no bound but the device's.
+    """
+
+    dimensions: Mapping[str, Dimension]
+    sample_batch_size: int
+    global_batch: int | None = None
+    may_resplit: bool = True
+    max_micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.global_batch is not None and self.global_batch < 1:
+            raise InvalidRequest(f"global_batch must be at least 1, got {self.global_batch}")
+        if self.max_micro_batch is not None and self.max_micro_batch < 1:
+            raise InvalidRequest(f"max_micro_batch must be at least 1, got {self.max_micro_batch}")
+
+    @property
+    def baseline(self) -> Plan:
+        """Every setting at its first value, at the sample batch's own size.
+
+        With a global batch: the split whose micro-batch is nearest below n.
+        """
+        return self.plan(self._baseline_micro_batch(), self.plain_settings)
+
+    @property
+    def plain_settings(self) -> Settings:
+        """Every setting at its first value."""
+        return {name: dimension.values[0] for name, dimension in self.dimensions.items()}
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The largest micro-batch that any plan of the space has."""
+        if not self.may_resplit:
+            return self.baseline.micro_batch
+        bounds = [self.global_batch, self.max_micro_batch]
+        return min((bound for bound in bounds if bound is not None), default=2**20)
+
+    def plan(self, micro_batch: int, settings: Settings) -> Plan:
+        """The plan of that variant whose micro-batch is the largest the space has up to that one."""
+        wanted = max(1, micro_batch)
+        if self.max_micro_batch is not None:
+            wanted = min(wanted, self.max_micro_batch)
+        if self.global_batch is None:
+            return Plan(wanted, settings=settings)
+        if not self.may_resplit:
+            wanted = self._baseline_micro_batch()
+        return Plan.split(self.global_batch, min(wanted, self.global_batch), settings)
+
+    def variants(self) -> Iterator[Settings]:
+        """Each variant once, the plain one first."""
+        names = list(self.dimensions)
+        for values in product(*(self.dimensions[name].values for name in names)):
+            settings = dict(zip(names, values, strict=True))
+            if self.allows(settings):
+                yield settings
+
+    def allows(self, settings: Settings) -> bool:
+        """Whether every setting that is not at its first value may vary beside the others."""
+        return all(
+            settings[name] == dimension.values[0] or dimension.allowed_with(settings)
+            for name, dimension in self.dimensions.items()
+        )
+
+    def complete(self, settings: Mapping[str, Scalar]) -> Settings:
+        """Those settings with every other one at its first value.
+
+        Raises:
+            InvalidRequest: a setting or a value that the space does not have.
+        """
+        for name, value in settings.items():
+            if name not in self.dimensions:
+                known = ", ".join(self.dimensions) or "none for this model and device"
+                raise InvalidRequest(f"there is no setting {name!r} here; there are: {known}")
+            if value not in self.dimensions[name].values:
+                raise InvalidRequest(
+                    f"{name} cannot be {value!r} here; it can be one of {list(self.dimensions[name].values)}"
+                )
+        return {**self.plain_settings, **settings}
+
+    def is_costly(self, settings: Settings) -> bool:
+        """Whether a value of that variant is marked as costly to try."""
+        return any(
+            dimension.trial_cost_s > 0 and settings[name] != dimension.values[0]
+            for name, dimension in self.dimensions.items()
+        )
+
+    def needs_fresh_worker(self, settings: Settings) -> bool:
+        """Whether a value of that variant wants a worker of its own."""
+        return any(
+            dimension.fresh_worker and settings[name] != dimension.values[0]
+            for name, dimension in self.dimensions.items()
+        )
+
+    def payloads(self, settings: Settings) -> dict[str, object]:
+        """What the strategies said those values mean, by setting."""
+        return {
+            name: self.dimensions[name].payloads[value]
+            for name, value in settings.items()
+            if value in self.dimensions[name].payloads
+        }
+
+    def _baseline_micro_batch(self) -> int:
+        wanted = self.sample_batch_size
+        if self.max_micro_batch is not None:
+            wanted = min(wanted, self.max_micro_batch)
+        if self.global_batch is None:
+            return wanted
+        return -(-self.global_batch // steps_for(self.global_batch, min(wanted, self.global_batch)))

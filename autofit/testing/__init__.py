@@ -1,0 +1,1 @@
+"""What a third party tests a strategy or a planner with."""

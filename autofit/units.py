@@ -1,0 +1,73 @@
+"""Bytes, seconds and rates as text: the only place where numbers become words and back.
+
+GiB means 2**30 bytes throughout; decimal units (GB = 10**9) are read, never written.
+"""
+
+from __future__ import annotations
+
+import re
+
+from autofit.errors import InvalidRequest
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SIZE = re.compile(
+    r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kmgt]?)(?P<form>i?b|)\s*", re.IGNORECASE
+)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as "24GiB", "512 MiB", "80GB" or "1000000" as bytes.
+
+    Raises:
+        InvalidRequest: the text is no size, or not above zero.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or (match["prefix"] and not match["form"]):
+        raise InvalidRequest(f"cannot read {text!r} as a size: write it like 24GiB, 512MiB or 80GB")
+    prefix = match["prefix"].lower()
+    table = _BINARY if match["form"].lower() == "ib" else _DECIMAL
+    size = int(float(match["number"]) * (table[prefix] if prefix else 1))
+    if size <= 0:
+        raise InvalidRequest(f"a size must be above zero, got {text!r}")
+    return size
+
+
+def format_bytes(size: float | None) -> str:
+    """1610612736 -> "1.50 GiB"; None, an unknown, -> "?"."""
+    if size is None:
+        return "?"
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:.{_decimals(size / unit)}f} {name}"
+    return f"{size:.0f} B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """0.0123 -> "12.3 ms"; 95 -> "1 min 35 s"; None -> "?"."""
+    if seconds is None:
+        return "?"
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        return (
+            f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+        )
+    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.{_decimals(seconds / scale)}f} {name}"
+    return f"{seconds:.1g} s"
+
+
+def format_rate(samples_per_second: float | None) -> str:
+    """1234.5 -> "1234 samples/s"; 0.52 -> "0.52 samples/s"; None -> "?"."""
+    if samples_per_second is None:
+        return "?"
+    return f"{samples_per_second:.{_decimals(samples_per_second)}f} samples/s"
+
+
+def _decimals(value: float) -> int:
+    """Digits after the point so that about three significant ones are shown."""
+    magnitude = abs(value)
+    return 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2
