@@ -1,0 +1,234 @@
+"""One live training loop on one device.
+
+The same object runs in a probe, on the meta device for a prediction, and in the user's own
+process after `Report.apply`; so a strategy is written once. A training changes the model and the
+optimizer only through the strategies it applies, and `undo` takes those changes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from autofit.batching import Batch, batch_size, map_tensors, pieces
+from autofit.errors import AutofitError
+from autofit.plan import Plan, split_evenly, steps_for
+from autofit.recipe import Recipe
+from autofit.strategy import Strategy
+from autofit.workload import Optimizers
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+StepWrapper = Callable[[Callable[[], None]], None]
+
+
+class Training:
+    """A model, its optimizer and a plan, ready to step.
+
+    Args:
+        model: on `device` already.
+        optimizer: over the model's parameters; a mapping of several, with `Recipe.train_step`.
+        recipe: the user's loss and what happens around the update.
+        plan: micro-batch and settings.
+        device: where batches are moved, micro-batch by micro-batch.
+        strategies: those whose settings the plan holds, in any order.
+        payloads: what the settings mean to their strategies, by setting.
+        place: how a tensor is moved to the device; None: `tensor.to(device)`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizers,
+        recipe: Recipe,
+        plan: Plan,
+        *,
+        device: torch.device,
+        strategies: Sequence[Strategy] = (),
+        payloads: Mapping[str, Any] | None = None,
+        place: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.device = device
+        self.scaler: torch.amp.GradScaler | None = None
+        self._recipe = recipe
+        self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
+        self._forward_contexts: list[ForwardContext] = []
+        self._step_wrappers: list[StepWrapper] = []
+        self._applied = ExitStack()
+        self._apply(strategies, payloads or {})
+
+    def _apply(self, strategies: Sequence[Strategy], payloads: Mapping[str, Any]) -> None:
+        with ExitStack() as stack:
+            for strategy in sorted(strategies, key=lambda strategy: strategy.phase):
+                settings = _of_strategy(strategy, self.plan.settings)
+                if settings:
+                    own_payloads = _of_strategy(strategy, payloads)
+                    stack.enter_context(strategy.apply(self, settings, own_payloads))
+            self._applied = stack.pop_all()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Give model and optimizer back as the strategies found them; once is enough."""
+        self._applied.close()
+
+    # -- what strategies use -------------------------------------------------------------------
+
+    def wrap_forward(self, context: ForwardContext) -> Callable[[], None]:
+        """Enter `context()` around every forward and loss; returns the function that undoes it."""
+        self._forward_contexts.append(context)
+        return lambda: self._forward_contexts.remove(context)
+
+    def wrap_optimizer_step(self, wrapper: StepWrapper) -> Callable[[], None]:
+        """Call `wrapper(step)` in place of the update; returns the function that undoes it."""
+        self._step_wrappers.append(wrapper)
+        return lambda: self._step_wrappers.remove(wrapper)
+
+    # -- one optimizer step, and its parts for those who keep their own loop -------------------
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Train on the samples of one optimizer step.
+
+        Args:
+            batch: any number n >= 1 of samples, on any device; split evenly into
+                ceil(n / micro_batch) micro-batches.
+
+        Returns:
+            The detached mean loss, a scalar tensor on the device.
+        """
+        self.zero_grad()
+        if self._recipe.train_step is not None:
+            return self._users_step(self._recipe.train_step, batch)
+        loss = self.accumulate(batch)
+        self.optimizer_step()
+        return loss
+
+    def accumulate(self, batch: Batch, *, at_most: int | None = None) -> torch.Tensor:
+        """Forward and backward of the micro-batches; returns their detached mean loss.
+
+        `at_most` stops after that many of them: a probe then knows the time of the rest.
+        """
+        total: torch.Tensor | None = None
+        for done, (micro_batch, weight) in enumerate(self.micro_batches(batch)):
+            if done == at_most:
+                break
+            loss = self.loss(micro_batch)
+            share = loss.detach() * weight
+            total = share if total is None else total + share
+            self.backward(loss, weight)
+            del loss, micro_batch  # or the next forward would run beside this graph
+        assert total is not None  # a batch has at least one sample
+        return total
+
+    def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
+        """Each micro-batch on the device, with the share of the whole loss that it stands for."""
+        samples = batch_size(batch)
+        sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
+        if len(sizes) == 1:
+            yield map_tensors(self._place, batch), 1.0
+            return
+        weights = [self._recipe.weight(piece) for piece in pieces(batch, sizes)]
+        whole = sum(weights)
+        for piece, weight in zip(pieces(batch, sizes), weights, strict=True):
+            yield map_tensors(self._place, piece), weight / whole if whole else 0.0
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """What forward and loss run under."""
+        with ExitStack() as stack:
+            for context in self._forward_contexts:
+                stack.enter_context(context())
+            yield
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Forward and loss of one micro-batch on the device, under the forward contexts."""
+        with self.context():
+            return self._recipe.loss(self.model, batch)
+
+    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+        """Add the gradients of this loss, weighted by its share of the whole."""
+        weighted = loss if weight == 1.0 else loss * weight
+        (self.scaler.scale(weighted) if self.scaler is not None else weighted).backward()
+
+    def optimizer_step(self, name: str | None = None) -> None:
+        """Unscale and clip where asked, update, and drop the gradients.
+
+        Args:
+            name: which optimizer, where there is a mapping of them; None: each in turn.
+        """
+        for optimizer in self._optimizers(name):
+            self._prepare_gradients(optimizer)
+            self._update(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients of the model and of every optimizer's parameters."""
+        self.model.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers(None):
+            optimizer.zero_grad(set_to_none=True)
+
+    def _optimizers(self, name: str | None) -> list[torch.optim.Optimizer]:
+        if not isinstance(self.optimizer, Mapping):
+            return [self.optimizer]
+        return list(self.optimizer.values()) if name is None else [self.optimizer[name]]
+
+    def _prepare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        recipe = self._recipe
+        if recipe.clip_grad_norm is None and recipe.before_step is None:
+            return
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        if recipe.clip_grad_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_grad_norm)
+        if recipe.before_step is not None:
+            recipe.before_step(self.model, optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        def update() -> None:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+                self.scaler.update()
+
+        for wrapper in self._step_wrappers:
+            update = _wrapped(wrapper, update)
+        update()
+
+    def _users_step(
+        self, train_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
+    ) -> torch.Tensor:
+        scale_before = None if self.scaler is None else self.scaler.state_dict()
+        with self.context():
+            loss = train_step(self, batch)
+        if self.scaler is not None and self.scaler.state_dict() == scale_before:
+            raise AutofitError(
+                "train_step never used the gradient scaler that float16 needs: call "
+                "training.backward(loss) and training.optimizer_step() in it"
+            )
+        return loss.detach()
+
+
+def _of_strategy(strategy: Strategy, values: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = f"{strategy.name}."
+    return {name: value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _wrapped(wrapper: StepWrapper, update: Callable[[], None]) -> Callable[[], None]:
+    return lambda: wrapper(update)

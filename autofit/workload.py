@@ -1,0 +1,170 @@
+"""A workload: what the user trains, as given, with nothing run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from autofit.batching import Batch, BatchMaker, batch_size, check_batched_dimension, resize
+from autofit.errors import InvalidRequest
+from autofit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from autofit.training import Training
+
+OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model, sample batch, loss, optimizer and global batch.
+
+    Attributes:
+        model: the module, or a function of no arguments that builds one.
+        sample_batch: any pytree of tensors, as long as the longest the training will see; or a
+            function n -> batch of n samples.
+        loss_fn, criterion, loss_weight, before_step, clip_grad_norm, train_step: see `Recipe`.
+        optimizer: parameters -> Optimizer; or a live Optimizer, rebuilt with its groups and state
+            for each probe; or, with train_step, a mapping of either. A function in a mapping gets
+            the parameters of the submodule that its key names.
+        global_batch: samples per optimizer step to keep; None: free.
+        allow_resplit: let the accumulation count change even where split and whole gradients
+            differ.
+
+    Raises:
+        InvalidRequest: arguments that contradict each other or cannot mean anything.
+    """
+
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
+    sample_batch: Batch | BatchMaker
+    _: KW_ONLY
+    loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
+    criterion: Callable[[Any, Any], torch.Tensor] | None = None
+    loss_weight: Callable[[Batch], float] | None = None
+    optimizer: OptimizerFactory | Optimizers | Mapping[str, OptimizerFactory] = torch.optim.AdamW
+    before_step: Callable[[torch.nn.Module, Any], None] | None = None
+    clip_grad_norm: float | None = None
+    train_step: Callable[[Training, Batch], torch.Tensor] | None = None
+    global_batch: int | None = None
+    allow_resplit: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise InvalidRequest(
+                f"model must be an nn.Module or a function that builds one, got {self.model!r}"
+            )
+        if self.global_batch is not None and self.global_batch < 1:
+            raise InvalidRequest(f"global_batch must be at least 1, got {self.global_batch}")
+        if not self.makes_batches:
+            check_batched_dimension(self.sample_batch)
+        self._check_optimizer()
+        self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
+
+    def _check_optimizer(self) -> None:
+        if isinstance(self.optimizer, Mapping) and self.train_step is None:
+            raise InvalidRequest(
+                "a mapping of optimizers needs train_step=(training, batch) -> loss, which says "
+                "when each of them steps"
+            )
+        live = isinstance(self.optimizer, torch.optim.Optimizer)
+        if live and not isinstance(self.model, torch.nn.Module):
+            raise InvalidRequest(
+                "a live optimizer belongs to the parameters of a live model, and this model is "
+                "built by a function: give optimizer=parameters -> Optimizer"
+            )
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether the sample batch is a function n -> batch."""
+        return callable(self.sample_batch) and not isinstance(self.sample_batch, torch.Tensor)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The functions of the training loop."""
+        return Recipe(
+            loss_fn=self.loss_fn,
+            criterion=self.criterion,
+            loss_weight=self.loss_weight,
+            before_step=self.before_step,
+            clip_grad_norm=self.clip_grad_norm,
+            train_step=self.train_step,
+        )
+
+    @property
+    def sample_batch_size(self) -> int:
+        """n; for a function n -> batch it is 1, the least that any training can start from."""
+        return 1 if self.makes_batches else batch_size(self.sample_batch)
+
+    def batch(self, samples: int) -> Batch:
+        """A batch of that many samples.
+
+        Raises:
+            InvalidRequest: the user's function returned another number of samples.
+        """
+        if not self.makes_batches:
+            return resize(self.sample_batch, samples)
+        made = self.sample_batch(samples)
+        if batch_size(made) != samples:
+            raise InvalidRequest(
+                f"the sample batch function was asked for {samples} samples and returned "
+                f"{batch_size(made)} (dimension 0 of its first tensor)"
+            )
+        return made
+
+    def build_model(self) -> torch.nn.Module:
+        """The live module, or what the function builds.
+
+        Raises:
+            InvalidRequest: the function returned something else.
+        """
+        if isinstance(self.model, torch.nn.Module):
+            return self.model
+        built = self.model()
+        if not isinstance(built, torch.nn.Module):
+            raise InvalidRequest(
+                f"the model function returned a {type(built).__name__}, no nn.Module"
+            )
+        return built
+
+    def build_optimizer(self, model: torch.nn.Module) -> Optimizers:
+        """The live optimizer with its state on the model's device, or a new one for the model."""
+        if isinstance(self.optimizer, Mapping):
+            return {
+                name: _optimizer_for(entry, _submodule(model, name, entry))
+                for name, entry in self.optimizer.items()
+            }
+        return _optimizer_for(self.optimizer, model)
+
+
+def _submodule(
+    model: torch.nn.Module, name: str, entry: OptimizerFactory | torch.optim.Optimizer
+) -> torch.nn.Module:
+    if isinstance(entry, torch.optim.Optimizer):
+        return model
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        children = [child for child, _ in model.named_children()]
+        raise InvalidRequest(
+            f"optimizer[{name!r}] is a function, so its key must name the submodule whose "
+            f"parameters it takes; the model has {children}. Or give live optimizers."
+        ) from None
+
+
+def _optimizer_for(
+    entry: OptimizerFactory | torch.optim.Optimizer, model: torch.nn.Module
+) -> torch.optim.Optimizer:
+    if isinstance(entry, torch.optim.Optimizer):
+        entry.load_state_dict(entry.state_dict())  # moves the state to where its parameters are now
+        return entry
+    built = entry(list(model.parameters()))
+    if not isinstance(built, torch.optim.Optimizer):
+        raise InvalidRequest(
+            "optimizer must make a torch.optim.Optimizer of parameters, "
+            f"got a {type(built).__name__}"
+        )
+    return built
