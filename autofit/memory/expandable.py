@@ -1,0 +1,139 @@
+"""Expandable segments: one growing segment a pool, instead of many of fixed size.
+
+Follows `ExpandableSegment` and `try_allocate_expandable_block` of c10/cuda/CUDACachingAllocator.cpp:
+addresses are plentiful and memory is put behind them (mapped) page by page, so that free memory
+lying apart can be given back and mapped again where a large request needs it in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autofit.memory.blocks import Block, Pool, round_up
+
+_ADDRESSES_PER_SEGMENT = 1 << 50
+
+
+class ExpandableSegments:
+    """The segments of both pools.
+
+    Args:
+        reserve: counts that many more bytes of memory in use, or answers False.
+        release: takes that many bytes back.
+    """
+
+    def __init__(self, reserve: Callable[[int], bool], release: Callable[[int], None]) -> None:
+        self._reserve, self._release = reserve, release
+        self._tails: dict[bool, Block] = {}
+
+    def best_fit(self, pool: Pool, size: int) -> Block | None:
+        """The free block that should serve a request, counting what could be mapped behind each.
+
+        Of blocks that are large enough, a later one is preferred while it could grow less: so the
+        end of the segment stays free for growing.
+        """
+        candidates = pool.candidates(size)
+        if not candidates:
+            return None
+        best = candidates[0]
+        for other in candidates[1:]:
+            if _size_when_grown(other) >= _size_when_grown(best):
+                break
+            best = other
+        pool.remove(best)
+        return best
+
+    def grow(self, pool: Pool, size: int) -> Block | None:
+        """A block of at least `size` bytes, with memory mapped for it; None if there is no room."""
+        block = self._room(pool, size)
+        if not block.mapped:
+            mapped = self._map(pool, block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            mapped = self._map(pool, following, min(following.size, size - block.size))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.remove(block)
+        return block
+
+    def release(self, pool: Pool) -> None:
+        """Give back every whole page that lies in free memory."""
+        for block in list(pool):
+            start = round_up(block.address, pool.page_bytes)
+            end = (block.address + block.size) // pool.page_bytes * pool.page_bytes
+            if start < end:
+                self._unmap(pool, block, start, end)
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        """The first free or unmapped block from which `size` bytes on nothing is in use."""
+        block: Block | None = self._head(pool)
+        while block is not None:
+            if not block.mapped:
+                before = block.previous
+                start = before if before is not None and before.available else block
+                if _reach(start, size):
+                    return start
+            block = block.next
+        raise AssertionError("the addresses of a segment never end")
+
+    def _head(self, pool: Pool) -> Block:
+        """The first block of the pool's segment."""
+        if pool.small not in self._tails:
+            address = _ADDRESSES_PER_SEGMENT * (1 + pool.small)
+            self._tails[pool.small] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
+        return self._tails[pool.small]
+
+    def _map(self, pool: Pool, block: Block, size: int) -> Block | None:
+        """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""
+        mapped_bytes = min(round_up(size, pool.page_bytes), block.size)
+        if not self._reserve(mapped_bytes):
+            return None
+        if mapped_bytes < block.size:
+            block.cut(mapped_bytes)
+        block.mapped = True
+        return _added(pool, block)
+
+    def _unmap(self, pool: Pool, block: Block, start: int, end: int) -> None:
+        """Take the memory from `start` to `end` away from a free block."""
+        pool.remove(block)
+        if start > block.address:
+            rest = block.cut(start - block.address)
+            pool.add(block)
+            block = rest
+        if end < block.address + block.size:
+            pool.add(block.cut(end - block.address))
+        block.mapped = False
+        self._release(block.size)
+        if block.next is not None and not block.next.mapped:
+            block.absorb_next()
+        if block.previous is not None and not block.previous.mapped:
+            block.previous.absorb_next()
+
+
+def _added(pool: Pool, block: Block) -> Block:
+    """Add a block to its pool; returns the free block that it is now part of."""
+    before = block.previous
+    merged = before if before is not None and before.available else block
+    pool.add(block)
+    return merged
+
+
+def _size_when_grown(block: Block) -> int:
+    following = block.next
+    grows = following is not None and not following.mapped
+    return block.size + (following.size if grows and following is not None else 0)
+
+
+def _reach(block: Block | None, size: int) -> bool:
+    """Whether free or unmapped blocks from this one on come to `size` bytes."""
+    while block is not None and (block.available or not block.mapped):
+        size -= block.size
+        if size <= 0:
+            return True
+        block = block.next
+    return False

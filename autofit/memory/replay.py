@@ -1,0 +1,168 @@
+"""Replays of recorded allocations: what a training would hold, and the least it can run in.
+
+Neither peak says what a training requires. The real allocator flushes its cache before it gives
+up, so less than peak reserved is often enough, while fragmentation keeps it from getting by with
+peak allocated. `required_bytes` therefore runs the recorded events again under lower and lower
+limits, as DESIGN's "required bytes" is defined: no flush in the last steps, warm-up may flush.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autofit.memory.allocator import CachingAllocator, OutOfBudget
+from autofit.memory.blocks import Block
+from autofit.units import MIB
+
+Event: TypeAlias = tuple[int, int]
+"""(id, bytes) for an allocation, ids being whole numbers from 1, and (-id, 0) for its release."""
+
+STEPS = 4
+CALM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The allocations of a training that was built and then stepped.
+
+    Attributes:
+        events: in the order in which they happened.
+        step_ends: for each recorded optimizer step, how many events had happened at its end.
+    """
+
+    events: Sequence[Event]
+    step_ends: Sequence[int]
+
+    def steps(self, count: int) -> Iterator[Sequence[Event]]:
+        """The events of `count` steps, those of building among the first's.
+
+        Where fewer were recorded, the last one is repeated: what it released of the memory that
+        earlier steps had left is, in a repetition, taken from what the step before it left.
+        """
+        start = 0
+        for end in self.step_ends[:count]:
+            yield self.events[start:end]
+            start = end
+        if count > len(self.step_ends):
+            yield from self._repetitions(count - len(self.step_ends))
+
+    def _repetitions(self, count: int) -> Iterator[Sequence[Event]]:
+        start = self.step_ends[-2] if len(self.step_ends) > 1 else 0
+        last = self.events[start : self.step_ends[-1]]
+        born = {event: size for event, size in last if event > 0}
+        dead = {-event for event, _ in last if event < 0}
+        survivors = [event for event in born if event not in dead]
+        sizes = dict(event for event in self.events[:start] if event[0] > 0)
+        heirs = _pair_by_size(
+            [(event, sizes[event]) for event in dead if event not in born],
+            [(event, born[event]) for event in survivors],
+        )
+        shift = max(sizes | born, default=0)
+        for turn in range(1, count + 1):
+            renumbered = (_renumbered(event, born, heirs, turn, shift) for event in last)
+            yield [event for event in renumbered if event is not None]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one replay held, and how often it had to flush.
+
+    Attributes:
+        peak_allocated_bytes: most bytes in live blocks.
+        peak_reserved_bytes: most bytes in segments.
+        late_retries: flushes in the last two steps.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    late_retries: int
+
+
+def replay(
+    recording: Recording, *, limit_bytes: int | None = None, expandable_segments: bool = False
+) -> Replay:
+    """Run a recording for four steps under a limit.
+
+    Raises:
+        OutOfBudget: the limit is too small for it.
+    """
+    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+    live: dict[int, Block] = {}
+    retries = []
+    for events in recording.steps(STEPS):
+        _run(allocator, live, events)
+        retries.append(allocator.retries)
+    return Replay(
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
+        retries[-1] - retries[-1 - CALM_STEPS],
+    )
+
+
+def required_bytes(
+    recording: Recording, *, expandable_segments: bool = False, resolution_bytes: int | None = None
+) -> int:
+    """The smallest limit under which four steps run, the last two of them without a flush.
+
+    Args:
+        recording: the allocations.
+        expandable_segments: whether the process asks for them.
+        resolution_bytes: how closely to bisect; None: 0.2 %, and never under 2 MiB.
+    """
+    free = replay(recording, expandable_segments=expandable_segments)
+    resolution = resolution_bytes or max(2 * MIB, free.peak_reserved_bytes // 500)
+    works, fails = free.peak_reserved_bytes, free.peak_allocated_bytes - 1
+    while works - fails > resolution:
+        limit = (works + fails) // 2
+        held = _held_calmly(recording, limit, expandable_segments)
+        if held is None:
+            fails = limit
+        else:
+            works = held
+    return works
+
+
+def _held_calmly(recording: Recording, limit_bytes: int, expandable: bool) -> int | None:
+    """What a calm replay under the limit reserved; None where it ran out or flushed late."""
+    try:
+        result = replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)
+    except OutOfBudget:
+        return None
+    return None if result.late_retries else result.peak_reserved_bytes
+
+
+def _run(allocator: CachingAllocator, live: dict[int, Block], events: Sequence[Event]) -> None:
+    allocate, free = allocator.allocate, allocator.free
+    for event, size in events:
+        if event > 0:
+            live[event] = allocate(size)
+        else:
+            free(live.pop(-event))
+
+
+def _renumbered(
+    event: Event, born: dict[int, int], heirs: dict[int, int], turn: int, shift: int
+) -> Event | None:
+    number = abs(event[0])
+    if number in born:
+        number += turn * shift
+    elif number in heirs:
+        number = heirs[number] + (turn - 1) * shift
+    else:
+        # Released for good in the recorded step: there is nothing left to release again.
+        return None
+    return (number if event[0] > 0 else -number), event[1]
+
+
+def _pair_by_size(gone: list[Event], left: list[Event]) -> dict[int, int]:
+    """Each released id -> an id of the same size that was left in its place."""
+    pairs = {}
+    waiting: dict[int, list[int]] = {}
+    for number, size in reversed(left):
+        waiting.setdefault(size, []).append(number)
+    for number, size in sorted(gone):
+        if waiting.get(size):
+            pairs[number] = waiting[size].pop()
+    return pairs
