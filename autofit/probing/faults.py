@@ -1,0 +1,193 @@
+"""What an exception out of a training means: out of memory, a limit, a dead device, or a bug.
+
+`classify` reads exception types and error codes first and text second, along the whole chain of
+causes and contexts and through exception groups. Text counts only where torch or a compiler
+speaks: in a plain RuntimeError or in one of their own classes. Everything it does not know is the
+user's own error, so a bug is never taken for a lack of memory.
+
+`fault_of` keeps what a person needs of an exception as plain data, so that the exception itself,
+and the tensors that its frames hold, can be let go (`autofit.probing.scrub`). No torch is
+imported here.
+"""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from autofit.measurement import Outcome
+from autofit.probing.fault_table import GRAVITY, USER_ROW, Row, row_of
+
+MESSAGE_BYTES = 4096
+MAX_LINKS = 64
+MAX_FRAMES = 24
+
+_SPEAKERS = frozenset({"torch", "triton"})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception as plain data.
+
+    Attributes:
+        outcome: what it means for the probe.
+        kind: the row of the catalogue that decided, such as "caching allocator".
+        type_names: qualified names of the deciding exception's classes, the exception's own first.
+        message: its text, cut to 4 kB.
+        error_code: its `error_code` (cudaError_t), where it has one.
+        chain: "Type: first line" of every exception of the chain, the outermost first.
+        frames: "file:line in function" of the deciding exception, the innermost last.
+        otherwise: the outcome where device memory was not short; None: the same. See `settle`.
+        kills_context: the worker must be replaced, whatever a health check says.
+    """
+
+    outcome: Outcome
+    kind: str
+    type_names: tuple[str, ...]
+    message: str
+    error_code: int | None = None
+    chain: tuple[str, ...] = ()
+    frames: tuple[str, ...] = ()
+    otherwise: Outcome | None = None
+    kills_context: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcome", Outcome(self.outcome))
+        if self.otherwise is not None:
+            object.__setattr__(self, "otherwise", Outcome(self.otherwise))
+        for name in ("type_names", "chain", "frames"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def detail(self) -> str:
+        """One line for a report: the kind, then what the exception said first."""
+        said = f"{self.type_names[0]}: {_first_line(self.message)}".rstrip(": ")
+        return f"{self.kind} ({said})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fault:
+        """The fault that `to_dict` wrote; keys it does not know are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def classify(exception: BaseException) -> Outcome:
+    """What `exception` means for the probe that raised it."""
+    return fault_of(exception).outcome
+
+
+def fault_of(exception: BaseException) -> Fault:
+    """`exception` as plain data; the gravest exception of its chain decides."""
+    links = list(chain_of(exception))
+    rows = [_row_of(link) for link in links]
+    if _asks_to_stop(exception):
+        rows = [USER_ROW] * len(links)
+    decisive = min(range(len(links)), key=lambda place: GRAVITY.index(rows[place].outcome))
+    link, row = links[decisive], rows[decisive]
+    return Fault(
+        outcome=row.outcome,
+        kind=row.name,
+        type_names=_type_names(link),
+        message=_cut(_text_of(link)),
+        error_code=_error_code(link),
+        chain=tuple(f"{type(each).__name__}: {_first_line(_text_of(each))}" for each in links),
+        frames=_frames_of(link),
+        otherwise=row.otherwise,
+        kills_context=any(row.kills_context for row in rows),
+    )
+
+
+def settle(fault: Fault, *, healthy: bool, memory_was_short: bool | None = None) -> Fault:
+    """`fault` in the light of what was seen after it.
+
+    Args:
+        fault: as `fault_of` read it.
+        healthy: whether the device passed a computation and a synchronization afterwards.
+        memory_was_short: whether the device was nearly full, or the allocator had counted an
+            out-of-memory event, when it happened; None: unknown. Some messages (cuBLAS, cuDNN,
+            graph capture) mean a lack of memory only then.
+    """
+    if not healthy:
+        return replace(fault, outcome=Outcome.POISONED, otherwise=None, kills_context=True)
+    if fault.otherwise is not None and memory_was_short is False:
+        return replace(fault, outcome=fault.otherwise, otherwise=None)
+    return fault
+
+
+def chain_of(exception: BaseException) -> Iterator[BaseException]:
+    """`exception`, then its causes, contexts and group members, each once, the nearest first.
+
+    Contexts count also where `raise ... from None` hides them from a printed traceback.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException] = [exception]
+    while waiting and len(seen) < MAX_LINKS:
+        link = waiting.pop(0)
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        members = link.exceptions if isinstance(link, BaseExceptionGroup) else ()
+        nearby = (*members, link.__cause__, link.__context__)
+        waiting.extend(near for near in nearby if near is not None)
+
+
+def _row_of(link: BaseException) -> Row:
+    if isinstance(link, OSError) and link.errno == errno.ENOMEM:
+        return row_of(("MemoryError",), None, None)
+    text = _text_of(link) if _speaks_for_torch(link) else None
+    return row_of(_type_names(link), _error_code(link), text)
+
+
+def _asks_to_stop(exception: BaseException) -> bool:
+    """Ctrl-C or sys.exit is no fault of the plan, even where it struck amid one."""
+    return not isinstance(exception, (Exception, BaseExceptionGroup))
+
+
+def _speaks_for_torch(link: BaseException) -> bool:
+    cls = type(link)
+    return cls is RuntimeError or str(cls.__module__).partition(".")[0] in _SPEAKERS
+
+
+def _type_names(link: BaseException) -> tuple[str, ...]:
+    classes = type(link).__mro__[:-1]
+    return tuple(
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+        for cls in classes
+    )
+
+
+def _error_code(link: BaseException) -> int | None:
+    """The error code of torch's own exceptions; a user's class may mean anything by that name."""
+    if "torch.AcceleratorError" not in _type_names(link):
+        return None
+    code = getattr(link, "error_code", None)
+    return code if isinstance(code, int) else None
+
+
+def _text_of(link: BaseException) -> str:
+    try:
+        return str(link)
+    except Exception:  # the user's __str__ may do anything
+        return f"<a {type(link).__name__} whose text cannot be read>"
+
+
+def _frames_of(link: BaseException) -> tuple[str, ...]:
+    stack = traceback.extract_tb(link.__traceback__)[-MAX_FRAMES:]
+    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack)
+
+
+def _first_line(text: str) -> str:
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= 300 else line[:299] + "…"
+
+
+def _cut(text: str) -> str:
+    return text.encode(errors="replace")[:MESSAGE_BYTES].decode(errors="ignore")

@@ -1,0 +1,366 @@
+"""Every row of the catalogue is recognized, and nothing that only talks like one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+
+from autofit.measurement import Outcome
+from autofit.probing.fault_table import GRAVITY, ROWS
+from autofit.probing.faults import MESSAGE_BYTES, Fault, chain_of, classify, fault_of, settle
+
+
+def accelerator_error(code: int | None, text: str = "CUDA error: something") -> Exception:
+    error = torch.AcceleratorError(text)
+    if code is not None:
+        vars(error)["error_code"] = code
+    return error
+
+
+def of_module(module: str, name: str, base: type[Exception] = Exception) -> type[Exception]:
+    """A class as that module would define it, for libraries that are not installed here."""
+    return type(name, (base,), {"__module__": module})
+
+
+KNOWN: dict[str, tuple[Outcome, Exception]] = {
+    "caching allocator": (
+        Outcome.OOM,
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+    ),
+    "caching allocator, as cuda's name": (Outcome.OOM, torch.cuda.OutOfMemoryError("no text")),
+    "async allocator": (
+        Outcome.OOM,
+        torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of..."),
+    ),
+    "async allocator in TorchScript": (
+        Outcome.OOM,
+        RuntimeError(
+            "The following operation failed in the TorchScript interpreter.\nTraceback of ...\n"
+            "RuntimeError: Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+        ),
+    ),
+    "CUDA text of old": (Outcome.OOM, RuntimeError("CUDA out of memory. Tried to allocate 20 MiB")),
+    "HIP": (Outcome.OOM, RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB (GPU 0;")),
+    "HIP call": (Outcome.OOM, RuntimeError("HIP error: out of memory\nHIP kernel errors ...")),
+    "MPS": (
+        Outcome.OOM,
+        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, other allocations: ..."),
+    ),
+    "error code 2": (Outcome.OOM, accelerator_error(2, "")),
+    "device call": (
+        Outcome.OOM,
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously ..."),
+    ),
+    "driver": (Outcome.OOM, RuntimeError("CUDA driver error: out of memory")),
+    "Triton launch": (Outcome.OOM, RuntimeError("Triton Error [CUDA]: out of memory")),
+    "NVML assert": (
+        Outcome.OOM,
+        RuntimeError(
+            'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":'
+            "1154, please report a bug to PyTorch. "
+        ),
+    ),
+    "cuBLAS": (
+        Outcome.OOM,
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ),
+    "cuBLAS handle": (
+        Outcome.OOM,
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(h)`"),
+    ),
+    "cuDNN": (Outcome.OOM, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
+    "cuDNN loads": (Outcome.OOM, RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")),
+    "cuDNN engine": (
+        Outcome.OOM,
+        RuntimeError("GET was unable to find an engine to execute this computation"),
+    ),
+    "cuFFT": (Outcome.OOM, RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR")),
+    "NCCL": (
+        Outcome.OOM,
+        torch.distributed.DistBackendError(
+            "NCCL error in: ../NCCLUtils.hpp:275, unhandled cuda error\nncclUnhandledCudaError: "
+            "Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+        ),
+    ),
+    "graph capture": (
+        Outcome.OOM,
+        accelerator_error(901, "CUDA error: operation failed due to a previous error during ..."),
+    ),
+    "compiler": (
+        Outcome.OOM,
+        of_module("torch._dynamo.exc", "BackendCompilerFailed", RuntimeError)(
+            "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate"
+        ),
+    ),
+    "DataLoader": (
+        Outcome.OOM,
+        torch.OutOfMemoryError("Caught OutOfMemoryError in DataLoader worker process 0.\nOrig ..."),
+    ),
+    "MemoryError": (Outcome.HOST_OOM, MemoryError()),
+    "errno": (Outcome.HOST_OOM, OSError(12, "Cannot allocate memory")),
+    "Windows allocator": (
+        Outcome.HOST_OOM,
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you "
+            "tried to allocate 8 bytes."
+        ),
+    ),
+    "C++ allocator": (Outcome.HOST_OOM, RuntimeError("std::bad_alloc")),
+    "mmap": (Outcome.HOST_OOM, RuntimeError("$ Torch: unable to mmap memory: you tried to mmap")),
+    "shm": (
+        Outcome.HOST_OOM,
+        RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left"),
+    ),
+    "DataLoader bus error": (
+        Outcome.HOST_OOM,
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is ..."),
+    ),
+    "cuDNN on the host": (
+        Outcome.HOST_OOM,
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    ),
+    "Triton resources": (
+        Outcome.SIZE_LIMIT,
+        of_module("triton.runtime.errors", "OutOfResources")("shared memory"),
+    ),
+    "inductor resources": (
+        Outcome.SIZE_LIMIT,
+        RuntimeError(
+            "No valid triton configs. OutOfResources: out of resource: shared memory, Required: "
+            "147456, Hardware limit: 101376. Reducing block sizes or `num_stages` may help."
+        ),
+    ),
+    "Triton grid": (Outcome.SIZE_LIMIT, RuntimeError("Triton Error [CUDA]: invalid argument")),
+    "cuDNN size": (
+        Outcome.SIZE_LIMIT,
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you ..."),
+    ),
+    "32-bit check": (
+        Outcome.SIZE_LIMIT,
+        RuntimeError("Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to"),
+    ),
+    "32-bit padding": (
+        Outcome.SIZE_LIMIT,
+        RuntimeError("input tensor must fit into 32-bit index math"),
+    ),
+    "INT_MAX": (
+        Outcome.SIZE_LIMIT,
+        RuntimeError("upsample2d only supports output tensors with less than INT_MAX elements"),
+    ),
+    "grid": (
+        Outcome.SIZE_LIMIT,
+        RuntimeError("CUDA error: invalid configuration argument\nCUDA kernel errors might ..."),
+    ),
+    "grid code": (Outcome.SIZE_LIMIT, accelerator_error(9)),
+    "Metal buffer": (Outcome.SIZE_LIMIT, RuntimeError("Invalid buffer size: 20.00 GB")),
+    "assert code": (Outcome.POISONED, accelerator_error(710)),
+    "assert text": (
+        Outcome.POISONED,
+        RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be ..."),
+    ),
+    "illegal access code": (Outcome.POISONED, accelerator_error(700)),
+    "illegal access": (
+        Outcome.POISONED,
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ),
+    "illegal access, Triton": (
+        Outcome.POISONED,
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ),
+    "launch failure": (Outcome.POISONED, RuntimeError("CUDA error: unspecified launch failure")),
+    "HIP launch failure": (Outcome.POISONED, RuntimeError("HIP error: unspecified launch failure")),
+    "ECC": (Outcome.POISONED, RuntimeError("CUDA error: uncorrectable ECC error encountered")),
+    "broken segment": (
+        Outcome.POISONED,
+        RuntimeError('!handles_.at(i) INTERNAL ASSERT FAILED at "/c10/cuda/CUDACachingAllo"'),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_knows(case: str) -> None:
+    outcome, error = KNOWN[case]
+    assert classify(error) is outcome
+
+
+@pytest.mark.parametrize(
+    ("allocate", "outcome"),
+    [
+        (lambda: torch.empty(2**50), Outcome.HOST_OOM),
+        (lambda: bytearray(2**60), Outcome.HOST_OOM),
+        (lambda: torch.empty(2**62), Outcome.SIZE_LIMIT),
+    ],
+    ids=["CPU allocator", "Python", "overflow"],
+)
+def test_knows_what_this_torch_really_raises(allocate: object, outcome: Outcome) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()  # type: ignore[operator]  # parametrized values have no signature
+    assert classify(caught.value) is outcome
+
+
+class RunsOutOfMemory(RuntimeError):
+    """A user's own class, with a user's own error_code."""
+
+    error_code = 2
+
+
+DECOYS: list[BaseException] = [
+    ValueError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ValueError("the queue is out of memory"),
+    AssertionError("CUDA error: out of memory"),
+    KeyError("CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("out of memory"),
+    RuntimeError("our guide says what to do about 'CUDA out of memory. Tried to allocate'"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)"),
+    RuntimeError("Expected more than 1 value per channel when training"),
+    RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx`"),
+    accelerator_error(1, "CUDA error: invalid argument"),
+    RunsOutOfMemory("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    OSError(28, "No space left on device"),
+    TypeError("forward() missing 1 required positional argument"),
+    KeyboardInterrupt(),
+    SystemExit(3),
+]
+
+
+@pytest.mark.parametrize("decoy", DECOYS, ids=repr)
+def test_decoys_are_the_users_own_error(decoy: BaseException) -> None:
+    assert classify(decoy) is Outcome.USER_ERROR
+
+
+def raised(make: object) -> BaseException:
+    try:
+        make()  # type: ignore[operator]  # a local function of a test
+    except BaseException as error:
+        return error
+    raise AssertionError("it was to raise")
+
+
+def run_out() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_finds_a_cause() -> None:
+    def wrapped() -> None:
+        try:
+            run_out()
+        except RuntimeError as error:
+            raise ValueError("step failed") from error
+
+    fault = fault_of(raised(wrapped))
+    assert fault.outcome is Outcome.OOM
+    assert fault.type_names[0] == "torch.OutOfMemoryError"
+    assert fault.chain == (
+        "ValueError: step failed",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    )
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_finds_a_context_even_a_hidden_one(hidden: bool) -> None:
+    def cleaned_up() -> None:
+        try:
+            run_out()
+        except RuntimeError:
+            if hidden:
+                raise ValueError("step failed") from None
+            raise ValueError("step failed")  # noqa: B904  # the implicit context is what is tested
+
+    assert classify(raised(cleaned_up)) is Outcome.OOM
+
+
+def test_looks_into_groups() -> None:
+    group = ExceptionGroup("tasks", [ValueError("a"), ExceptionGroup("b", [KNOWN["HIP"][1]])])
+    assert classify(group) is Outcome.OOM
+    assert classify(ExceptionGroup("tasks", [ValueError("a"), KeyError("b")])) is Outcome.USER_ERROR
+
+
+def test_a_dead_context_outweighs_the_rest_of_the_chain() -> None:
+    def dies() -> None:
+        try:
+            run_out()
+        except RuntimeError as error:
+            raise accelerator_error(700) from error
+
+    fault = fault_of(raised(dies))
+    assert fault.outcome is Outcome.POISONED
+    assert fault.kills_context
+
+
+def test_a_chain_that_bites_its_tail_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    assert list(chain_of(first)) == [first, second]
+    assert classify(first) is Outcome.USER_ERROR
+
+
+def test_an_interrupt_amid_an_oom_is_no_oom() -> None:
+    def interrupted() -> None:
+        try:
+            run_out()
+        except RuntimeError:
+            raise KeyboardInterrupt  # noqa: B904  # the implicit context is what is tested
+
+    assert classify(raised(interrupted)) is Outcome.USER_ERROR
+
+
+def test_an_exception_whose_text_raises_is_still_read() -> None:
+    class Hostile(RuntimeError):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    fault = fault_of(Hostile())
+    assert fault.outcome is Outcome.USER_ERROR
+    assert "Hostile" in fault.message
+
+
+def test_a_fault_is_small_plain_data() -> None:
+    fault = fault_of(raised(lambda: run_out()))
+    assert any(frame.endswith("in run_out") for frame in fault.frames)
+    assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
+    assert pickle.loads(pickle.dumps(fault)) == fault
+    flood = fault_of(RuntimeError("CUDA out of memory. " + "é" * 10**6))
+    assert flood.outcome is Outcome.OOM
+    assert len(flood.message.encode()) <= MESSAGE_BYTES
+    assert len(flood.chain[0]) < 400
+    assert "caching allocator" in fault.detail
+    assert "2.00 GiB" in fault.detail
+
+
+CUBLAS = KNOWN["cuBLAS"][1]
+
+
+@pytest.mark.parametrize(
+    ("error", "healthy", "memory_was_short", "outcome"),
+    [
+        (KNOWN["caching allocator"][1], True, False, Outcome.OOM),
+        (KNOWN["caching allocator"][1], False, True, Outcome.POISONED),
+        (CUBLAS, True, True, Outcome.OOM),
+        (CUBLAS, True, None, Outcome.OOM),
+        (CUBLAS, True, False, Outcome.SIZE_LIMIT),
+        (CUBLAS, False, False, Outcome.POISONED),
+        (KNOWN["graph capture"][1], True, False, Outcome.UNSUPPORTED),
+        (KNOWN["assert code"][1], True, False, Outcome.POISONED),
+        (ValueError("bug"), True, True, Outcome.USER_ERROR),
+        (ValueError("bug"), False, True, Outcome.POISONED),
+    ],
+)
+def test_settles_what_the_text_left_open(
+    error: Exception, healthy: bool, memory_was_short: bool | None, outcome: Outcome
+) -> None:
+    settled = settle(fault_of(error), healthy=healthy, memory_was_short=memory_was_short)
+    assert settled.outcome is outcome
+    assert settled.kills_context or healthy
+
+
+def test_every_row_is_hit_by_a_case() -> None:
+    kinds = {fault_of(error).kind for _, error in KNOWN.values()}
+    assert kinds == {row.name for row in ROWS}
+
+
+def test_every_outcome_of_a_row_has_a_gravity() -> None:
+    assert {row.outcome for row in ROWS} <= set(GRAVITY)
