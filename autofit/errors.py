@@ -51,7 +51,7 @@ class NoFeasiblePlan(AutofitError):
 
 
 class WorkloadFailed(AutofitError):
-    """The user's code failed in a way that left no exception to hand on (its text is in the message)."""
+    """The user's code failed and left no exception to hand on; its text is in the message."""
 
     exit_code = 3
 

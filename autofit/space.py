@@ -56,7 +56,7 @@ class Space:
         return min((bound for bound in bounds if bound is not None), default=2**20)
 
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
-        """The plan of that variant whose micro-batch is the largest the space has up to that one."""
+        """The variant's plan with the largest micro-batch the space has up to that one."""
         wanted = max(1, micro_batch)
         if self.max_micro_batch is not None:
             wanted = min(wanted, self.max_micro_batch)
@@ -92,9 +92,8 @@ class Space:
                 known = ", ".join(self.dimensions) or "none for this model and device"
                 raise InvalidRequest(f"there is no setting {name!r} here; there are: {known}")
             if value not in self.dimensions[name].values:
-                raise InvalidRequest(
-                    f"{name} cannot be {value!r} here; it can be one of {list(self.dimensions[name].values)}"
-                )
+                values = list(self.dimensions[name].values)
+                raise InvalidRequest(f"{name} cannot be {value!r} here; it can be one of {values}")
         return {**self.plain_settings, **settings}
 
     def is_costly(self, settings: Settings) -> bool:

@@ -78,7 +78,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Profile:
-    """One optimizer step at one micro-batch, as a strategy may ask for while it makes its dimensions."""
+    """One optimizer step at one micro-batch."""
 
     micro_batch: int
     step_time_s: float
@@ -128,12 +128,12 @@ class TrainingView(Protocol):
     def wrap_forward(
         self, context: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[], None]:
-        """Enter `context()` around every forward and loss; returns the function that takes it back."""
+        """Enter `context()` around every forward and loss; returns the function that undoes it."""
 
     def wrap_optimizer_step(
         self, wrapper: Callable[[Callable[[], None]], None]
     ) -> Callable[[], None]:
-        """Have `wrapper(step)` called in place of the update; returns the function that takes it back."""
+        """Call `wrapper(step)` in place of the update; returns the function that undoes it."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Forward and loss of one micro-batch, under the forward contexts in force."""

@@ -56,10 +56,11 @@ class Training:
         self.plan = plan
         self.device = device
         self.scaler: torch.amp.GradScaler | None = None
-        self._recipe = recipe
+        self.recipe = recipe
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
+        self._scaler_was_used = False
         self._applied = ExitStack()
         self._apply(strategies, payloads or {})
 
@@ -112,21 +113,16 @@ class Training:
             The detached mean loss, a scalar tensor on the device.
         """
         self.zero_grad()
-        if self._recipe.train_step is not None:
-            return self._users_step(self._recipe.train_step, batch)
+        if self.recipe.train_step is not None:
+            return self._users_step(self.recipe.train_step, batch)
         loss = self.accumulate(batch)
         self.optimizer_step()
         return loss
 
-    def accumulate(self, batch: Batch, *, at_most: int | None = None) -> torch.Tensor:
-        """Forward and backward of the micro-batches; returns their detached mean loss.
-
-        `at_most` stops after that many of them: a probe then knows the time of the rest.
-        """
+    def accumulate(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns their detached mean loss."""
         total: torch.Tensor | None = None
-        for done, (micro_batch, weight) in enumerate(self.micro_batches(batch)):
-            if done == at_most:
-                break
+        for micro_batch, weight in self.micro_batches(batch):
             loss = self.loss(micro_batch)
             share = loss.detach() * weight
             total = share if total is None else total + share
@@ -142,7 +138,7 @@ class Training:
         if len(sizes) == 1:
             yield map_tensors(self._place, batch), 1.0
             return
-        weights = [self._recipe.weight(piece) for piece in pieces(batch, sizes)]
+        weights = [self.recipe.weight(piece) for piece in pieces(batch, sizes)]
         whole = sum(weights)
         for piece, weight in zip(pieces(batch, sizes), weights, strict=True):
             yield map_tensors(self._place, piece), weight / whole if whole else 0.0
@@ -158,12 +154,15 @@ class Training:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Forward and loss of one micro-batch on the device, under the forward contexts."""
         with self.context():
-            return self._recipe.loss(self.model, batch)
+            return self.recipe.loss(self.model, batch)
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Add the gradients of this loss, weighted by its share of the whole."""
         weighted = loss if weight == 1.0 else loss * weight
-        (self.scaler.scale(weighted) if self.scaler is not None else weighted).backward()
+        if self.scaler is not None:
+            weighted = self.scaler.scale(weighted)
+            self._scaler_was_used = True
+        weighted.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def optimizer_step(self, name: str | None = None) -> None:
         """Unscale and clip where asked, update, and drop the gradients.
@@ -188,7 +187,7 @@ class Training:
         return list(self.optimizer.values()) if name is None else [self.optimizer[name]]
 
     def _prepare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        recipe = self._recipe
+        recipe = self.recipe
         if recipe.clip_grad_norm is None and recipe.before_step is None:
             return
         if self.scaler is not None:
@@ -214,10 +213,10 @@ class Training:
     def _users_step(
         self, train_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
     ) -> torch.Tensor:
-        scale_before = None if self.scaler is None else self.scaler.state_dict()
+        self._scaler_was_used = False
         with self.context():
             loss = train_step(self, batch)
-        if self.scaler is not None and self.scaler.state_dict() == scale_before:
+        if self.scaler is not None and not self._scaler_was_used:
             raise AutofitError(
                 "train_step never used the gradient scaler that float16 needs: call "
                 "training.backward(loss) and training.optimizer_step() in it"

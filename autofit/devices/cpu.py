@@ -1,0 +1,142 @@
+"""Real computation on the CPU against a VRAM budget, as a GPU would hold it to one.
+
+What is born under `accounting` passes a tracer into the simulated CUDA caching allocator, which
+raises `torch.OutOfMemoryError` where the budget ends. So a whole search, out-of-memory included,
+runs for real on a machine without a GPU. Tracked steps give peaks, retries and growth; timed steps
+run untracked, at the CPU's own speed.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from autofit.devices.base import Environment, MemoryReading
+from autofit.errors import DeviceUnavailable
+from autofit.memory.allocator import CachingAllocator
+from autofit.memory.tracer import MemoryTracer
+from autofit.strategy import Capabilities
+
+
+class CpuDevice:
+    """The host's processor and memory, accounted for like a GPU's."""
+
+    tracked_steps = 1
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.total_bytes, self.free_bytes = _host_memory()
+        self._allocator = CachingAllocator()
+        self._tracer = MemoryTracer(self._allocator, device_type="cpu")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """bfloat16 where the processor multiplies in it; the rest is for GPUs."""
+        return Capabilities(device_type="cpu", bfloat16=_multiplies_bfloat16())
+
+    @property
+    def environment(self) -> Environment:
+        """The host and versions."""
+        return Environment(
+            device="cpu",
+            gpu=None,
+            capability=None,
+            total_bytes=self.total_bytes,
+            driver=None,
+            cuda=None,
+            torch=torch.__version__,
+            python=platform.python_version(),
+        )
+
+    def limit(self, vram_budget_bytes: int) -> None:
+        """Refuse segments beyond this."""
+        self._allocator.limit_bytes = vram_budget_bytes
+
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """Operators inside allocate in the simulated allocator."""
+        with self._tracer:
+            yield
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy: a transfer to the CPU that copied nothing would not be accounted for."""
+        return tensor.clone()
+
+    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The same module with its parameters and buffers copied, on the CPU."""
+        return model._apply(lambda tensor: tensor.to("cpu", copy=True))
+
+    def mark(self) -> CpuMark:
+        """Now."""
+        return CpuMark()
+
+    def synchronize(self) -> None:
+        """The CPU has always finished."""
+
+    def read(self) -> MemoryReading:
+        """The simulated allocator's state; a CPU has no non-torch bytes."""
+        return MemoryReading(
+            allocated_bytes=self._allocator.allocated_bytes,
+            reserved_bytes=self._allocator.reserved_bytes,
+            peak_allocated_bytes=self._allocator.peak_allocated_bytes,
+            peak_reserved_bytes=self._allocator.peak_reserved_bytes,
+            non_torch_bytes=0,
+            allocator_retries=self._allocator.retries,
+        )
+
+    def reset_peaks(self) -> None:
+        """Start new peaks at what is held now."""
+        self._allocator.reset_peaks()
+
+    def release_cache(self) -> None:
+        """Drop cached segments."""
+        self._allocator.empty_cache()
+
+    def check_health(self) -> None:
+        """Sum a small tensor."""
+        total = float(torch.ones(1024).sum())
+        if total != 1024.0:
+            raise DeviceUnavailable(f"the CPU added 1024 ones up to {total}")
+
+    def foreign_bytes(self) -> int | None:
+        """Nobody else allocates in the simulated allocator."""
+        return 0
+
+
+class CpuMark:
+    """A moment of the host's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def seconds_since(self, earlier: CpuMark) -> float:
+        """Seconds between two moments."""
+        return self._at_s - earlier._at_s
+
+
+def _host_memory() -> tuple[int, int]:
+    """(total, available) bytes of host memory, within the control group's limit."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (
+        int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
+    )
+    group = Path("/sys/fs/cgroup/memory.max")
+    limit = group.read_text().strip() if group.exists() else "max"
+    return (
+        (total, available)
+        if limit == "max"
+        else (
+            min(total, int(limit)),
+            min(available, int(limit)),
+        )
+    )
+
+
+def _multiplies_bfloat16() -> bool:
+    flags = Path("/proc/cpuinfo").read_text()
+    return "avx512_bf16" in flags or "amx_bf16" in flags

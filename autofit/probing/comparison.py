@@ -1,0 +1,147 @@
+"""Two plans on the same samples: how far do loss and gradients differ?
+
+Randomness would hide what is looked for, so the model runs in eval mode, except for the modules
+that normalize over the batch: those keep the mode they are in, because they are what often makes
+a split batch differ from a whole one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase  # the one class behind all batch normalizations
+
+from autofit.batching import Batch
+from autofit.training import Training
+
+SAMPLES_OF_A_COMPARISON = 5
+"""An odd number in two micro-batches: their sizes differ, and neither is a single sample."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Loss and gradients of one pass, on the host."""
+
+    loss: float
+    by_name: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a second pass is from a first, as fractions.
+
+    Attributes:
+        loss: |loss2 - loss1| / |loss1|.
+        gradient: norm of the difference of all gradients over the norm of the first's.
+        tolerance: the most that roundings of these dtypes explain.
+        modules: the modules behind it: those that normalize over the batch, else the owners of
+            the parameters whose gradients differ most.
+    """
+
+    loss: float
+    gradient: float
+    tolerance: float
+    modules: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Equal up to rounding."""
+        return self.gradient <= self.tolerance and self.loss <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return asdict(self) | {"modules": list(self.modules)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Comparison:
+        """The comparison that `to_dict` wrote."""
+        return cls(**(data | {"modules": tuple(data["modules"])}))
+
+
+def gradients(training: Training, batch: Batch, *, seed: int, calm: bool = True) -> Gradients:
+    """Loss and gradients of one accumulation over the batch; the training is not stepped.
+
+    `calm=False` leaves every module in its mode, for models whose loss exists in training only.
+    """
+    torch.manual_seed(seed)
+    training.zero_grad()
+    with _calm(training.model) if calm else nullcontext():
+        loss = float(training.accumulate(batch))
+    scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
+    by_name = {
+        name: parameter.grad.detach().to("cpu", torch.float64) / scale
+        for name, parameter in training.model.named_parameters()
+        if parameter.grad is not None
+    }
+    training.zero_grad()
+    return Gradients(loss, by_name)
+
+
+def compare(first: Gradients, second: Gradients, model: torch.nn.Module) -> Comparison:
+    """How far the second pass is from the first."""
+    differences = {
+        name: _norm(value - second.by_name.get(name, torch.zeros_like(value)))
+        for name, value in first.by_name.items()
+    }
+    whole = math.hypot(*(_norm(value) for value in first.by_name.values()))
+    tolerance = max((_tolerance(p.dtype) for p in model.parameters()), default=0.0)
+    comparison = Comparison(
+        loss=_relative(abs(second.loss - first.loss), abs(first.loss)),
+        gradient=_relative(math.hypot(*differences.values()), whole),
+        tolerance=tolerance,
+    )
+    if comparison.equal:
+        return comparison
+    culprits = batch_normalizing(model) or _owners_of_largest(differences)
+    return Comparison.from_dict(comparison.to_dict() | {"modules": culprits})
+
+
+def batch_normalizing(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that normalize over the batch as they stand."""
+    return [name for name, module in model.named_modules() if _normalizes_over_batch(module)]
+
+
+def _normalizes_over_batch(module: torch.nn.Module) -> bool:
+    instance = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
+    return isinstance(module, _NormBase) and module.training and not instance
+
+
+def _owners_of_largest(differences: dict[str, float]) -> list[str]:
+    largest = sorted(differences, key=lambda name: -differences[name])[:3]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in largest))
+
+
+@contextmanager
+def _calm(model: torch.nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    recurrent = {m: m.dropout for m in modes if isinstance(m, torch.nn.RNNBase)}
+    for module in modes:
+        # cuDNN runs the backward of a recurrent layer in training mode only
+        module.training = _normalizes_over_batch(module) or module in recurrent
+    for module in recurrent:
+        module.dropout = 0.0
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for module, dropout in recurrent.items():
+            module.dropout = dropout
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Roundings add up over a reduction: a few thousand units in the last place, capped."""
+    return min(torch.finfo(dtype).eps * 8192, 0.05) if dtype.is_floating_point else 0.0
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def _relative(difference: float, reference: float) -> float:
+    return difference / reference if reference else (0.0 if difference == 0 else math.inf)

@@ -1,0 +1,177 @@
+"""One plan, stepped on a device: warm-up, timed steps, and the verdict on what was seen.
+
+Timed steps go on until the interval of their median separates the plan from the incumbent or is
+within 1 %, at most 30 steps or 5 s. Peaks are over warm-up and timed steps together, since the
+optimizer's state appears in the first step and the peak often in the second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from autofit.batching import Batch
+from autofit.devices.base import Device, Mark, MemoryReading
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.probing.prober import ProbeRequest
+from autofit.training import Training
+from autofit.units import format_bytes
+from autofit.workload import Workload
+
+WARM_UP_STEPS = 2
+MOST_TIMED_STEPS = 30
+MOST_TIMED_SECONDS = 5.0
+FEWEST_TIMED_STEPS = 3
+STEPS_PER_BLOCK = 3
+"""Steps between two looks at the clock: looking synchronizes the device."""
+MICRO_BATCHES_OF_A_SEARCH = 2
+"""From the second micro-batch on gradients are resident, so two show every peak."""
+CLOSE_ENOUGH = 0.01
+
+
+@dataclass
+class _Window:
+    """What the timed steps have shown so far."""
+
+    step_times_s: list[float] = field(default_factory=list)
+    boundary_bytes: list[int] = field(default_factory=list)
+    loss: float = math.nan
+
+
+def measure(
+    workload: Workload,
+    device: Device,
+    request: ProbeRequest,
+    make_training: Callable[[Workload], Training],
+    vram_budget_bytes: int,
+) -> Measurement:
+    """Run a plan for a few optimizer steps.
+
+    Args:
+        workload: a copy that is this probe's own.
+        device: limited to the budget already.
+        request: the plan, the rate to beat and whether to accumulate in full.
+        make_training: builds the training; called under the device's accounting.
+        vram_budget_bytes: what the peaks are held against.
+
+    Raises:
+        Whatever the device or the user's code raises.
+    """
+    plan = request.plan
+    micro_batches = _micro_batches_to_run(workload, request)
+    batch = workload.batch(sum(plan.micro_batch_sizes[:micro_batches]))
+    scale = plan.accumulation_steps / micro_batches
+    window = _Window()
+    with ExitStack() as applied:
+        with device.accounting():
+            training = applied.enter_context(make_training(workload))
+            _steps(training, device, batch, WARM_UP_STEPS, window)
+            before = device.read()
+            _steps(training, device, batch, device.tracked_steps, window)
+        _time_steps(training, device, batch, scale, request, window)
+        measured = _verdict(window, before, device.read(), vram_budget_bytes)
+    return _with_geometry(measured, plan, micro_batches)
+
+
+def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
+    whole = request.plan.accumulation_steps
+    if request.full_accumulation or workload.train_step is not None:
+        return whole
+    return min(whole, MICRO_BATCHES_OF_A_SEARCH)
+
+
+def _steps(training: Training, device: Device, batch: Batch, count: int, window: _Window) -> None:
+    for _ in range(count):
+        window.loss = float(_step(training, device, batch)[0])
+        window.boundary_bytes.append(device.read().allocated_bytes)
+
+
+def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Mark]]:
+    """One optimizer step; the marks are start, end of the micro-batches, end of the update."""
+    start = device.mark()
+    if training.recipe.train_step is not None:
+        loss = training.step(batch)
+        return loss, [start, device.mark(), device.mark()]
+    training.zero_grad()
+    loss = training.accumulate(batch)
+    middle = device.mark()
+    training.optimizer_step()
+    return loss, [start, middle, device.mark()]
+
+
+def _time_steps(
+    training: Training,
+    device: Device,
+    batch: Batch,
+    scale: float,
+    request: ProbeRequest,
+    window: _Window,
+) -> None:
+    while not _seen_enough(window.step_times_s, request):
+        block = []
+        for _ in range(STEPS_PER_BLOCK):
+            loss, marks = _step(training, device, batch)
+            block.append(marks)
+            window.boundary_bytes.append(device.read().allocated_bytes)
+        device.synchronize()
+        window.loss = float(loss)
+        for start, middle, end in block:
+            accumulating = middle.seconds_since(start)
+            window.step_times_s.append(accumulating * scale + end.seconds_since(middle))
+        if not math.isfinite(window.loss):
+            return
+
+
+def _seen_enough(step_times_s: list[float], request: ProbeRequest) -> bool:
+    count = len(step_times_s)
+    if count < FEWEST_TIMED_STEPS:
+        return False
+    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= MOST_TIMED_SECONDS:
+        return True
+    seen = Measurement(Outcome.OK, step_times_s=step_times_s)
+    interval, middle = seen.step_time_interval_s, seen.step_time_s
+    assert interval is not None  # there are step times
+    assert middle is not None
+    fastest, slowest = interval
+    if slowest - fastest <= 2 * CLOSE_ENOUGH * middle:
+        return True
+    if request.incumbent_samples_per_second is None:
+        return False
+    time_to_beat = request.plan.samples_per_step / request.incumbent_samples_per_second
+    return fastest > time_to_beat
+
+
+def _verdict(
+    window: _Window, before: MemoryReading, after: MemoryReading, vram_budget_bytes: int
+) -> Measurement:
+    retries = after.allocator_retries - before.allocator_retries
+    outcome, detail = Outcome.OK, None
+    held = after.peak_reserved_bytes + after.non_torch_bytes
+    if not math.isfinite(window.loss):
+        outcome, detail = Outcome.NONFINITE, f"the loss became {window.loss}"
+    elif held > vram_budget_bytes:
+        outcome = Outcome.OVER_BUDGET
+        detail = f"held {format_bytes(held)} of {format_bytes(vram_budget_bytes)} allowed"
+    elif retries > 0:
+        outcome = Outcome.RETRIES
+        detail = f"the allocator flushed its cache {retries} times in the timed steps"
+    return Measurement(
+        outcome,
+        detail,
+        step_times_s=window.step_times_s,
+        peak_allocated_bytes=after.peak_allocated_bytes,
+        peak_reserved_bytes=after.peak_reserved_bytes,
+        non_torch_bytes=after.non_torch_bytes,
+        allocator_retries=retries,
+        loss=window.loss if math.isfinite(window.loss) else None,
+    )
+
+
+def _with_geometry(measured: Measurement, plan: Plan, micro_batches: int) -> Measurement:
+    run = micro_batches if micro_batches < plan.accumulation_steps else plan.accumulation_steps
+    return Measurement.from_dict(measured.to_dict() | {"micro_batches_run": run})

@@ -1,0 +1,117 @@
+"""The workload as a file: written by the parent once, read afresh by the worker for each probe.
+
+Tensors are stored once and read through a memory map, so that a large model never lies in host
+memory a second time; classes and functions from `__main__`, notebooks and local scopes travel by
+value (cloudpickle), importable ones by name.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.utils import parametrize
+
+from autofit.batching import map_tensors
+from autofit.errors import InvalidRequest
+from autofit.strategy import Strategy
+from autofit.workload import Workload
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a worker needs to build trainings."""
+
+    workload: Workload
+    strategies: Sequence[Strategy]
+
+
+def write_payload(payload: Payload, path: Path) -> None:
+    """Write the payload.
+
+    Raises:
+        InvalidRequest: something in it cannot be pickled; the message names the ways out.
+    """
+    workload = payload.workload
+    if not workload.makes_batches:
+        workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
+    try:
+        with path.open("wb") as file:
+            contents = {"workload": workload, "strategies": tuple(payload.strategies)}
+            torch.save(contents, file, pickle_module=_PICKLE)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise InvalidRequest(
+            f"the workload cannot be sent to a worker process ({type(error).__name__}: {error}). "
+            "Either pass a function that builds the model instead of the model, or use "
+            'isolation="inprocess", which runs in this process and cannot survive hangs and '
+            "device faults"
+        ) from error
+
+
+def read_payload(path: Path, *, map_location: str = "cpu") -> Payload:
+    """A fresh copy of what `write_payload` wrote; tensors are mapped from the file until moved."""
+    # The file is the parent's own, written a moment ago: unpickling it runs only the user's code.
+    contents = torch.load(
+        path,
+        map_location=map_location,
+        pickle_module=pickle,
+        weights_only=False,
+        mmap=map_location == "cpu",
+    )
+    return Payload(contents["workload"], contents["strategies"])
+
+
+def environment_of_parent() -> dict[str, Any]:
+    """What the worker must share with the parent for imports by name to mean the same."""
+    return {
+        "sys_path": list(sys.path),
+        "cwd": os.getcwd(),
+        "argv0": sys.argv[0] if sys.argv else "",
+    }
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, or a small view would ship the whole storage that it looks into."""
+    return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
+
+
+def _rebuild_parametrized(
+    base: type[torch.nn.Module], state: dict[str, Any], names: tuple[str, ...]
+) -> torch.nn.Module:
+    """A module some of whose tensors are computed by parametrizations.
+
+    torch refuses to pickle one because its class is made at run time: so the class is made again.
+    """
+    module = base.__new__(base)
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
+            names = tuple(obj.parametrizations)  # type: ignore[arg-type]  # a ModuleDict: its keys
+            return _rebuild_parametrized, (type(obj).__bases__[0], obj.__dict__, names)
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """A small object (an exception, a strategy) by value."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+_PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
