@@ -1,0 +1,244 @@
+"""The tracer: turns the tensors of any code that runs under it into allocator calls.
+
+`MemoryTracer` watches every operator. A storage that an operator brought into being on the traced
+device is allocated in the simulated allocator and released there when it dies, be it inside or
+outside the mode, in forward, backward, a checkpoint's recomputation or an optimizer's step. Where
+the allocator refuses, `torch.OutOfMemoryError` is raised out of the operator, as on a GPU.
+
+It serves real computation on the CPU and dry runs on the meta device alike. Storages that were
+there before (they are seen as arguments first, or were registered) are foreign: neither they nor
+views of them count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.memory.allocator import CachingAllocator, OutOfBudget
+from autofit.memory.blocks import Block
+from autofit.memory.replay import Event, Recording
+from autofit.units import format_bytes
+
+_FOREIGN = 0
+
+
+class MemoryTracer(TorchDispatchMode):
+    """A dispatch mode that feeds an allocator; it may be entered any number of times.
+
+    Args:
+        allocator: who counts and may refuse; None: one without a limit.
+        device_type: the kind of device whose storages count, such as "cpu" or "meta".
+        record: keep every event for replays.
+
+    Attributes:
+        allocator: the allocator.
+        events: what happened so far, where it is recorded.
+    """
+
+    def __init__(
+        self,
+        allocator: CachingAllocator | None = None,
+        *,
+        device_type: str = "cpu",
+        record: bool = False,
+    ) -> None:
+        super().__init__()
+        self.allocator = allocator or CachingAllocator()
+        self.events: list[Event] = []
+        self._device_type = device_type
+        self._record = record
+        self._step_ends: list[int] = []
+        self._storages: dict[int, _Storage] = {}
+        self._last_number = _FOREIGN
+        self._dead: deque[_Storage] = deque()
+        self._busy = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if types and any(map(_unwraps_itself, types)):
+            return NotImplemented  # its inner tensors come by one by one, and those count
+        given = list(tensors_in((args, kwargs)))
+        if func is not _LIFT_FRESH:
+            self._meet(given)
+        result = func(*args, **(kwargs or {}))
+        try:
+            self._settle([*given, *tensors_in(result)])
+        except OutOfBudget as refusal:
+            # The traceback must not keep alive what did not fit.
+            del given, result
+            raise _out_of_memory(refusal) from None
+        return result
+
+    def register_foreign(self, value: Any) -> None:
+        """Never count the storages in `value`: a tensor, or tensors in lists, tuples and dicts."""
+        self._meet(tensors_in(value))
+
+    def end_step(self) -> None:
+        """Note that an optimizer step ends here (see `recording`)."""
+        self._step_ends.append(len(self.events))
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded, up to the end of the last step."""
+        return Recording(self.events, tuple(self._step_ends))
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage in the events; None where it does not count."""
+        for storage in _storages_of(tensor):
+            tracked = self._storages.get(storage._cdata)
+            if tracked is not None and tracked.number != _FOREIGN:
+                return tracked.number
+        return None
+
+    @contextmanager
+    def scratch(self, nbytes: int) -> Iterator[None]:
+        """Have `nbytes` allocated while the body runs: memory that a kernel takes for itself.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for them.
+        """
+        try:
+            number, block = self._allocate(nbytes)
+        except OutOfBudget as refusal:
+            raise _out_of_memory(refusal) from None
+        try:
+            yield
+        finally:
+            self._release(number, block)
+
+    def _meet(self, tensors: Any) -> None:
+        """Take every storage that is not known yet as foreign."""
+        for tensor in tensors:
+            if tensor.device.type == self._device_type:
+                for storage in _storages_of(tensor):
+                    if storage._cdata not in self._storages:
+                        self._track(storage)
+
+    def _settle(self, tensors: list[torch.Tensor]) -> None:
+        """Allocate what an operator brought into being, and follow storages that it resized."""
+        for tensor in tensors:
+            if tensor.device.type != self._device_type:
+                continue
+            for storage in _storages_of(tensor):
+                tracked = self._storages.get(storage._cdata)
+                nbytes = storage.nbytes()
+                if tracked is None:
+                    tracked = self._track(storage)
+                    tracked.number, tracked.block = self._allocate(nbytes)
+                    tracked.nbytes = nbytes
+                elif tracked.nbytes != nbytes and tracked.number != _FOREIGN:
+                    self._resize(tracked, nbytes)
+
+    def _track(self, storage: torch.UntypedStorage) -> _Storage:
+        tracked = _Storage(storage, self._on_death)
+        tracked.key, tracked.number = storage._cdata, _FOREIGN
+        tracked.block, tracked.nbytes = None, storage.nbytes()
+        self._storages[tracked.key] = tracked
+        return tracked
+
+    def _resize(self, tracked: _Storage, nbytes: int) -> None:
+        """A resize allocates anew before it gives the old memory back."""
+        old = tracked.number, tracked.block
+        tracked.number, tracked.block = self._allocate(nbytes)
+        tracked.nbytes = nbytes
+        self._release(*old)
+
+    def _on_death(self, tracked: _Storage) -> None:
+        """Called when a storage is gone, at any time: also while the allocator is at work."""
+        self._dead.append(tracked)
+        self._bury()
+
+    def _bury(self) -> None:
+        while self._dead and not self._busy:
+            tracked = self._dead.popleft()
+            if self._storages.get(tracked.key) is tracked:
+                del self._storages[tracked.key]
+            self._release(tracked.number, tracked.block)
+
+    def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
+        """A new number, and the block behind it (none for an empty storage)."""
+        self._last_number += 1
+        number = self._last_number
+        if not nbytes:
+            return number, None
+        self._busy = True
+        try:
+            block = self.allocator.allocate(nbytes)
+            if self._record:
+                self.events.append((number, nbytes))
+        finally:
+            self._busy = False
+        self._bury()
+        return number, block
+
+    def _release(self, number: int, block: Block | None) -> None:
+        if block is None:
+            return
+        self._busy = True
+        self.allocator.free(block)
+        if self._record:
+            self.events.append((-number, 0))
+        self._busy = False
+        self._bury()
+
+
+class _Storage(weakref.ref[torch.UntypedStorage]):
+    """A storage that is being watched, and the block that stands for it."""
+
+    __slots__ = ("block", "key", "nbytes", "number")
+    key: int
+    number: int
+    nbytes: int
+    block: Block | None
+
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` ends with: its argument was made an instant ago, out of the mode's sight."""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value and in its lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return [part.untyped_storage() for part in parts]
+    return []  # an opaque layout (MKL-DNN) keeps its memory to itself
+
+
+def _unwraps_itself(kind: type) -> bool:
+    """Whether a tensor class runs operators on inner tensors of its own."""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass_type(kind)
+
+
+def _out_of_memory(refusal: OutOfBudget) -> torch.OutOfMemoryError:
+    """The error, worded as CUDA's allocator words it."""
+    held = refusal.reserved_bytes - refusal.allocated_bytes
+    return torch.OutOfMemoryError(
+        "CUDA out of memory (simulated). "
+        f"Tried to allocate {format_bytes(refusal.requested_bytes)}. "
+        f"{format_bytes(refusal.limit_bytes)} are allowed. Of the allocated memory "
+        f"{format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and "
+        f"{format_bytes(held)} is reserved by PyTorch but unallocated."
+    )

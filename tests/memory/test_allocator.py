@@ -1,0 +1,165 @@
+"""The simulated allocator against the rules of c10/cuda/CUDACachingAllocator.cpp."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autofit.memory.allocator import CachingAllocator, OutOfBudget
+from autofit.units import KIB, MIB
+
+
+def test_a_request_is_rounded_up_to_512_bytes() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(1)
+    assert allocator.allocated_bytes == 512
+    allocator.allocate(513)
+    assert allocator.allocated_bytes == 512 + 1024
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "segment_bytes"),
+    [
+        (1, 2 * MIB),
+        (1 * MIB, 2 * MIB),
+        (1 * MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+        (33 * MIB, 34 * MIB),
+    ],
+)
+def test_the_size_of_a_new_segment(request_bytes: int, segment_bytes: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(request_bytes)
+    assert allocator.reserved_bytes == segment_bytes
+
+
+def test_small_requests_share_a_segment_and_large_ones_do_not_use_it() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(700 * KIB)
+    allocator.allocate(700 * KIB)
+    assert allocator.reserved_bytes == 2 * MIB
+    allocator.allocate(1 * MIB + 1)
+    assert allocator.reserved_bytes == 22 * MIB
+
+
+def test_the_large_pool_hands_out_whole_a_block_with_a_rest_of_up_to_1_mib() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(12 * MIB))
+    taken = allocator.allocate(11 * MIB)
+    assert (taken.size, allocator.allocated_bytes) == (12 * MIB, 12 * MIB)
+    allocator.free(taken)
+    assert allocator.allocate(11 * MIB - 512).size == 11 * MIB - 512
+
+
+def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (40, 16, 24)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(15 * MIB + 512).address == blocks[1].address
+    assert allocator.allocate(20 * MIB).address == blocks[2].address
+
+
+def test_released_neighbours_merge() -> None:
+    allocator = CachingAllocator()
+    first, second, third = (allocator.allocate(6 * MIB) for _ in range(3))
+    for block in (first, third, second):
+        allocator.free(block)
+    assert allocator.allocate(19 * MIB + 512).size == 20 * MIB
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_peaks_and_their_reset() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (30 * MIB,) * 2
+    allocator.reset_peaks()
+    assert (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes) == (0, 30 * MIB)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_the_cache_is_flushed_before_a_request_is_refused() -> None:
+    allocator = CachingAllocator(limit_bytes=50 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    allocator.allocate(40 * MIB)
+    assert (allocator.retries, allocator.reserved_bytes) == (1, 40 * MIB)
+
+
+def test_a_segment_with_a_live_block_survives_the_flush() -> None:
+    allocator = CachingAllocator(limit_bytes=30 * MIB)
+    first, _ = allocator.allocate(4 * MIB), allocator.allocate(4 * MIB)
+    allocator.free(first)
+    with pytest.raises(OutOfBudget, match=r"tried to allocate 16\.0 MiB where 30\.0 MiB") as caught:
+        allocator.allocate(16 * MIB)
+    assert caught.value.requested_bytes == 16 * MIB
+    assert caught.value.allocated_bytes == 4 * MIB
+    assert caught.value.reserved_bytes == 20 * MIB
+    assert allocator.retries == 1
+    allocator.allocate(10 * MIB)
+
+
+def test_the_limit_can_be_lifted() -> None:
+    allocator = CachingAllocator(limit_bytes=1 * MIB)
+    with pytest.raises(OutOfBudget):
+        allocator.allocate(1)
+    allocator.limit_bytes = None
+    allocator.allocate(1)
+    assert allocator.reserved_bytes == 2 * MIB
+
+
+def test_expandable_segments_grow_and_shrink_by_pages() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    first = allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    second = allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.free(first)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.free(second)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_expandable_segments_serve_in_one_piece_what_fixed_ones_cannot() -> None:
+    def held(expandable: bool) -> int:
+        allocator = CachingAllocator(expandable_segments=expandable)
+        for block in [allocator.allocate(40 * MIB) for _ in range(3)]:
+            allocator.free(block)
+        allocator.allocate(120 * MIB)
+        return allocator.reserved_bytes
+
+    assert held(expandable=True) == 120 * MIB
+    assert held(expandable=False) == 240 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_no_two_live_blocks_overlap_and_the_books_balance(expandable: bool) -> None:
+    chance = random.Random(0)
+    allocator = CachingAllocator(limit_bytes=600 * MIB, expandable_segments=expandable)
+    live = []
+    refused = 0
+    for _ in range(4000):
+        if live and chance.random() < 0.48:
+            allocator.free(live.pop(chance.randrange(len(live))))
+            continue
+        try:
+            live.append(allocator.allocate(int(2 ** chance.uniform(0, 25))))
+        except OutOfBudget:
+            refused += 1
+            for _ in range(len(live) // 2):
+                allocator.free(live.pop())
+        ranges = sorted((block.address, block.address + block.size) for block in live)
+        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert allocator.allocated_bytes == sum(block.size for block in live)
+        assert allocator.allocated_bytes <= allocator.reserved_bytes <= 600 * MIB
+    assert allocator.retries > 0
+    for block in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+    assert refused < 4000

@@ -1,0 +1,75 @@
+"""Replays: repeating steps, and the smallest limit under which a recording runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.memory.allocator import OutOfBudget
+from autofit.memory.replay import Recording, replay, required_bytes
+from autofit.units import MIB
+
+
+def test_recorded_steps_come_first_and_the_last_is_repeated() -> None:
+    recording = Recording([(1, 512), (2, 512), (-2, 0), (3, 1024), (-3, 0)], [3, 5])
+    first, second, third, fourth = recording.steps(4)
+    assert list(first) == [(1, 512), (2, 512), (-2, 0)]
+    assert list(second) == [(3, 1024), (-3, 0)]
+    for repeated in (third, fourth):
+        (born, size), (died, nothing) = repeated
+        assert (size, nothing) == (1024, 0)
+        assert died == -born
+        assert born > 3
+    assert third != fourth
+
+
+def test_a_repeated_step_releases_what_the_step_before_it_left() -> None:
+    """Each step leaves a loss, and the next step drops it."""
+    recording = Recording([(1, 512), (2, 512), (-1, 0)], [1, 3])
+    _, _, third, fourth = recording.steps(4)
+    assert third[1] == (-2, 0)
+    assert fourth[1] == (-third[0][0], 0)
+    assert replay(recording).peak_allocated_bytes == 1024
+
+
+def test_what_every_step_leaves_behind_adds_up() -> None:
+    recording = Recording([(1, 512), (2, 512)], [1, 2])
+    assert replay(recording).peak_allocated_bytes == 4 * 512
+
+
+def test_what_a_step_releases_for_good_is_released_once() -> None:
+    recording = Recording([(1, 4 * MIB), (-1, 0), (2, 512)], [1, 3])
+    assert replay(recording).peak_allocated_bytes == 4 * MIB
+
+
+def test_required_lies_below_peak_reserved_where_a_flush_in_warm_up_helps() -> None:
+    """Building leaves a segment behind that no step can use."""
+    events = [(1, 30 * MIB), (-1, 0), (2, 40 * MIB), (-2, 0), (3, 40 * MIB), (-3, 0)]
+    recording = Recording(events, [4, 6])
+    free = replay(recording)
+    assert free.peak_reserved_bytes == 70 * MIB
+    assert required_bytes(recording) == 40 * MIB
+    assert replay(recording, limit_bytes=40 * MIB).late_retries == 0
+
+
+def test_a_limit_that_forces_a_flush_in_every_step_is_not_enough() -> None:
+    events = [(1, 30 * MIB), (-1, 0), (2, 40 * MIB), (-2, 0), (3, 15 * MIB), (4, 1), (-3, 0)]
+    step = [(5, 30 * MIB), (6, 30 * MIB), (-5, 0), (-6, 0), (7, 40 * MIB), (8, 20 * MIB)]
+    events += [*step, (-7, 0), (-8, 0)]
+    recording = Recording(events, [7, len(events)])
+    required = required_bytes(recording, resolution_bytes=1)
+    assert replay(recording, limit_bytes=required).late_retries == 0
+    try:
+        below = replay(recording, limit_bytes=required - 1)
+    except OutOfBudget:
+        return
+    assert below.late_retries > 0
+
+
+def test_a_limit_under_the_need_is_refused() -> None:
+    with pytest.raises(OutOfBudget):
+        replay(Recording([(1, 30 * MIB)], [1]), limit_bytes=29 * MIB)
+
+
+def test_expandable_segments_never_require_more_than_pages_allow() -> None:
+    events = [(1, 30 * MIB), (-1, 0), (2, 70 * MIB), (-2, 0)]
+    assert required_bytes(Recording(events, [4]), expandable_segments=True) == 80 * MIB

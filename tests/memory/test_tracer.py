@@ -1,0 +1,301 @@
+"""The tracer over real CPU computation (and the meta device): births, deaths, refusals."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autofit.memory.allocator import CachingAllocator
+from autofit.memory.replay import replay
+from autofit.memory.tracer import MemoryTracer
+from autofit.units import MIB
+
+
+def test_a_tensor_counts_until_it_dies() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        tensor = torch.empty(1000)
+        assert tracer.allocator.allocated_bytes == 4096
+        del tensor
+        assert tracer.allocator.allocated_bytes == 0
+
+
+def test_views_and_in_place_operators_count_nothing() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        tensor = torch.zeros(128)
+        views = [tensor.view(2, 64), tensor[3:], tensor.t(), tensor.detach(), tensor.add_(1)]
+        assert tracer.allocator.allocated_bytes == 512
+        del tensor
+        assert tracer.allocator.allocated_bytes == 512
+        del views
+    assert tracer.allocator.allocated_bytes == 0
+
+
+def test_what_dies_after_the_mode_was_left_is_released() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        tensor = torch.ones(128)
+    assert tracer.allocator.allocated_bytes == 512
+    del tensor
+    assert tracer.allocator.allocated_bytes == 0
+
+
+def test_it_can_be_entered_again_and_inside_itself() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        first = torch.ones(128)
+    with tracer, tracer:
+        second = first + 1
+        assert tracer.allocator.allocated_bytes == 1024
+    del first, second
+    assert tracer.allocator.allocated_bytes == 0
+
+
+def test_what_was_there_before_is_foreign_and_so_are_its_views() -> None:
+    outside = torch.ones(1 * MIB)
+    tracer = MemoryTracer()
+    with tracer:
+        view = outside[10:20]
+        transposed = outside.view(2, -1).t()
+        copied = view.clone()
+        assert tracer.allocator.allocated_bytes == 512
+        del view, transposed, copied
+
+
+def test_a_registered_storage_does_not_count_when_an_operator_returns_it() -> None:
+    outside = torch.ones(1 * MIB)
+    tracer = MemoryTracer()
+    tracer.register_foreign({"batch": [outside]})
+    with tracer:
+        same = torch.tensor(outside.numpy())
+        assert tracer.allocator.allocated_bytes == 4 * MIB
+        viewed = outside.detach()
+        assert tracer.allocator.allocated_bytes == 4 * MIB
+        del same, viewed
+
+
+def test_a_tensor_made_of_numbers_counts() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        tensor = torch.tensor([1.0, 2.0])
+        assert tracer.allocator.allocated_bytes == 512
+        del tensor
+
+
+def test_a_resized_storage_is_followed() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        tensor = torch.empty(128)
+        tensor.resize_(1024)
+        assert tracer.allocator.allocated_bytes == 4096
+        tensor.untyped_storage().resize_(0)
+        tensor.detach()
+        assert tracer.allocator.allocated_bytes == 0
+    del tensor
+
+
+def test_only_the_traced_device_counts() -> None:
+    tracer = MemoryTracer(device_type="meta")
+    with tracer:
+        host, meta = torch.ones(128), torch.ones(128, device="meta")
+        assert tracer.allocator.allocated_bytes == 512
+    del host, meta
+
+
+def test_sparse_gradients_count() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        table = torch.nn.Embedding(10_000, 64, sparse=True)
+        before = tracer.allocator.allocated_bytes
+        table(torch.arange(256)).sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        gradient_bytes = tracer.allocator.allocated_bytes - before
+        assert 256 * 64 * 4 <= gradient_bytes < 10_000 * 64 * 4
+
+
+def test_scratch_memory_counts_while_it_is_used() -> None:
+    tracer = MemoryTracer(CachingAllocator(limit_bytes=50 * MIB))
+    with tracer.scratch(40 * MIB):
+        assert tracer.allocator.allocated_bytes == 40 * MIB
+    assert tracer.allocator.allocated_bytes == 0
+    with pytest.raises(torch.OutOfMemoryError), tracer.scratch(60 * MIB):
+        pass
+
+
+def test_garbage_that_is_collected_while_the_allocator_works_is_released() -> None:
+    class Ring:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor, self.ring = tensor, self
+
+    tracer = MemoryTracer(record=True)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        with tracer:
+            for size in range(300):
+                Ring(torch.empty(size * 1000))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert tracer.allocator.allocated_bytes == 0
+    tracer.end_step()
+    assert replay(tracer.recording).peak_allocated_bytes > 0
+
+
+def test_a_replay_of_the_recording_gives_the_same_peaks() -> None:
+    tracer = MemoryTracer(record=True)
+    with tracer:
+        parts = trainable(checkpointed=False)
+        for _ in range(2):
+            train_step(*parts, autocast=False)
+            tracer.end_step()
+    replayed = replay(tracer.recording)
+    assert replayed.peak_allocated_bytes == tracer.allocator.peak_allocated_bytes
+    assert replayed.peak_reserved_bytes == tracer.allocator.peak_reserved_bytes
+
+
+class Net(torch.nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 128)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.float().pow(2).mean()
+
+
+def trainable(checkpointed: bool, device: str = "cpu") -> tuple[Net, torch.optim.Optimizer]:
+    with torch.device(device):
+        model = Net(checkpointed)
+    return model, torch.optim.AdamW(model.parameters(), foreach=True)
+
+
+def train_step(model: Net, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
+    device = next(model.parameters()).device
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+    x = torch.randn(2048, 128, device=device)
+    with context:
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refusals(device: str, checkpointed: bool, autocast: bool) -> Iterator[str]:
+    """Runs under every limit from the smallest to enough; yields where each refusal arose."""
+    limit = 2 * MIB
+    while True:
+        tracer = MemoryTracer(CachingAllocator(limit_bytes=limit), device_type=device)
+        stage = "build"
+        try:
+            with tracer:
+                parts = trainable(checkpointed, device)
+                stage = "step"
+                train_step(*parts, autocast=autocast)
+            return
+        except torch.OutOfMemoryError as error:
+            assert "out of memory" in str(error)
+            assert "Tried to allocate" in str(error)
+            names = _functions_of(error)
+            stage = next((name for name in _STAGES if name in names), stage)
+            yield stage
+        finally:
+            parts = None  # type: ignore[assignment]  # the models must die before the check below
+        gc.collect()
+        assert tracer.allocator.allocated_bytes == 0
+        limit += 2 * MIB
+
+
+_STAGES = ("recompute_fn", "_multi_tensor_adamw", "_engine_run_backward", "forward")
+
+
+def _functions_of(error: BaseException) -> set[str]:
+    trace, names = error.__traceback__, set()
+    while trace is not None:
+        names.add(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    return names
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_refusal_unwinds_cleanly_wherever_it_arises(
+    device: str, checkpointed: bool, autocast: bool
+) -> None:
+    stages = set(refusals(device, checkpointed, autocast))
+    assert "forward" in stages
+    assert stages & {"_engine_run_backward", "recompute_fn", "_multi_tensor_adamw"}
+
+
+def test_a_refusal_in_the_update_and_in_a_recomputation() -> None:
+    """Limits chosen from the free run, so that exactly the late stages do not fit."""
+    stages: set[str] = set()
+    for make in (_fails_in_update, _fails_in_recomputation):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            make()
+        stages |= _functions_of(caught.value)
+    assert {"_multi_tensor_adamw", "recompute_fn"} <= stages
+
+
+def _limited(tracer: MemoryTracer, run: Callable[[], object]) -> None:
+    tracer.allocator.limit_bytes = tracer.allocator.reserved_bytes
+    with tracer:
+        run()
+
+
+def _fails_in_update() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        model, optimizer = trainable(checkpointed=False)
+        model(torch.randn(16, 128)).backward()
+        tracer.allocator.empty_cache()
+    _limited(tracer, optimizer.step)
+
+
+def _fails_in_recomputation() -> None:
+    tracer = MemoryTracer()
+    with tracer:
+        model, _ = trainable(checkpointed=True)
+        loss = model(torch.randn(2048, 128))
+        tracer.allocator.empty_cache()
+    _limited(tracer, loss.backward)
+
+
+def test_training_goes_on_after_a_refusal() -> None:
+    tracer = MemoryTracer(CachingAllocator())
+    with tracer:
+        parts = trainable(checkpointed=True)
+        train_step(*parts, autocast=False)
+        tracer.allocator.limit_bytes = tracer.allocator.allocated_bytes + 4 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            train_step(*parts, autocast=False)
+        tracer.allocator.limit_bytes = None
+        train_step(*parts, autocast=False)
+
+
+def test_tensor_subclasses_count_their_inner_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    tracer = MemoryTracer()
+    with tracer:
+        pair = TwoTensor(torch.ones(128), torch.ones(128))  # type: ignore[no-untyped-call]  # torch's own
+        assert tracer.allocator.allocated_bytes == 1024
+        doubled = pair * 2
+        assert tracer.allocator.allocated_bytes == 2048
+        del pair, doubled
+    assert tracer.allocator.allocated_bytes == 0
