@@ -11,10 +11,11 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -25,6 +26,8 @@ from autofit.batching import map_tensors
 from autofit.errors import InvalidRequest
 from autofit.strategy import Strategy
 from autofit.workload import Workload
+
+_ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_names}
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ def write_payload(payload: Payload, path: Path) -> None:
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
     try:
-        with path.open("wb") as file:
-            contents = {"workload": workload, "strategies": tuple(payload.strategies)}
+        contents = {"workload": workload, "strategies": tuple(payload.strategies)}
+        with path.open("wb") as file, _by_value(_unreachable_modules()):
             torch.save(contents, file, pickle_module=_PICKLE)
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise InvalidRequest(
@@ -77,6 +80,38 @@ def environment_of_parent() -> dict[str, Any]:
         "cwd": os.getcwd(),
         "argv0": sys.argv[0] if sys.argv else "",
     }
+
+
+def _unreachable_modules() -> list[ModuleType]:
+    """Loaded modules that a worker could not import by name (loaded from a file, say)."""
+    reachable: dict[str, bool] = {}
+    unreachable = []
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top not in reachable:
+            reachable[top] = top in _ALWAYS_REACHABLE or _can_be_found(top)
+        if not reachable[top] and getattr(module, "__file__", None):
+            unreachable.append(module)
+    return unreachable
+
+
+def _can_be_found(top: str) -> bool:
+    finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path]
+    return any(find is not None and find(top, None) is not None for find in finders)
+
+
+@contextmanager
+def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+    """What these modules define travels by value."""
+    already = set(cloudpickle.list_registry_pickle_by_value())
+    added = [module for module in modules if module.__name__ not in already]
+    for module in added:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in added:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,217 @@
+"""The parent's side of probing: one worker for a whole search, replaced when it must be."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from autofit.errors import WorkerFailed
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.probing.comparison import Comparison
+from autofit.probing.payload import Payload, write_payload
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
+from autofit.probing.survey import Survey
+from autofit.probing.wire import exception_from_dict, request_to_dict
+from autofit.strategy import Strategy
+from autofit.units import format_bytes, format_seconds
+from autofit.workload import Workload
+
+START_TIMEOUT_S = 120.0
+UNKNOWN_TIMEOUT_S = 900.0
+SHORTEST_TIMEOUT_S = 60.0
+PATIENCE = 20.0
+"""A probe may take this many times what it is expected to take before it counts as hung."""
+
+
+class WorkerProber:
+    """Probes a workload in a worker process; implements `autofit.probing.prober.Prober`.
+
+    Args:
+        workload: what is trained; this process only writes it to a file.
+        strategies: those that may have settings in a plan.
+        device: "cuda", "cuda:1", "cpu" or None: cuda where there is one.
+        vram_budget: see `autofit.devices.base.budget_bytes`.
+        seed: for everything random in a probe.
+
+    Raises:
+        InvalidRequest: the workload cannot be pickled, or the budget cannot be read.
+        DeviceUnavailable: the device is not there.
+        WorkerFailed: the worker could not be started.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        strategies: Sequence[Strategy] = (),
+        *,
+        device: str | None = None,
+        vram_budget: str | float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._workload = workload
+        self._opening = {"do": "open", "device": device, "vram_budget": vram_budget, "seed": seed}
+        self._process: WorkerProcess | None = None
+        self._user_exception: BaseException | None = None
+        self._survey: Survey | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="autofit-")
+        try:
+            self._opening["payload"] = str(Path(self._folder.name, "workload.pt"))
+            write_payload(Payload(workload, strategies), Path(str(self._opening["payload"])))
+            self._running()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> WorkerProber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def vram_budget_bytes(self) -> int:
+        """The budget as the device resolved it."""
+        return self.survey().vram_budget_bytes
+
+    def survey(self) -> Survey:
+        """The facts of the workload on the device; looked up once."""
+        if self._survey is None:
+            reply = self._ask({"do": "survey"}, timeout_s=UNKNOWN_TIMEOUT_S)
+            self._survey = _with_caller(Survey.from_dict(reply["survey"]), self._workload)
+        return self._survey
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        """Run one plan in the worker; a worker that dies or hangs costs this probe alone."""
+        message = {"do": "probe", "request": request_to_dict(request)}
+        timeout_s = _timeout(request)
+        process = self._running()
+        try:
+            reply = process.ask(message, timeout_s=timeout_s)
+        except WorkerGone as gone:
+            return self._lost(_outcome_of_death(gone), _words_of_death(gone, process))
+        except WorkerSilent:
+            return self._lost(Outcome.TIMEOUT, f"no answer within {format_seconds(timeout_s)}")
+        except BaseException:  # Ctrl-C: the worker may answer later, to nobody
+            self._drop()
+            raise
+        if "raised" in reply:
+            self._drop()
+            raise exception_from_dict(reply["raised"])
+        if reply["user_exception"] is not None:
+            self._user_exception = exception_from_dict(reply["user_exception"])
+        if reply["spent"]:
+            self._drop()
+        return Measurement.from_dict(reply["measurement"])
+
+    def compare(
+        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
+    ) -> Comparison:
+        """Loss and gradients of two plans on the same samples.
+
+        Raises:
+            Whatever the model or the device raises.
+        """
+        plans = [first.to_dict(), second.to_dict()]
+        message = {"do": "compare", "plans": plans, "payloads": list(payloads), "samples": samples}
+        return Comparison.from_dict(self._ask(message, timeout_s=UNKNOWN_TIMEOUT_S)["comparison"])
+
+    def user_exception(self) -> BaseException | None:
+        """The exception behind the last `user_error`."""
+        return self._user_exception
+
+    def renew(self) -> None:
+        """Have the next probe run in a fresh worker."""
+        self._drop()
+
+    def close(self) -> None:
+        """End the worker and delete the payload."""
+        self._drop()
+        self._folder.cleanup()
+
+    def _running(self) -> WorkerProcess:
+        if self._process is None:
+            self._process = WorkerProcess()
+            self._ask(self._opening, timeout_s=START_TIMEOUT_S)
+        return self._process
+
+    def _ask(self, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """A request that has no outcome but success."""
+        process = self._running()
+        try:
+            reply = process.ask(message, timeout_s=timeout_s)
+        except WorkerGone as gone:
+            self._drop()
+            raise WorkerFailed(_words_of_death(gone, process)) from None
+        except WorkerSilent:
+            self._drop()
+            raise WorkerFailed(
+                f"the worker did not answer within {format_seconds(timeout_s)}. "
+                f"It printed last:\n{process.tail()}"
+            ) from None
+        except BaseException:
+            self._drop()
+            raise
+        if "raised" in reply:
+            raise exception_from_dict(reply["raised"])
+        return reply
+
+    def _lost(self, outcome: Outcome, detail: str) -> Measurement:
+        self._drop()
+        return Measurement(outcome, detail)
+
+    def _drop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+
+def _timeout(request: ProbeRequest) -> float:
+    if request.expected_seconds is None:
+        return UNKNOWN_TIMEOUT_S
+    return max(SHORTEST_TIMEOUT_S, PATIENCE * request.expected_seconds)
+
+
+def _outcome_of_death(gone: WorkerGone) -> Outcome:
+    """The kernel's out-of-memory killer sends SIGKILL, and here nobody else does."""
+    return Outcome.HOST_OOM if gone.returncode == -signal.SIGKILL else Outcome.CRASHED
+
+
+def _words_of_death(gone: WorkerGone, process: WorkerProcess) -> str:
+    code = gone.returncode
+    how = "did not end" if code is None else f"exited with {code}"
+    if code is not None and code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    printed = process.tail(5)
+    return f"the worker {how}" + (f"; it printed last: {printed}" if printed else "")
+
+
+def _with_caller(survey: Survey, workload: Workload) -> Survey:
+    """Name what the caller's own model holds on the device: it is lost to every plan."""
+    if not isinstance(workload.model, torch.nn.Module):
+        return survey
+    held = sum(
+        tensor.untyped_storage().nbytes()
+        for tensor in (*workload.model.parameters(), *workload.model.buffers())
+        if tensor.device.type == "cuda"
+    )
+    if not held:
+        return survey
+    note = (
+        f"your own copy of the model holds {format_bytes(held)} on the GPU, which no plan can "
+        "use: move it away with model.cpu(), or pass a function that builds the model"
+    )
+    return replace(survey, caller_bytes=held, notes=(*survey.notes, note))

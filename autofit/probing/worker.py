@@ -1,0 +1,121 @@
+"""The worker process: holds the device and the model, and does as it is told until told to stop.
+
+It never outlives its parent: the kernel kills it when the parent dies, and a lifeline pipe tells
+it where the kernel cannot. It answers on a pipe of its own, so user code may print what it likes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from autofit.devices.base import budget_bytes
+from autofit.devices.open import open_device
+from autofit.plan import Plan
+from autofit.probing.payload import Payload, read_payload
+from autofit.probing.session import Session
+from autofit.probing.wire import exception_to_dict, request_from_dict, send
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent_pid: int, requests_fd: int, replies_fd: int, lifeline_fd: int) -> None:
+    """Serve requests until the parent closes the pipe."""
+    _die_with_parent(parent_pid, lifeline_fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    faulthandler.enable()
+    with os.fdopen(requests_fd) as requests, os.fdopen(replies_fd, "w") as replies:
+        _serve(requests, replies)
+
+
+def _serve(requests: IO[str], replies: IO[str]) -> None:
+    session: Session | None = None
+    for line in requests:
+        message = json.loads(line)
+        try:
+            if message["do"] == "open":
+                session = _open(message)
+                reply: dict[str, Any] = {}
+            else:
+                assert session is not None  # a client opens before it asks
+                reply = _ANSWERS[message["do"]](session, message)
+        except Exception as error:
+            reply = {"raised": exception_to_dict(error, traceback.format_exc())}
+        send(replies, reply)
+
+
+def _open(message: Mapping[str, Any]) -> Session:
+    path = Path(message["payload"])
+    device = open_device(message["device"])
+    budget = budget_bytes(
+        message["vram_budget"], total_bytes=device.total_bytes, free_bytes=device.free_bytes
+    )
+
+    def fresh() -> Payload:
+        return read_payload(path)
+
+    return Session(
+        lambda: fresh().workload,
+        fresh().strategies,
+        device,
+        vram_budget_bytes=budget,
+        seed=message["seed"],
+    )
+
+
+def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"survey": session.survey().to_dict()}
+
+
+def _probe(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
+    reply = session.probe(request_from_dict(message["request"]))
+    raised = reply.exception
+    return {
+        "measurement": reply.measurement.to_dict(),
+        "user_exception": exception_to_dict(raised, reply.traceback) if raised else None,
+        "spent": reply.spent,
+    }
+
+
+def _compare(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
+    first, second = (Plan.from_dict(plan) for plan in message["plans"])
+    comparison = session.compare(first, second, message["payloads"], message["samples"])
+    return {"comparison": comparison.to_dict()}
+
+
+_ANSWERS: dict[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
+    "survey": _survey,
+    "probe": _probe,
+    "compare": _compare,
+}
+
+
+def _die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+    threading.Thread(target=_exit_at_end_of, args=(lifeline_fd,), daemon=True).start()
+    _offer_to_the_oom_killer()
+
+
+def _exit_at_end_of(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)
+    os._exit(1)
+
+
+def _offer_to_the_oom_killer() -> None:
+    """Where host memory ends, the worker goes before anything of the user's does."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        return
