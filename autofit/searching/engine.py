@@ -1,0 +1,301 @@
+"""The loop of a search: decide, probe, store; then confirm the leading plans.
+
+Promises: the baseline is the first probe; every finished trial is stored before the next is asked
+for; a plan that was not run is never returned; a fault of one plan costs one probe, while an error
+of the user's own code on the plain workload reaches the user as it was raised.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from optuna.samplers import BaseSampler
+
+from autofit.errors import NoFeasiblePlan, WorkloadFailed
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Plan
+from autofit.probing.prober import Prober, ProbeRequest
+from autofit.searching import events, ledger, planner
+from autofit.searching.facts import SearchFacts
+from autofit.searching.planner import Skip
+from autofit.searching.sampler import OnePlan, PlannerSampler
+from autofit.searching.store import Store
+from autofit.units import format_bytes
+
+MOST_VETOES = 50
+"""Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        facts: what it searched.
+        trials: every trial of the study, in order.
+        best: the plan to train with; confirmed, unless the search was cut short before that (its
+            role says so). It was run, and it fits.
+        baseline: the first trial.
+        skipped: variants that were left out, and why.
+        stopped_because: why no further plan was searched.
+        seconds: what this run took; an earlier run of the same study not included.
+    """
+
+    facts: SearchFacts
+    trials: tuple[Trial, ...]
+    best: Trial
+    baseline: Trial
+    skipped: tuple[Skip, ...]
+    stopped_because: str
+    seconds: float
+
+    @property
+    def probes(self) -> int:
+        """Plans that were run, baseline and confirmations counted."""
+        return len(planner.probes_of(self.trials))
+
+    @property
+    def oom_probes(self) -> int:
+        """Probes that ran out of memory."""
+        return planner.oom_probes_of(self.trials)
+
+
+def run_search(
+    prober: Prober,
+    facts: SearchFacts,
+    *,
+    store: Store | None = None,
+    sampler: BaseSampler | None = None,
+    max_probes: int | None = None,
+    timeout_s: float | None = None,
+    on_event: events.OnEvent | None = None,
+) -> SearchResult:
+    """Search for the fastest plan that fits.
+
+    Args:
+        prober: runs the plans; it is not closed.
+        facts: what to search.
+        store: the open study; None: in memory.
+        sampler: any Optuna sampler that proposes plans; None: the planner. What others propose
+            is run unless it must be expected not to fit.
+        max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
+        timeout_s: when to end, in seconds from now; a probe under way is not cut short.
+        on_event: told what happens.
+
+    Returns:
+        What was found; also after Ctrl-C, if anything that fits had been measured.
+
+    Raises:
+        NoFeasiblePlan: not one plan that was tried fits the budget.
+        WorkloadFailed: the plain workload itself failed, or its loss is not finite.
+        StudyRefused: the study cannot be written.
+        Exception: whatever the user's code raised on the plain workload.
+    """
+    with Store.open(None, facts.identity) as memory:
+        run = _Run(prober, facts, store or memory, sampler, max_probes, timeout_s, on_event)
+        return run.result()
+
+
+class _Run:
+    """One call of `run_search`."""
+
+    def __init__(
+        self,
+        prober: Prober,
+        facts: SearchFacts,
+        store: Store,
+        sampler: BaseSampler | None,
+        max_probes: int | None,
+        timeout_s: float | None,
+        on_event: events.OnEvent | None,
+    ) -> None:
+        store.begin(facts)
+        self._prober, self._facts, self._store = prober, facts, store
+        self._planner = sampler if isinstance(sampler, PlannerSampler) else PlannerSampler()
+        self._sampler = sampler or self._planner
+        self._max_probes, self._timeout_s = max_probes, timeout_s
+        self._tell = on_event or (lambda event: None)
+        self._began = time.monotonic()
+        self._trials = store.trials
+
+    def result(self) -> SearchResult:
+        """Search, confirm, and put together what came out."""
+        try:
+            stopped_because = self._search()
+            self._tell(events.Confirming(stopped_because, self._progress()))
+            self._confirm()
+        except KeyboardInterrupt:
+            if not any(trial.ok for trial in self._trials):
+                raise
+            stopped_because = "interrupted"
+        best = planner.best_of(self._facts, self._trials)
+        if best is None:
+            raise self._nothing_fits()
+        return SearchResult(
+            self._facts,
+            self._trials,
+            best,
+            self._trials[0],
+            self._planner.decide(self._facts, self._trials).skipped,
+            stopped_because,
+            time.monotonic() - self._began,
+        )
+
+    def _search(self) -> str:
+        """Probe until there is a reason to stop; the reason."""
+        vetoes = 0
+        while True:
+            reason = self._limit_reached()
+            if reason is not None:
+                return reason
+            if not self._trials:
+                self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
+                continue
+            decision = self._planner.decide(self._facts, self._trials)
+            if decision.plan is None and not self._goes_on_regardless():
+                reason = decision.stopped_because or "nothing is left to try"
+                self._store.mark_ended(reason)
+                return reason
+            vetoes = 0 if self._probe(self._sampler, Role.SEARCH) else vetoes + 1
+            if vetoes == MOST_VETOES:
+                return f"{MOST_VETOES} proposals in a row could not be expected to fit"
+
+    def _goes_on_regardless(self) -> bool:
+        """Someone else's sampler, given a number of probes, has them all."""
+        return self._sampler is not self._planner and self._max_probes is not None
+
+    def _limit_reached(self) -> str | None:
+        """Why no further plan may be searched; None where one may."""
+        if self._store.ended is not None and not self._goes_on_regardless():
+            return self._store.ended
+        if not self._trials:
+            return None
+        if self._probes_left(reserved=1) == 0:
+            return f"max_probes={self._max_probes} reached"
+        if self._time_is_short(probes=2):
+            return f"timeout of {self._timeout_s:g} s reached"
+        return None
+
+    def _confirm(self) -> None:
+        """Run the leading plans again, in a fresh worker, at their full accumulation."""
+        while True:
+            plan = planner.confirm(self._facts, self._trials)
+            if plan is None or self._probes_left() == 0 or self._time_is_short(probes=1):
+                return
+            self._prober.renew()
+            self._probe(OnePlan(plan), Role.CONFIRMED)
+
+    def _probe(self, sampler: BaseSampler, role: Role) -> bool:
+        """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
+        with self._store.asking(sampler) as asked:
+            plan = ledger.plan_of(asked.params, self._facts.space)
+            known = planner.forecast(self._facts, self._trials, plan)
+            veto = None
+            if sampler is self._sampler and sampler is not self._planner:
+                veto = planner.veto(self._facts, self._trials, plan)
+            if veto is not None:
+                trial = self._trial(Role.VETOED, plan, veto, known)
+            else:
+                self._tell(events.ProbeStarted(plan, role, known.peak_bytes, self._progress()))
+                measurement = self._run(plan, role, known)
+                trial = self._trial(role, plan, measurement, known)
+            self._store.record(asked, trial)
+        self._trials = self._store.trials
+        finished = events.Vetoed if veto is not None else events.ProbeFinished
+        self._tell(finished(self._trials[-1], self._progress()))
+        self._raise_if_hopeless(self._trials[-1])
+        return veto is None
+
+    def _run(self, plan: Plan, role: Role, known: planner.Forecast) -> Measurement:
+        leader = None if role is Role.CONFIRMED else planner.best_of(self._facts, self._trials)
+        measurement = self._prober.probe(
+            ProbeRequest(
+                plan,
+                payloads=self._facts.space.payloads(plan.settings),
+                incumbent_samples_per_second=leader.samples_per_second if leader else None,
+                full_accumulation=role is Role.CONFIRMED,
+                expected_seconds=known.seconds,
+            )
+        )
+        if measurement.outcome is Outcome.USER_ERROR and not self._is_plain(plan):
+            return replace(measurement, outcome=Outcome.UNSUPPORTED)
+        return measurement
+
+    def _trial(
+        self, role: Role, plan: Plan, measurement: Measurement, known: planner.Forecast
+    ) -> Trial:
+        return Trial(len(self._trials), role, plan, measurement, known.peak_bytes)
+
+    def _is_plain(self, plan: Plan) -> bool:
+        """Whether what happens to this plan happens to the user's own training."""
+        baseline = self._facts.space.baseline
+        return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
+
+    def _raise_if_hopeless(self, trial: Trial) -> None:
+        """An error of the plain workload is the user's to see, at once."""
+        outcome, detail = trial.measurement.outcome, trial.measurement.detail
+        if outcome is Outcome.USER_ERROR:
+            error = self._prober.user_exception()
+            raise error if error is not None else WorkloadFailed(detail or "the workload failed")
+        if trial.role is not Role.BASELINE:
+            return
+        if outcome is Outcome.NONFINITE:
+            raise WorkloadFailed(
+                f"the loss of the plain workload is not finite ({detail or trial.plan}): check the "
+                "sample batch, the loss and the learning rate before looking for a faster plan"
+            )
+        if outcome is Outcome.LEAK:
+            raise WorkloadFailed(
+                f"the plain workload holds more memory after every step ({detail or trial.plan}): "
+                "no plan can fit for long; look for a loss or an output that is kept with its graph"
+            )
+
+    def _nothing_fits(self) -> Exception:
+        tried = planner.probes_of(self._trials)
+        about_memory = [t for t in tried if t.measurement.outcome.about_memory]
+        if not about_memory:
+            last = tried[-1]
+            return WorkloadFailed(
+                f"not one plan could be run; the last, {last.plan}, ended "
+                f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
+            )
+        smallest = min(about_memory, key=planner.least_demanding)
+        required, allowed = smallest.measurement.held_bytes, self._facts.vram_budget_bytes
+        needed = f"needed {format_bytes(required)}" if required else "ran out of memory"
+        return NoFeasiblePlan(
+            f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
+            f"{format_bytes(allowed)} were allowed; raise the VRAM budget, shorten the samples or "
+            "make the model smaller",
+            plan=smallest.plan,
+            required_bytes=required,
+            allowed_bytes=allowed,
+        )
+
+    def _probes_left(self, reserved: int = 0) -> int | None:
+        if self._max_probes is None:
+            return None
+        return max(0, self._max_probes - reserved - len(planner.probes_of(self._trials)))
+
+    def _time_is_short(self, probes: int) -> bool:
+        """Whether so many more probes, as long as those before, would end after the timeout."""
+        left = self._seconds_left()
+        if left is None:
+            return False
+        lengths = [t.measurement.seconds or 0.0 for t in planner.probes_of(self._trials)]
+        return left <= probes * sum(lengths) / max(1, len(lengths))
+
+    def _seconds_left(self) -> float | None:
+        if self._timeout_s is None:
+            return None
+        return max(0.0, self._timeout_s - (time.monotonic() - self._began))
+
+    def _progress(self) -> events.Progress:
+        return events.Progress(
+            len(planner.probes_of(self._trials)),
+            planner.oom_probes_of(self._trials),
+            planner.best_of(self._facts, self._trials),
+            time.monotonic() - self._began,
+            self._seconds_left(),
+            self._probes_left(),
+        )

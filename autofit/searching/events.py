@@ -1,0 +1,76 @@
+"""What a search tells whoever watches it, as it happens: enough for a progress line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autofit.measurement import Role, Trial
+from autofit.plan import Plan
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the search stands.
+
+    Attributes:
+        probes: probes finished so far, those of an earlier run of the same study included.
+        oom_probes: how many of them ran out of memory.
+        best: the fastest trial so far that fits; None: none yet.
+        elapsed_s: seconds since this run began.
+        seconds_left: at most, until the timeout; None: no timeout was given.
+        probes_left: at most, until `max_probes`; None: no such limit was given.
+    """
+
+    probes: int
+    oom_probes: int
+    best: Trial | None
+    elapsed_s: float
+    seconds_left: float | None
+    probes_left: int | None
+
+
+@dataclass(frozen=True)
+class ProbeStarted:
+    """A plan is about to run."""
+
+    plan: Plan
+    role: Role
+    predicted_peak_bytes: int | None
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class ProbeFinished:
+    """A plan has run, and its trial is stored."""
+
+    trial: Trial
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Vetoed:
+    """A proposal was refused before it ran; the trial's detail says why."""
+
+    trial: Trial
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Confirming:
+    """The search itself is over; leading plans are measured again in a fresh worker.
+
+    Attributes:
+        stopped_because: why the search ended.
+    """
+
+    stopped_because: str
+    progress: Progress
+
+
+Event: TypeAlias = ProbeStarted | ProbeFinished | Vetoed | Confirming
+"""Anything a search may report."""
+
+OnEvent: TypeAlias = Callable[[Event], None]
+"""Called in the thread of the search; what it raises ends the search."""

@@ -1,0 +1,111 @@
+"""The study's file: an Optuna journal that one search at a time may write.
+
+Two locks keep it whole. `flock` on the file is held for as long as a search runs and falls with
+its process, however that ends: a second search is refused at once. Optuna's own lock, a link beside
+the file, is held for each write, so that other Optuna programs can read and write meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import IO
+
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+from autofit.errors import StudyRefused
+
+_STALE_LOCK_S = (
+    3  # a write takes milliseconds; a lock this old was left by a process that was killed
+)
+
+
+class JournalFile:
+    """An open journal, exclusively this process's until `close`.
+
+    Raises:
+        StudyRefused: the file is no journal, another search has it, or it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        # Optuna's lock is a symbolic link to the file: a relative one would point nowhere.
+        self.path = Path(path).expanduser().absolute()
+        self._lock = JournalFileSymlinkLock(str(self.path), grace_period=_STALE_LOCK_S)
+        try:
+            self._file = self._claim()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        try:
+            self._repair()
+            self.storage = JournalStorage(JournalFileBackend(str(self.path), self._lock))
+        except OSError as error:
+            self.close()
+            raise _unwritable(self.path, error) from error
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            self.close()
+            raise _no_study(self.path) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others have the file."""
+        self._file.close()
+
+    def _claim(self) -> IO[bytes]:
+        file = open(self.path, "ab+")  # noqa: SIM115  # stays open as long as the lock is wanted
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise StudyRefused(
+                f"another search is using the study {self.path}: wait for it to end, or give "
+                "this one a study of its own"
+            ) from None
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _repair(self) -> None:
+        """Cut a torn last line off: Optuna reads past it once, and never after the next append."""
+        self._lock.acquire()
+        try:
+            self._file.seek(0)
+            content = self._file.read()
+            if content and not _is_journal(content):
+                raise _no_study(self.path)
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                self._file.truncate(whole)
+                os.fsync(self._file.fileno())
+        finally:
+            self._lock.release()
+
+
+def _is_journal(content: bytes) -> bool:
+    """Whether it begins as a journal does; a stranger's file must not be cut."""
+    first, newline, _ = content.partition(b"\n")
+    if not newline:
+        return first.startswith(b'{"op_code"') or b'{"op_code"'.startswith(first)
+    try:
+        entry = json.loads(first)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and "op_code" in entry
+
+
+def _no_study(path: Path) -> StudyRefused:
+    return StudyRefused(
+        f"{path} is not a study (a file in Optuna's journal format): give the path of a new file"
+    )
+
+
+def _unwritable(path: Path, error: OSError) -> StudyRefused:
+    return StudyRefused(
+        f"cannot write the study {path}: {error.strerror or error}; give a path in a folder that "
+        "exists, can be written and has room"
+    )

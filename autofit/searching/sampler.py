@@ -1,0 +1,93 @@
+"""Optuna samplers that ask for plans: the planner, and one given plan.
+
+`PlannerSampler` reads the facts from the study's attributes and decides from its trials alone, so
+any process that has the study goes on with the same plan. Remembering the last decision only saves
+making it twice.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Trial
+from autofit.plan import Plan
+from autofit.searching import ledger, planner, store
+from autofit.searching.facts import SearchFacts
+
+
+class _PlanSampler(BaseSampler):
+    """Decides every parameter of a plan at once."""
+
+    @abstractmethod
+    def _plan(self, study: Study) -> Plan: ...
+
+    def infer_relative_search_space(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+    ) -> dict[str, BaseDistribution]:
+        """All settings and the micro-batch."""
+        return ledger.distributions(store.facts_of(study).space)
+
+    def sample_relative(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],
+    ) -> dict[str, Any]:
+        """The plan's parameters."""
+        return ledger.params_of(self._plan(study))
+
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """A parameter that is no part of a plan.
+
+        Raises:
+            InvalidRequest: always; there is no such parameter.
+        """
+        raise InvalidRequest(f"a plan has no parameter {param_name!r}")
+
+
+class OnePlan(_PlanSampler):
+    """Asks for that plan, whatever was measured: a baseline or a confirmation."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._given = plan
+
+    def _plan(self, study: Study) -> Plan:
+        return self._given
+
+
+class PlannerSampler(_PlanSampler):
+    """autofit's planner; once nothing can be expected to win, it repeats the best plan."""
+
+    def __init__(self) -> None:
+        self._last: tuple[SearchFacts, tuple[Trial, ...], planner.Decision] | None = None
+
+    def decide(self, facts: SearchFacts, trials: Sequence[Trial]) -> planner.Decision:
+        """What `planner.decide` says."""
+        known = tuple(trials)
+        if self._last is None or self._last[1] != known or self._last[0] != facts:
+            self._last = (facts, known, planner.decide(facts, known))
+        return self._last[2]
+
+    def _plan(self, study: Study) -> Plan:
+        facts, trials = store.facts_of(study), ledger.trials_of(study)
+        plan = self.decide(facts, trials).plan
+        if plan is not None:
+            return plan
+        best = planner.best_of(facts, trials)
+        return facts.space.baseline if best is None else best.plan

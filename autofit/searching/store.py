@@ -1,0 +1,255 @@
+"""The study of a search: its facts and its trials, kept where the user said.
+
+Promises: a finished trial is stored before the next is asked for; opening the study again gives
+the same facts and every finished trial; a study that belongs to another search, or that another
+search is using, is refused; trials whose process died do not stay under way.
+
+A file is locked for as long as it is open. A storage URL has no such lock: there a search is told
+from its owner's record, which two searches that begin in the same instant could both miss.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
+
+import optuna
+import sqlalchemy.exc
+from optuna.exceptions import DuplicatedStudyError, StorageInternalError
+from optuna.trial import TrialState
+
+from autofit.errors import StudyRefused
+from autofit.measurement import Trial
+from autofit.searching import ledger
+from autofit.searching.facts import SearchFacts
+from autofit.searching.journal import JournalFile
+from autofit.searching.owner import Owner
+from autofit.units import format_seconds
+
+_STUDY_NAME = "autofit"
+_FACTS, _OWNER, _ENDED = "autofit_facts", "autofit_owner", "autofit_ended"
+_SILENT_S = 3600.0  # a search on another host that asked for nothing in so long has ended
+
+
+class Store:
+    """An open study; a context manager that lets go of it.
+
+    Attributes:
+        study: the Optuna study itself.
+        facts: what the study was made for; None until `begin`.
+    """
+
+    def __init__(self, study: optuna.Study, name: str, journal: JournalFile | None) -> None:
+        self.study = study
+        self.name = name
+        self._journal = journal
+        self._owner = Owner.current()
+        self.facts = facts_of(study) if _FACTS in study.user_attrs else None
+
+    @classmethod
+    def open(cls, study: str | os.PathLike[str] | None, identity: Mapping[str, str]) -> Self:
+        """Open a study for the search that `identity` describes, part by part.
+
+        Args:
+            study: a file path, an Optuna storage URL, or None for memory alone.
+            identity: as in `SearchFacts`; compared with the stored one, where there is one.
+
+        Raises:
+            StudyRefused: it belongs to another search, is in use, or cannot be read or written.
+        """
+        name = "in memory" if study is None else os.fspath(study)
+        journal = None
+        if study is not None and "://" not in name:
+            journal = JournalFile(name)
+        try:
+            store = cls(_load(name, study, journal), name, journal)
+            store._check_identity(identity)
+            store._take_over()
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
+        return store
+
+    def begin(self, facts: SearchFacts) -> None:
+        """Write the facts of a new study; nothing where it already has them.
+
+        Raises:
+            StudyRefused: the study has other facts, or cannot be written.
+        """
+        if self.facts is None:
+            with self._writing():
+                self.study.set_user_attr(_FACTS, facts.to_dict())
+            self.facts = facts
+        elif self.facts.to_dict() != facts.to_dict():
+            raise StudyRefused(
+                f"the study {self.name} was made for another space, budget or seed: use the facts "
+                "it holds, or give another study"
+            )
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every finished trial, in order."""
+        return ledger.trials_of(self.study)
+
+    @property
+    def ended(self) -> str | None:
+        """Why an earlier run had nothing left to try; None where it was cut short."""
+        return self.study.user_attrs.get(_ENDED)
+
+    def mark_ended(self, reason: str) -> None:
+        """Remember that the search came to its own end."""
+        with self._writing():
+            self.study.set_user_attr(_ENDED, reason)
+
+    @contextmanager
+    def asking(self, sampler: optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
+        """A new trial of that sampler, owned by this process; closed if the block raises."""
+        with self._writing():
+            self.study.sampler = sampler
+            self._sign()
+            space = facts_of(self.study).space
+            asked = self.study.ask(ledger.distributions(space))
+            asked.set_user_attr(_OWNER, self._signature())
+        try:
+            yield asked
+        except BaseException:
+            with self._writing():
+                self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
+            raise
+
+    def record(self, asked: optuna.Trial, trial: Trial) -> None:
+        """Store what became of an asked trial."""
+        assert self.facts is not None, "begin() comes before the first trial"
+        with self._writing():
+            ledger.record(self.study, asked, trial, self.facts)
+
+    def close(self) -> None:
+        """Let other searches have the study."""
+        try:
+            with self._writing():
+                self.study.set_user_attr(_OWNER, None)
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with suppress(StudyRefused):  # the error under way says more
+            self.close()
+
+    def _check_identity(self, identity: Mapping[str, str]) -> None:
+        if self.facts is None:
+            return
+        stored = self.facts.identity
+        parts = sorted(
+            part for part in {*stored, *identity} if stored.get(part) != identity.get(part)
+        )
+        if parts:
+            changes = "; ".join(
+                f"{p}: {stored.get(p)} there, {identity.get(p)} here" for p in parts
+            )
+            raise StudyRefused(
+                f"the study {self.name} belongs to another search ({changes}): give another study, "
+                "or search as before"
+            )
+
+    def _take_over(self) -> None:
+        """Make this process the owner and close what dead ones left under way."""
+        self._refuse_living_owner(self.study.user_attrs.get(_OWNER))
+        with self._writing():
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                self._refuse_living_owner(trial.user_attrs.get(_OWNER))
+                if not ledger.finish_recorded(self.study, trial):
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+            self._sign()
+
+    def _sign(self) -> None:
+        self.study.set_user_attr(_OWNER, self._signature())
+
+    def _signature(self) -> dict[str, Any]:
+        return self._owner.to_dict() | {"seen": time.time()}
+
+    def _refuse_living_owner(self, data: Mapping[str, Any] | None) -> None:
+        if data is None or self._journal is not None:  # whoever holds the file's lock is alone
+            return
+        owner = Owner.from_dict(data)
+        seen_ago = time.time() - data["seen"]
+        alive = owner.alive if owner.alive is not None else seen_ago < _SILENT_S
+        if alive:
+            raise StudyRefused(
+                f"{owner} is using the study {self.name} (last seen {format_seconds(seen_ago)} "
+                "ago): wait for it to end, or give this search a study of its own"
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+            raise StudyRefused(
+                f"cannot write the study {self.name}: {_cause(error)}; the {self._readable()} "
+                "finished trials in it stay readable, and the search can be resumed from them"
+            ) from error
+
+    def _readable(self) -> int | str:
+        try:
+            return len(self.trials)
+        except Exception:  # a storage that is gone may raise anything; the first error matters
+            return "already"
+
+
+def facts_of(study: optuna.Study) -> SearchFacts:
+    """The facts that a study was made with.
+
+    Raises:
+        StudyRefused: the study has none: it is not of this project.
+    """
+    if _FACTS not in study.user_attrs:
+        raise StudyRefused(f"the study {study.study_name!r} has no facts of a search of autofit's")
+    return SearchFacts.from_dict(study.user_attrs[_FACTS])
+
+
+def _load(
+    name: str, study: str | os.PathLike[str] | None, journal: JournalFile | None
+) -> optuna.Study:
+    """The study of that storage, made where there is none."""
+    storage = journal.storage if journal else None if study is None else name
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        return optuna.create_study(
+            study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
+        )
+    except (
+        OSError,
+        ImportError,
+        ValueError,
+        DuplicatedStudyError,
+        StorageInternalError,
+        sqlalchemy.exc.SQLAlchemyError,
+    ) as error:
+        raise StudyRefused(f"cannot open the study {name}: {_cause(error)}") from error
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+def _cause(error: BaseException) -> str:
+    """The text of the error at the bottom of a chain, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__

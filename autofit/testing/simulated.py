@@ -1,0 +1,142 @@
+"""A simulated device behind the prober's seam: try a planner or a sampler without hardware.
+
+The device is two plain functions, the bytes a plan holds and the seconds its optimizer step takes,
+plus noise. Every answer is drawn from the seed, the plan and how often that plan was asked for, so
+it does not depend on what else was probed, and the same search is repeated exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.probing.prober import ProbeRequest
+
+PlanFunction: TypeAlias = Callable[[Plan], float]
+
+_FEWEST_STEPS, _MOST_STEPS = 3, 30
+_CLOSE_ENOUGH = 0.01
+
+
+class SimulatedProber:
+    """Answers probes from formulas.
+
+    Args:
+        vram_budget_bytes: a plan that holds more is answered with an OOM.
+        memory: plan -> bytes that it holds at its peak.
+        step_time: plan -> seconds of one optimizer step, all its micro-batches included.
+        memory_noise: standard deviation of the logarithm of what one probe holds.
+        time_noise: plan -> standard deviation of the logarithm of step times. A probe as a whole
+            is off by so much, and so is each of its steps beside the others: the median of many
+            steps of one probe is no better than the probe.
+        size_limit: plan -> the largest micro-batch its kernels take; None: any.
+        fault: plan -> how its probe ends, whatever it holds; None: as the formulas say.
+        seed: of all noise.
+
+    Attributes:
+        probed: the requests so far, in order.
+        renewals: how often a fresh worker was asked for.
+    """
+
+    def __init__(
+        self,
+        vram_budget_bytes: int,
+        memory: PlanFunction,
+        step_time: PlanFunction,
+        *,
+        memory_noise: float = 0.0,
+        time_noise: PlanFunction | float = 0.0,
+        size_limit: Callable[[Plan], int | None] | None = None,
+        fault: Callable[[Plan], Measurement | None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if vram_budget_bytes <= 0:
+            raise InvalidRequest(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
+        self._budget = vram_budget_bytes
+        self._memory, self._step_time = memory, step_time
+        self._memory_noise = memory_noise
+        self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
+        self._size_limit = size_limit or (lambda plan: None)
+        self._fault = fault or (lambda plan: None)
+        self._seed = seed
+        self._times_asked: Counter[Plan] = Counter()
+        self._closed = False
+        self.probed: list[ProbeRequest] = []
+        self.renewals = 0
+
+    @property
+    def vram_budget_bytes(self) -> int:
+        """The most that a plan may hold."""
+        return self._budget
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        """What the formulas say of the plan.
+
+        Raises:
+            InvalidRequest: the prober is closed.
+        """
+        if self._closed:
+            raise InvalidRequest("this prober is closed: make another one")
+        plan = request.plan
+        self.probed.append(request)
+        noise = random.Random(f"{self._seed}/{plan}/{self._times_asked[plan]}")
+        self._times_asked[plan] += 1
+        fault = self._fault(plan)
+        if fault is not None:
+            return fault
+        limit = self._size_limit(plan)
+        if limit is not None and plan.micro_batch > limit:
+            return Measurement(Outcome.SIZE_LIMIT, detail=f"no kernel takes more than {limit}")
+        held = math.ceil(self._memory(plan) * math.exp(noise.gauss(0.0, self._memory_noise)))
+        if held > self._budget:
+            return Measurement(Outcome.OOM, detail="the simulated budget ran out")
+        run = plan.accumulation_steps
+        return Measurement(
+            Outcome.OK,
+            step_times_s=self._steps(request, noise),
+            peak_allocated_bytes=held,
+            peak_reserved_bytes=held,
+            non_torch_bytes=0,
+            allocator_retries=0,
+            micro_batches_run=run if request.full_accumulation else min(2, run),
+        )
+
+    def user_exception(self) -> BaseException | None:
+        """None: there is no user's code behind formulas."""
+        return None
+
+    def renew(self) -> None:
+        """Counted in `renewals`; formulas do not wear out."""
+        self.renewals += 1
+
+    def close(self) -> None:
+        """Any later probe is an error."""
+        self._closed = True
+
+    def _steps(self, request: ProbeRequest, noise: random.Random) -> list[float]:
+        """Step times until they tell the plan from the incumbent or are close enough."""
+        sigma = self._time_noise(request.plan)
+        middle = self._step_time(request.plan) * math.exp(noise.gauss(0.0, sigma))
+        times: list[float] = []
+        while len(times) < _MOST_STEPS:
+            times.append(middle * math.exp(noise.gauss(0.0, sigma)))
+            if len(times) >= _FEWEST_STEPS and _told_apart(times, request):
+                break
+        return times
+
+
+def _told_apart(times: list[float], request: ProbeRequest) -> bool:
+    """Whether more steps would tell nothing that matters."""
+    interval = Measurement(Outcome.OK, step_times_s=times).step_time_interval_s
+    assert interval is not None
+    fast, slow = interval
+    if slow - fast <= 2 * _CLOSE_ENOUGH * fast:
+        return True
+    rate, samples = request.incumbent_samples_per_second, request.plan.samples_per_step
+    return rate is not None and not samples / slow <= rate <= samples / fast
