@@ -1,0 +1,176 @@
+"""Finds strategies by the entry-point group `autofit.strategies`; knows none by name.
+
+A plug-in that cannot be used is refused here, in words that name it, before anything is measured
+with it. A strategy's `numerics` is the most that any of its values may do to the arithmetic; its
+first values are plain PyTorch, so a strategy left out for its level leaves its settings as they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from itertools import pairwise
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Dimension
+from autofit.strategy import Context, Numerics, Phase, Strategy
+
+GROUP = "autofit.strategies"
+
+
+def installed_names() -> tuple[str, ...]:
+    """The names of all installed strategies, sorted; imports none of them."""
+    return tuple(sorted(_installed()))
+
+
+def load_strategies(
+    strategies: Iterable[str | Strategy] | None = None,
+    *,
+    numerics: Numerics | str = Numerics.REDUCED_PRECISION,
+) -> tuple[Strategy, ...]:
+    """The strategies a search may use, in the order they are applied.
+
+    Args:
+        strategies: names of installed strategies, or Strategy objects; None: all that are
+            installed and that `numerics` allows.
+        numerics: how far a plan may change the arithmetic, as a level or its name.
+
+    Returns:
+        Strategies ordered by phase, and by name within a phase.
+
+    Raises:
+        InvalidRequest: an unknown name or level, a strategy that was asked for by name or as an
+            object and goes further than `numerics`, two strategies of one name, or a plug-in
+            that breaks the contract (the message names it and where it comes from).
+    """
+    allowed = _level(numerics)
+    if strategies is None:
+        loaded = [_load(entry) for entry in _installed().values()]
+        return _in_order(strategy for strategy in loaded if strategy.numerics <= allowed)
+    if isinstance(strategies, str):
+        strategies = [strategies]
+    chosen = [_by_name(one) if isinstance(one, str) else _checked(one) for one in strategies]
+    for strategy in chosen:
+        if strategy.numerics > allowed:
+            raise InvalidRequest(
+                f"the strategy {strategy.name!r} may change the arithmetic as far as "
+                f"{strategy.numerics.name.lower()!r}, and numerics={allowed.name.lower()!r} "
+                f"was asked for: leave the strategy out, or allow "
+                f"numerics={strategy.numerics.name.lower()!r}"
+            )
+    return _in_order(chosen)
+
+
+def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict[str, Dimension]:
+    """Every setting that these strategies offer for the context's model and device.
+
+    An exception out of a strategy (or out of the user's model while a strategy runs it) passes
+    with its own type, and a note that names the strategy.
+
+    Raises:
+        InvalidRequest: what a strategy answered breaks the contract.
+    """
+    found: dict[str, Dimension] = {}
+    for strategy in strategies:
+        try:
+            offered = strategy.dimensions(context)
+        except Exception as error:
+            error.add_note(f"while the strategy {strategy.name!r} looked for its settings")
+            raise
+        _check_dimensions(strategy, offered)
+        found.update(offered)
+    return found
+
+
+def _level(numerics: Numerics | str) -> Numerics:
+    if isinstance(numerics, Numerics):
+        return numerics
+    try:
+        return Numerics.parse(numerics)
+    except (KeyError, AttributeError):
+        known = ", ".join(level.name.lower() for level in Numerics)
+        raise InvalidRequest(f"numerics must be one of {known}, got {numerics!r}") from None
+
+
+def _installed() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise InvalidRequest(
+                f"two installed strategies are called {entry.name!r}: {_origin(other)} and "
+                f"{_origin(entry)}; uninstall one of them"
+            )
+    return found
+
+
+def _by_name(name: str) -> Strategy:
+    installed = _installed()
+    if name not in installed:
+        known = ", ".join(sorted(installed)) or "none: install torch-autofit first"
+        raise InvalidRequest(f"there is no strategy {name!r}; installed are: {known}")
+    return _load(installed[name])
+
+
+def _load(entry: EntryPoint) -> Strategy:
+    try:
+        loaded = entry.load()
+        strategy = loaded() if isinstance(loaded, type) else loaded
+    except Exception as error:
+        raise InvalidRequest(
+            f"the strategy plug-in {_origin(entry)} cannot be loaded "
+            f"({type(error).__name__}: {error}): repair or uninstall it, or name the strategies "
+            f"to use"
+        ) from error
+    checked = _checked(strategy, _origin(entry))
+    if checked.name != entry.name:
+        raise InvalidRequest(
+            f"the strategy plug-in {_origin(entry)} calls itself {checked.name!r}: the entry "
+            f"point and `name` must be the same word"
+        )
+    return checked
+
+
+def _checked(strategy: object, origin: str | None = None) -> Strategy:
+    """The same object, known to keep the contract as far as that shows without running it."""
+    who = f"the strategy plug-in {origin or repr(strategy)}"
+    if isinstance(strategy, type):
+        raise InvalidRequest(f"{who} is a class: pass an object of it")
+    if not isinstance(strategy, Strategy):
+        wanted = ("name", "phase", "numerics", "dimensions", "apply", "describe")
+        lacking = ", ".join(name for name in wanted if not hasattr(strategy, name))
+        raise InvalidRequest(f"{who} is no Strategy: it lacks {lacking}")
+    if not isinstance(strategy.name, str) or not strategy.name.isidentifier():
+        raise InvalidRequest(f"{who} needs a name that is one word, got {strategy.name!r}")
+    if not isinstance(strategy.phase, Phase):
+        raise InvalidRequest(f"{who} needs a phase of autofit.Phase, got {strategy.phase!r}")
+    if not isinstance(strategy.numerics, Numerics):
+        raise InvalidRequest(f"{who} needs numerics of autofit.Numerics, got {strategy.numerics!r}")
+    return strategy
+
+
+def _in_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    ordered = sorted(strategies, key=lambda strategy: (strategy.phase, strategy.name))
+    for one, other in pairwise(ordered):
+        if one.name == other.name:
+            raise InvalidRequest(f"the strategy {one.name!r} was given twice; give it once")
+    return tuple(ordered)
+
+
+def _check_dimensions(strategy: Strategy, offered: object) -> None:
+    who = f"the strategy {strategy.name!r}"
+    if not isinstance(offered, Mapping):
+        raise InvalidRequest(f"{who} must answer with a mapping of dimensions, got {offered!r}")
+    for name, dimension in offered.items():
+        if not isinstance(name, str) or not name.startswith(f"{strategy.name}."):
+            raise InvalidRequest(
+                f"{who} offers a setting {name!r}: its settings begin with '{strategy.name}.'"
+            )
+        if not isinstance(dimension, Dimension):
+            raise InvalidRequest(f"{who} offers {name} as {dimension!r}, which is no Dimension")
+
+
+def _origin(entry: EntryPoint) -> str:
+    home = f" of {entry.dist.name}" if entry.dist is not None else ""
+    return f"{entry.name!r} ({entry.value}{home})"

@@ -1,0 +1,117 @@
+"""Has chosen units of a live model checkpointed, and takes that back without a trace.
+
+A module's `forward` is covered by a bound method in its instance `__dict__`. So names in the
+state dict, types, hooks and parameters stay what they are, a deep copy runs its own weights, the
+whole model can be saved, and `torch.compile` sees plain code. The method is called `forward`
+because pickle looks a bound method up by that name: a model loaded from a file runs plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from .recompute import BufferPath, recomputed
+from .units import Unit
+
+_FORWARD = "_autofit_forward"
+_RUNS = "_autofit_runs"
+_BUFFERS = "_autofit_buffers"
+_ADDED = ("forward", _FORWARD, _RUNS, _BUFFERS)
+_ABSENT = object()
+
+
+@contextmanager
+def checkpointed(
+    model: nn.Module, units: Iterable[str], buffers: Collection[str] = ()
+) -> Iterator[None]:
+    """Recompute these units' activations in the backward pass, for as long as this is entered.
+
+    Args:
+        model: changed in place, and given back as it was.
+        units: names as `Unit` writes them; no unit may lie within another.
+        buffers: dotted names of the model's buffers that a forward may change.
+
+    Raises:
+        InvalidRequest: the model has no such unit.
+    """
+    patched: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for holder, runs in _by_holder(model, units):
+            patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
+            _cover(holder, runs, _buffers_below(model, holder, set(buffers)))
+        yield
+    finally:
+        for holder, before in reversed(patched):
+            _uncover(holder, before)
+
+
+def _by_holder(
+    model: nn.Module, units: Iterable[str]
+) -> list[tuple[nn.Module, tuple[tuple[int, int], ...]]]:
+    """Each module to cover, with the runs of children to checkpoint in it; (): all of it."""
+    parsed = [Unit.parse(name) for name in units]
+    holders: dict[str, nn.Module] = {unit.module: unit.find(model) for unit in parsed}
+    return [
+        (holder, tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)))
+        for name, holder in holders.items()
+    ]
+
+
+def _buffers_below(
+    model: nn.Module, holder: nn.Module, names: Collection[str]
+) -> tuple[BufferPath, ...]:
+    """Where these buffers of the model lie, as seen from a module of it."""
+    wanted = {(id(model.get_submodule(owner)), leaf) for owner, leaf in map(_split_name, names)}
+    return tuple(
+        (path, name)
+        for path, module in holder.named_modules()
+        for name in module._buffers
+        if (id(module), name) in wanted
+    )
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    owner, _, leaf = name.rpartition(".")
+    return owner, leaf
+
+
+def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
+    plain = holder.forward
+    holder.__dict__[_FORWARD] = plain
+    holder.__dict__[_RUNS] = runs
+    holder.__dict__[_BUFFERS] = paths
+    holder.__dict__["forward"] = MethodType(forward, holder)
+
+
+def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
+    for key, value in before.items():
+        if value is _ABSENT:
+            holder.__dict__.pop(key, None)
+        else:
+            holder.__dict__[key] = value
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a covered module runs."""
+    plain, buffers = self.__dict__[_FORWARD], self.__dict__[_BUFFERS]
+    if not self.__dict__[_RUNS]:
+        return recomputed(plain, self, buffers, args, kwargs)
+    children = list(self.children())
+    value, position = args[0] if args else kwargs["input"], 0
+    for start, stop in self.__dict__[_RUNS]:
+        value = _in_turn(children[position:start], value)
+        value = recomputed(partial(_in_turn, children[start:stop]), self, buffers, (value,), {})
+        position = stop
+    return _in_turn(children[position:], value)
+
+
+def _in_turn(modules: Sequence[nn.Module], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value

@@ -1,0 +1,78 @@
+"""Names of the parts of a model that can be checkpointed.
+
+A unit is a module, by its dotted name ("encoder.layers.3"), or a run of consecutive children of a
+flat `nn.Sequential` ("features[4:8]" is its children 4 to 7).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from autofit.errors import InvalidRequest
+
+_SEGMENT = re.compile(r"(?P<module>.*)\[(?P<start>\d+):(?P<stop>\d+)\]")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One part of a model.
+
+    Attributes:
+        module: dotted name of the module, or of the Sequential that holds the run.
+        start, stop: the run of children; both None: the module itself.
+    """
+
+    module: str
+    start: int | None = None
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Unit:
+        """The unit that `str` named."""
+        match = _SEGMENT.fullmatch(name)
+        if match is None:
+            return cls(name)
+        return cls(match["module"], int(match["start"]), int(match["stop"]))
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The children of a Sequential that the unit is made of; None: a whole module."""
+        return None if self.start is None or self.stop is None else (self.start, self.stop)
+
+    def find(self, model: nn.Module) -> nn.Module:
+        """The module, or the Sequential that holds the run.
+
+        Raises:
+            InvalidRequest: the model has no such module, or it is no Sequential of that length.
+        """
+        try:
+            found = model.get_submodule(self.module)
+        except AttributeError:
+            raise InvalidRequest(
+                f"the model has no module {self.module!r} to checkpoint: the plan was made for "
+                f"another model; search again"
+            ) from None
+        if self.run is not None and not (
+            is_plain_sequential(found) and self.run[1] <= len(list(found.children()))
+        ):
+            raise InvalidRequest(
+                f"{self.module!r} is no nn.Sequential with children {self.start} to "
+                f"{self.run[1] - 1}: the plan was made for another model; search again"
+            )
+        return found
+
+    def parts(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that the unit runs, outermost ones only."""
+        found = self.find(model)
+        return [found] if self.run is None else list(found.children())[slice(*self.run)]
+
+    def __str__(self) -> str:
+        return self.module if self.run is None else f"{self.module}[{self.start}:{self.stop}]"
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Whether the module runs its children one after the other, and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward

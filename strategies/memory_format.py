@@ -1,0 +1,119 @@
+"""Channels-last weights for convolutions.
+
+`memory_format.layout` starts at "as_is". Only the weights are laid out anew: a convolution whose
+weight is channels-last answers in channels-last whatever it is given, so the activations follow
+by themselves. Each weight is rearranged inside its own storage. No second copy is held, parameter
+identities and storages stay, and going back restores the strides that were there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+SETTING = "memory_format.layout"
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
+
+
+class MemoryFormat:
+    """The order in which convolution weights, and so activations, lie in memory."""
+
+    name = "memory_format"
+    phase = Phase.MODEL
+    numerics = Numerics.ROUNDING
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Two layouts where the model has 2-d or 3-d convolutions whose layout is still open."""
+        if not _convolution_weights(context.model):
+            return {}
+        return {SETTING: Dimension(["as_is", "channels_last"])}
+
+    def apply(
+        self,
+        training: TrainingView,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+    ) -> AbstractContextManager[None]:
+        """Rearrange the convolution weights; leaving the context arranges them back."""
+        if settings.get(SETTING, "as_is") == "as_is":
+            return nullcontext()
+        return _channels_last(training)
+
+    def describe(
+        self,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+    ) -> list[str]:
+        """The lines that do the same in a training script."""
+        if settings.get(SETTING, "as_is") == "as_is":
+            return []
+        return ["model = model.to(memory_format=torch.channels_last)  # _3d for 3-d convolutions"]
+
+
+@contextmanager
+def _channels_last(training: TrainingView) -> Iterator[None]:
+    weights = _convolution_weights(training.model)
+    strides_before = [weight.stride() for weight in weights]
+    try:
+        for weight in weights:
+            wanted = torch.empty_like(
+                weight, memory_format=_FORMATS[weight.dim()], device="meta"
+            ).stride()
+            _lay_out(training, weight, wanted)
+        yield
+    finally:
+        for weight, strides in zip(weights, strides_before, strict=True):
+            _lay_out(training, weight, strides)
+
+
+def _convolution_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that fill a stretch of memory of their own and are not channels-last already."""
+    weights: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            # parameters(), not .weight: a parametrized weight is made of parameters further down
+            weights |= {id(p): p for p in module.parameters() if p.dim() in _FORMATS}
+    return [
+        weight
+        for weight in weights.values()
+        if not nn.parameter.is_lazy(weight)
+        and weight.is_contiguous()
+        and not weight.is_contiguous(memory_format=_FORMATS[weight.dim()])
+    ]
+
+
+def _lay_out(training: TrainingView, weight: nn.Parameter, strides: tuple[int, ...]) -> None:
+    """Give a weight, its gradient and its optimizer state these strides, values kept."""
+    for tensor in (weight, weight.grad, *_state_of(training.optimizer, weight)):
+        if tensor is not None and tensor.shape == weight.shape and _fills_its_stretch(tensor):
+            _rearrange(tensor, strides)
+
+
+def _rearrange(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+    """The same values in the same stretch of memory, in another order."""
+    values = tensor.detach().clone()
+    in_place = tensor.detach().as_strided(tensor.shape, strides)
+    in_place.copy_(values)
+    tensor.data = in_place  # unlike set_, this keeps the version that a live graph checks
+
+
+def _state_of(optimizer: Any, weight: nn.Parameter) -> list[torch.Tensor]:
+    optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    return [
+        value
+        for one in optimizers
+        for value in one.state.get(weight, {}).values()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _fills_its_stretch(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=_FORMATS[tensor.dim()])

@@ -1,0 +1,145 @@
+"""Fewer bits in the arithmetic: TF32, bfloat16 and float16, where the device does them natively.
+
+`precision.dtype` starts at "as_is". The reduced types run forward and loss under autocast, so
+parameters, gradients and optimizer state stay as they are; float16 also scales the loss. A model
+whose weights are mostly no float32 already chose its precision, and gets no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Capabilities, Context, Numerics, Phase, TrainingView
+
+SETTING = "precision.dtype"
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision:
+    """The data type of matrix products and convolutions."""
+
+    name = "precision"
+    phase = Phase.STEP
+    numerics = Numerics.REDUCED_PRECISION
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """The types this device does natively; {} where the weights are mostly no float32."""
+        if not _mostly_float32(context.model):
+            return {}
+        values = ["as_is", *_native(context.capabilities)]
+        if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
+            values = [value for value in values if value != "float16"]  # GradScaler refuses these
+        return {SETTING: Dimension(values)} if len(values) > 1 else {}
+
+    def apply(
+        self,
+        training: TrainingView,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+    ) -> AbstractContextManager[None]:
+        """Run forward and loss in the chosen type; leaving the context takes it back."""
+        dtype = str(settings.get(SETTING, "as_is"))
+        if dtype == "as_is":
+            return nullcontext()
+        return _tf32() if dtype == "tf32" else _autocast(training, _AUTOCAST[dtype])
+
+    def describe(
+        self,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+    ) -> list[str]:
+        """The lines that do the same in a training script."""
+        dtype = settings.get(SETTING, "as_is")
+        if dtype == "as_is":
+            return []
+        if dtype == "tf32":
+            return [
+                "torch.backends.cuda.matmul.allow_tf32 = True",
+                "torch.backends.cudnn.allow_tf32 = True",
+            ]
+        lines = [
+            "device_type = next(model.parameters()).device.type",
+            f"with torch.autocast(device_type, dtype=torch.{dtype}):  # around forward and loss",
+        ]
+        if dtype == "float16":
+            lines += [
+                "scaler = torch.amp.GradScaler(device_type)",
+                "scaler.scale(loss).backward()  # in place of loss.backward()",
+                "scaler.step(optimizer); scaler.update()  # in place of optimizer.step()",
+            ]
+        return lines
+
+
+def _native(capabilities: Capabilities) -> list[str]:
+    offered = {
+        "tf32": capabilities.tf32 and not _tf32_is_on(),
+        "bfloat16": capabilities.bfloat16,
+        "float16": capabilities.float16,
+    }
+    return [dtype for dtype, native in offered.items() if native]
+
+
+def _mostly_float32(model: torch.nn.Module) -> bool:
+    """Whether at least half of the floating weights are float32, the type autocast acts on."""
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    float32 = sum(p.numel() for p in floating if p.dtype == torch.float32)
+    return float32 > 0 and 2 * float32 >= sum(p.numel() for p in floating)
+
+
+@contextmanager
+def _autocast(training: TrainingView, dtype: torch.dtype) -> Iterator[None]:
+    device_type = training.device.type
+    scaler_before = training.scaler
+    unwrap = training.wrap_forward(lambda: torch.autocast(device_type, dtype=dtype))
+    try:
+        if dtype == torch.float16:
+            training.scaler = torch.amp.GradScaler(device_type)
+        yield
+    finally:
+        training.scaler = scaler_before
+        unwrap()
+
+
+def _tf32_is_on() -> bool:
+    return all(part.fp32_precision == "tf32" for part in _parts())
+
+
+def _parts() -> tuple[Any, ...]:
+    """Where torch keeps the precision of float32 products on a GPU."""
+    cudnn: Any = torch.backends.cudnn  # torch does not annotate its parts
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """TF32 on, through both of torch's interfaces, each left as it was found.
+
+    torch keeps the older `allow_tf32` beside the newer `fp32_precision` and refuses to read the
+    older one where the two disagree, so turning on only one would break the user's own reads.
+    """
+    olds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    old_before = [(part, _allow_tf32(part)) for part in olds]
+    new_before = [(part, part.fp32_precision) for part in _parts()]
+    try:
+        for part in olds:
+            part.allow_tf32 = True
+        yield
+    finally:
+        for part, allowed in old_before:
+            if allowed is not None:
+                part.allow_tf32 = allowed
+        for part, precision in new_before:
+            part.fp32_precision = precision
+
+
+def _allow_tf32(part: Any) -> bool | None:
+    """The older flag; None where torch refuses to say because only the newer one was set."""
+    try:
+        return bool(part.allow_tf32)
+    except RuntimeError:
+        return None
