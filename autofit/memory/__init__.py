@@ -1,1 +1,1 @@
-"""What a training holds in memory: the CUDA caching allocator, simulated, and a tracer that feeds it."""
+"""What a training holds: the CUDA caching allocator, simulated, and the tracer that feeds it."""

@@ -1,6 +1,6 @@
 """Expandable segments: one growing segment a pool, instead of many of fixed size.
 
-Follows `ExpandableSegment` and `try_allocate_expandable_block` of c10/cuda/CUDACachingAllocator.cpp:
+Follows `ExpandableSegment` and `try_allocate_expandable_block` of CUDACachingAllocator.cpp:
 addresses are plentiful and memory is put behind them (mapped) page by page, so that free memory
 lying apart can be given back and mapped again where a large request needs it in one piece.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autofit.memory.blocks import Block, Pool, round_up
+from autofit.memory.blocks import LARGE_SEGMENT_BYTES, Block, Pool, round_up
 
-_ADDRESSES_PER_SEGMENT = 1 << 50
+_ADDRESSES_PER_SEGMENT = LARGE_SEGMENT_BYTES << 24  # whole pages of either pool
 
 
 class ExpandableSegments:

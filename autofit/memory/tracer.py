@@ -29,7 +29,7 @@ from autofit.units import format_bytes
 _FOREIGN = 0
 
 
-class MemoryTracer(TorchDispatchMode):
+class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """A dispatch mode that feeds an allocator; it may be entered any number of times.
 
     Args:
@@ -49,7 +49,7 @@ class MemoryTracer(TorchDispatchMode):
         device_type: str = "cpu",
         record: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.allocator = allocator or CachingAllocator()
         self.events: list[Event] = []
         self._device_type = device_type
@@ -60,9 +60,7 @@ class MemoryTracer(TorchDispatchMode):
         self._dead: deque[_Storage] = deque()
         self._busy = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(_unwraps_itself, types)):
             return NotImplemented  # its inner tensors come by one by one, and those count
         given = list(tensors_in((args, kwargs)))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from autofit.memory.allocator import CachingAllocator
+from autofit.memory.allocator import CachingAllocator, OutOfBudget
+from autofit.memory.blocks import Block
 from autofit.memory.replay import replay
 from autofit.memory.tracer import MemoryTracer
 from autofit.units import MIB
@@ -195,32 +196,88 @@ def train_step(model: Net, optimizer: torch.optim.Optimizer, autocast: bool) -> 
     optimizer.zero_grad()
 
 
-def refusals(device: str, checkpointed: bool, autocast: bool) -> Iterator[str]:
-    """Runs under every limit from the smallest to enough; yields where each refusal arose."""
-    limit = 2 * MIB
-    while True:
-        tracer = MemoryTracer(CachingAllocator(limit_bytes=limit), device_type=device)
-        stage = "build"
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_refusal_unwinds_cleanly_under_every_limit(
+    device: str, checkpointed: bool, autocast: bool
+) -> None:
+    tracer = MemoryTracer(CachingAllocator(), device_type=device)
+    refused = 0
+    for limit in range(4 * MIB, 60 * MIB, 8 * MIB):
+        tracer.allocator.limit_bytes = limit
         try:
             with tracer:
-                parts = trainable(checkpointed, device)
-                stage = "step"
-                train_step(*parts, autocast=autocast)
-            return
+                train_step(*trainable(checkpointed, device), autocast=autocast)
         except torch.OutOfMemoryError as error:
-            assert "out of memory" in str(error)
-            assert "Tried to allocate" in str(error)
-            names = _functions_of(error)
-            stage = next((name for name in _STAGES if name in names), stage)
-            yield stage
-        finally:
-            parts = None  # type: ignore[assignment]  # the models must die before the check below
+            refused += "out of memory" in str(error) and "Tried to allocate" in str(error)
         gc.collect()
         assert tracer.allocator.allocated_bytes == 0
-        limit += 2 * MIB
+    assert refused > 2
 
 
-_STAGES = ("recompute_fn", "_multi_tensor_adamw", "_engine_run_backward", "forward")
+def _forward() -> Callable[[], object]:
+    (model, _), x = trainable(checkpointed=False), torch.randn(2048, 128)
+    return lambda: model(x)
+
+
+def _backward() -> Callable[[], object]:
+    loss = trainable(checkpointed=False)[0](torch.randn(256, 128))
+    return lambda: loss.backward()
+
+
+def _recomputation() -> Callable[[], object]:
+    model, _ = trainable(checkpointed=False)
+    loss = checkpoint(model.blocks[0], torch.randn(256, 128), use_reentrant=False).sum()
+    return lambda: loss.backward()
+
+
+def _second_update() -> Callable[[], object]:
+    parts = trainable(checkpointed=False)
+    train_step(*parts, autocast=False)
+    parts[0](torch.randn(16, 128)).backward()
+    return parts[1].step
+
+
+@pytest.mark.parametrize(
+    ("prepare", "function"),
+    [
+        (_forward, "forward"),
+        (_backward, "_engine_run_backward"),
+        (_recomputation, "recompute_fn"),
+        (_second_update, "_multi_tensor_adam"),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_refusal_comes_out_of_the_stage_that_asked(
+    prepare: Callable[[], Callable[[], object]], function: str, autocast: bool
+) -> None:
+    tracer = MemoryTracer()
+    with tracer, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        run = prepare()
+        filling = fill(tracer.allocator)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            run()
+    for block in filling:
+        tracer.allocator.free(block)
+    assert function in _functions_of(caught.value)
+    del run, caught
+    gc.collect()
+    assert tracer.allocator.allocated_bytes == 0
+
+
+def fill(allocator: CachingAllocator) -> list[Block]:
+    """Take all memory but 8 KiB, and allow no more."""
+    spare = [allocator.allocate(512) for _ in range(16)]
+    allocator.limit_bytes = allocator.reserved_bytes
+    filling = []
+    for size in (2**shift for shift in range(25, 8, -1)):
+        with suppress(OutOfBudget):
+            while True:
+                filling.append(allocator.allocate(size))
+    for block in spare:
+        allocator.free(block)
+    return filling
 
 
 def _functions_of(error: BaseException) -> set[str]:
@@ -229,51 +286,6 @@ def _functions_of(error: BaseException) -> set[str]:
         names.add(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
     return names
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_refusal_unwinds_cleanly_wherever_it_arises(
-    device: str, checkpointed: bool, autocast: bool
-) -> None:
-    stages = set(refusals(device, checkpointed, autocast))
-    assert "forward" in stages
-    assert stages & {"_engine_run_backward", "recompute_fn", "_multi_tensor_adamw"}
-
-
-def test_a_refusal_in_the_update_and_in_a_recomputation() -> None:
-    """Limits chosen from the free run, so that exactly the late stages do not fit."""
-    stages: set[str] = set()
-    for make in (_fails_in_update, _fails_in_recomputation):
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            make()
-        stages |= _functions_of(caught.value)
-    assert {"_multi_tensor_adamw", "recompute_fn"} <= stages
-
-
-def _limited(tracer: MemoryTracer, run: Callable[[], object]) -> None:
-    tracer.allocator.limit_bytes = tracer.allocator.reserved_bytes
-    with tracer:
-        run()
-
-
-def _fails_in_update() -> None:
-    tracer = MemoryTracer()
-    with tracer:
-        model, optimizer = trainable(checkpointed=False)
-        model(torch.randn(16, 128)).backward()
-        tracer.allocator.empty_cache()
-    _limited(tracer, optimizer.step)
-
-
-def _fails_in_recomputation() -> None:
-    tracer = MemoryTracer()
-    with tracer:
-        model, _ = trainable(checkpointed=True)
-        loss = model(torch.randn(2048, 128))
-        tracer.allocator.empty_cache()
-    _limited(tracer, loss.backward)
 
 
 def test_training_goes_on_after_a_refusal() -> None:

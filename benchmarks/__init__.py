@@ -1,0 +1,1 @@
+"""Measurements of autofit itself, and the workloads they use."""
