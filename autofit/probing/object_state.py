@@ -1,0 +1,245 @@
+"""The state of live Python objects, taken and put back in place: tensors, modules, optimizers.
+
+A walk visits every tensor, container and stateful object that can be reached from a module or an
+optimizer through attributes, containers, gradients and tensor attributes, each once. What it
+visits keeps its identity: tensors get their storage, values, gradient and flags back, containers
+and `__dict__`s their entries in their order, objects their class. Objects of classes it does not
+know (a user's own helper behind an attribute) are kept as they are and not entered.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+_ENTERED = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+_PLUMBING = ("._parameters", "._buffers", "._modules")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Record(Protocol):
+    """The state of one object, and the way back to it."""
+
+    def restore(self) -> None: ...
+
+
+def walk(root: object, name: str) -> Iterator[tuple[str, object]]:
+    """Everything with a state that can be reached from `root`, and a name that says where it is."""
+    seen: set[int] = set()
+    waiting: deque[tuple[str, object]] = deque([(name, root)])
+    while waiting:
+        place, node = waiting.popleft()
+        if id(node) in seen or not _has_state(node):
+            continue
+        seen.add(id(node))
+        yield place, node
+        waiting.extend(_children(place, node))
+
+
+def is_dict(node: object) -> TypeGuard[dict[Any, Any]]:
+    """Whether `node` is a mapping of a known class; a user's own may do anything on `clear`."""
+    return type(node) in (dict, OrderedDict, defaultdict)
+
+
+def is_collection(node: object) -> TypeGuard[list[Any] | deque[Any] | set[Any] | tuple[Any, ...]]:
+    """Whether `node` is a collection of a known class."""
+    return type(node) in (list, deque, set, tuple)
+
+
+def _has_state(node: object) -> bool:
+    return (
+        isinstance(node, (*_ENTERED, torch.Tensor))
+        or is_dict(node)
+        or is_collection(node)
+        or generator_access(node) is not None
+    )
+
+
+def _children(place: str, node: object) -> Iterator[tuple[str, object]]:
+    if isinstance(node, torch.Tensor):
+        yield from _tensor_children(place, node)
+    elif isinstance(node, _ENTERED):
+        yield from ((f"{place}.{key}", value) for key, value in vars(node).items())
+    elif is_dict(node):
+        yield from _dict_children(place, node)
+    elif is_collection(node) and not isinstance(node, set):
+        yield from ((f"{place}[{index}]", value) for index, value in enumerate(node))
+
+
+def _dict_children(place: str, node: dict[Any, Any]) -> Iterator[tuple[str, object]]:
+    """Parameters, buffers and submodules are named as the user names them."""
+    for plumbing in _PLUMBING:
+        place = place.removesuffix(plumbing)
+    for index, (key, value) in enumerate(node.items()):
+        yield f"{place}.{key}" if isinstance(key, str) else f"{place}[{index}]", value
+
+
+def _tensor_children(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
+    yield f"{place}.grad", gradient_of(tensor)
+    yield f"{place}.__dict__", vars(tensor)
+    for hooks in _HOOKS:
+        yield f"{place}.{hooks}", getattr(tensor, hooks, None)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf; others warn when asked, and have none."""
+    return tensor.grad if tensor.is_leaf else None
+
+
+def record(node: object) -> Record:
+    """The present state of one object that `walk` yielded."""
+    if isinstance(node, torch.Tensor):
+        return _TensorRecord(node)
+    if isinstance(node, _ENTERED):
+        return _ObjectRecord(node)
+    if is_dict(node):
+        return _DictRecord(node)
+    if is_collection(node):
+        return _CollectionRecord(node)
+    access = generator_access(node)
+    if access is None:
+        raise TypeError(f"a {type(node).__name__} has no state that could be recorded")
+    return _GeneratorRecord(*access)
+
+
+class _TensorRecord:
+    """Storage, values, gradient, `requires_grad` and hooks of one tensor.
+
+    The values are kept on the host, so that a snapshot takes no device memory; the storage itself
+    is kept too, because views of it that the user holds must stay views.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._class = type(tensor)
+        self._alias = tensor.data
+        self._storage_bytes = _storage_bytes(self._alias)
+        self._values = self._alias.to("cpu", copy=True) if has_values(self._alias) else None
+        self._gradient = gradient_of(tensor)
+        self._requires_grad = tensor.requires_grad
+        self._hooks = {name: getattr(tensor, name, None) for name in _HOOKS}
+
+    def restore(self) -> None:
+        tensor = self._tensor
+        if type(tensor) is not self._class:
+            tensor.__class__ = self._class
+        if self._storage_bytes != _storage_bytes(self._alias):
+            self._alias.untyped_storage().resize_(self._storage_bytes)
+        if placement(tensor) != placement(self._alias):
+            tensor.data = self._alias
+        if self._values is not None:
+            with torch.inference_mode(self._alias.is_inference()), torch.no_grad():
+                self._alias.copy_(self._values)
+        if tensor.is_leaf:
+            tensor.requires_grad = self._requires_grad
+            if tensor.grad is not self._gradient:
+                tensor.grad = self._gradient
+        for name, hooks in self._hooks.items():
+            if getattr(tensor, name, None) is not hooks:
+                setattr(tensor, name, hooks)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there is memory behind the tensor: none on meta, nor where its storage was freed."""
+    freed = tensor.layout == torch.strided and tensor.numel() > 0 and not _storage_bytes(tensor)
+    return not tensor.is_meta and not freed
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
+
+
+class _ObjectRecord:
+    """Class and `__dict__` of one module, optimizer, scheduler or scaler."""
+
+    def __init__(self, node: object) -> None:
+        self._node = node
+        self._class = type(node)
+        self._attributes = dict(vars(node))
+
+    def restore(self) -> None:
+        if type(self._node) is not self._class:
+            self._node.__class__ = self._class
+        _put_back(vars(self._node), self._attributes)
+
+
+class _DictRecord:
+    def __init__(self, node: dict[Any, Any]) -> None:
+        self._node = node
+        self._entries = dict(node)
+
+    def restore(self) -> None:
+        _put_back(self._node, self._entries)
+
+
+class _CollectionRecord:
+    """Members of a list, deque or set; a tuple cannot change."""
+
+    def __init__(self, node: list[Any] | deque[Any] | set[Any] | tuple[Any, ...]) -> None:
+        self._node = node
+        self._members = tuple(node)
+
+    def restore(self) -> None:
+        node = self._node
+        if isinstance(node, tuple) or _same(tuple(node), self._members):
+            return
+        node.clear()
+        if isinstance(node, set):
+            node.update(self._members)
+        else:
+            node.extend(self._members)
+
+
+class _GeneratorRecord:
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._state = read()
+        self._write = write
+
+    def restore(self) -> None:
+        self._write(self._state)
+
+
+def _put_back(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    """Give `live` exactly those entries, in their order; untouched where it has them."""
+    if _same(tuple(live), tuple(entries)) and _same(tuple(live.values()), tuple(entries.values())):
+        return
+    live.clear()
+    live.update(entries)
+
+
+def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
+    return [id(each) for each in these] == [id(each) for each in those]
+
+
+def placement(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's values lie and how; equal for two names of the same memory."""
+    plain = tensor.data  # a lazy module's parameter answers nothing about itself
+    if plain.layout != torch.strided:
+        return plain.device, plain.dtype, plain.layout, tuple(plain.shape)
+    where = plain.data_ptr() if has_values(plain) else 0
+    return plain.device, plain.dtype, tuple(plain.shape), plain.stride(), where
+
+
+def generator_access(node: object) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How to read and write the state of a random number generator object; None: it is none."""
+    if isinstance(node, torch.Generator):
+        return node.get_state, node.set_state
+    if isinstance(node, random.Random):
+        return node.getstate, node.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(node, numpy.random.RandomState):
+        return node.get_state, node.set_state
+    if numpy is not None and isinstance(node, numpy.random.Generator):
+        bits = node.bit_generator
+        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+    return None
