@@ -15,16 +15,14 @@ import ctypes
 import hashlib
 import io
 import pickle
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 
 from autofit.probing import process_state
+from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.object_state import (
     Record,
     generator_access,
@@ -115,28 +113,6 @@ def differences(before: Digest, after: Digest) -> list[str]:
         for name in names
         if before.get(name) != after.get(name)
     ]
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Have a Ctrl-C wait until the body is done, then answer it with the handler in force then."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[FrameType | None] = []
-
-    def wait(_: int, frame: FrameType | None) -> None:
-        came.append(frame)
-
-    handler = signal.signal(signal.SIGINT, wait)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is wait:  # else the body has set the one to be in force
-            signal.signal(signal.SIGINT, handler)
-        answer = signal.getsignal(signal.SIGINT)
-        if came and callable(answer):
-            answer(signal.SIGINT, came[0])
 
 
 def _once(nodes: list[object]) -> list[object]:

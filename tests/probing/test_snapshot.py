@@ -24,7 +24,6 @@ from autofit.probing.snapshot import (
     differences,
     digest,
     hash_of,
-    interrupts_deferred,
     preserved,
 )
 
@@ -324,18 +323,20 @@ def test_one_part_that_cannot_be_put_back_does_not_stop_the_others(net: Net) -> 
     assert net.old_rng.get_state(legacy=False)["state"]["pos"] != before
 
 
-def test_an_interrupt_during_restoring_is_answered_afterwards() -> None:
-    done = []
-
-    def restore_slowly() -> None:
-        with interrupts_deferred():
+def test_an_interrupt_during_restoring_is_answered_afterwards(net: Net) -> None:
+    class InterruptedRandom(random.Random):
+        def setstate(self, state: Any) -> None:
             signal.raise_signal(signal.SIGINT)
-            done.append(True)
+            super().setstate(state)
 
+    net.dice = InterruptedRandom(1)
+    snapshot = Snapshot.take({"model": net})
+    net.eval()
+    rolled = net.dice.random()
     with pytest.raises(KeyboardInterrupt):
-        restore_slowly()
-    assert done == [True]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        snapshot.restore()
+    assert net.training
+    assert net.dice.random() == rolled
 
 
 def test_restores_from_another_thread_too(net: Net) -> None:
