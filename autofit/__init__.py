@@ -1,1 +1,94 @@
-"""autofit finds the fastest way to train a PyTorch model within a VRAM budget, by running it."""
+"""autofit finds the fastest way to train a PyTorch model within a VRAM budget, by running it.
+
+    report = autofit.search(model, sample_batch, vram_budget="24GiB")
+
+Importing this module imports no torch: each public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autofit.errors import (
+        AutofitError,
+        CannotTell,
+        DeviceUnavailable,
+        InvalidRequest,
+        NoFeasiblePlan,
+        StudyRefused,
+        WorkerFailed,
+        WorkloadFailed,
+    )
+    from autofit.measurement import Measurement, Outcome, Role, Trial
+    from autofit.plan import Dimension, Hint, Plan
+    from autofit.report.report import Report, load
+    from autofit.searching.public import probe, search
+    from autofit.strategy import Numerics, Phase, Strategy
+    from autofit.training import Training
+    from autofit.workload import Workload
+
+__all__ = [
+    "AutofitError",
+    "CannotTell",
+    "DeviceUnavailable",
+    "Dimension",
+    "Hint",
+    "InvalidRequest",
+    "Measurement",
+    "NoFeasiblePlan",
+    "Numerics",
+    "Outcome",
+    "Phase",
+    "Plan",
+    "Report",
+    "Role",
+    "Strategy",
+    "StudyRefused",
+    "Training",
+    "Trial",
+    "WorkerFailed",
+    "Workload",
+    "WorkloadFailed",
+    "load",
+    "probe",
+    "search",
+]
+
+_HOMES = {
+    "autofit.errors": (
+        "AutofitError",
+        "CannotTell",
+        "DeviceUnavailable",
+        "InvalidRequest",
+        "NoFeasiblePlan",
+        "StudyRefused",
+        "WorkerFailed",
+        "WorkloadFailed",
+    ),
+    "autofit.measurement": ("Measurement", "Outcome", "Role", "Trial"),
+    "autofit.plan": ("Dimension", "Hint", "Plan"),
+    "autofit.report.report": ("Report", "load"),
+    "autofit.searching.public": ("probe", "search"),
+    "autofit.strategy": ("Numerics", "Phase", "Strategy"),
+    "autofit.training": ("Training",),
+    "autofit.workload": ("Workload",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("torch-autofit")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'autofit' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -94,6 +94,14 @@ class WorkerProber:
             self._survey = _with_caller(Survey.from_dict(reply["survey"]), self._workload)
         return self._survey
 
+    def rebudget(self, vram_budget_bytes: int) -> None:
+        """Hold the following probes to another budget."""
+        if vram_budget_bytes != self.vram_budget_bytes:
+            self._survey = replace(self.survey(), vram_budget_bytes=vram_budget_bytes)
+            self._opening["vram_budget"] = vram_budget_bytes
+            message = {"do": "rebudget", "vram_budget_bytes": vram_budget_bytes}
+            self._ask(message, timeout_s=UNKNOWN_TIMEOUT_S)
+
     def probe(self, request: ProbeRequest) -> Measurement:
         """Run one plan in the worker; a worker that dies or hangs costs this probe alone."""
         message = {"do": "probe", "request": request_to_dict(request)}

@@ -81,7 +81,7 @@ class Session:
         self._fresh_workload = fresh_workload
         self._strategies = strategies
         self._device = device
-        self._budget_bytes = vram_budget_bytes
+        self.vram_budget_bytes = vram_budget_bytes
         self._seed = seed
 
     def survey(self) -> Survey:
@@ -96,7 +96,7 @@ class Session:
         resplit, may_resplit, resplit_notes = self._resplit(workload)
         return Survey(
             environment=self._device.environment,
-            vram_budget_bytes=self._budget_bytes,
+            vram_budget_bytes=self.vram_budget_bytes,
             fingerprint=digest,
             parameters=sum(p.numel() for p in parameters),
             parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -191,14 +191,14 @@ class Session:
         return None, fault, (raised, text)
 
     def _measure(self, request: ProbeRequest) -> Measurement:
-        self._device.limit(self._budget_bytes)
+        self._device.limit(self.vram_budget_bytes)
         self._device.reset_peaks()
         workload = self._fresh_workload()
 
         def make_training(workload: Workload) -> Training:
             return self._training(workload, request.plan, request.payloads)
 
-        return measure(workload, self._device, request, make_training, self._budget_bytes)
+        return measure(workload, self._device, request, make_training, self.vram_budget_bytes)
 
     def _after_fault(self, fault: Fault) -> Measurement:
         healthy = self._health_fault() is None

@@ -92,10 +92,16 @@ def _compare(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
     return {"comparison": comparison.to_dict()}
 
 
+def _rebudget(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
+    session.vram_budget_bytes = message["vram_budget_bytes"]
+    return {}
+
+
 _ANSWERS: dict[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
     "survey": _survey,
     "probe": _probe,
     "compare": _compare,
+    "rebudget": _rebudget,
 }
 
 

@@ -1,0 +1,143 @@
+"""Probing in the user's own process, on the user's own objects: for what cannot be pickled.
+
+Model and optimizer are trained in place and put back from a snapshot, before each probe and at the
+end. A hang, a crash or a poisoned device context here is the whole process's; a worker process
+(`autofit.probing.client`) survives all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from autofit.devices.base import budget_bytes
+from autofit.devices.open import open_device
+from autofit.errors import DeviceUnavailable
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.probing.comparison import Comparison
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.session import Session
+from autofit.probing.snapshot import Snapshot
+from autofit.probing.survey import Survey
+from autofit.probing.wire import WorkerTraceback
+from autofit.strategy import Strategy
+from autofit.workload import Workload
+
+
+class InProcessProber:
+    """Probes a workload in this process; implements `autofit.probing.prober.Prober`.
+
+    Args:
+        workload, strategies, device, vram_budget, seed: as for `WorkerProber`.
+
+    Raises:
+        InvalidRequest: the budget cannot be read.
+        DeviceUnavailable: the device is not there.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        strategies: Sequence[Strategy] = (),
+        *,
+        device: str | None = None,
+        vram_budget: str | float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._workload = workload
+        self._device = open_device(device)
+        self._snapshot = Snapshot.take({"model": workload.model, "optimizer": workload.optimizer})
+        self._session = Session(
+            self._restored,
+            strategies,
+            self._device,
+            vram_budget_bytes=budget_bytes(
+                vram_budget,
+                total_bytes=self._device.total_bytes,
+                free_bytes=self._device.free_bytes,
+            ),
+            seed=seed,
+        )
+        self._survey: Survey | None = None
+        self._user_exception: BaseException | None = None
+        self._poisoned_by: str | None = None
+
+    def __enter__(self) -> InProcessProber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def vram_budget_bytes(self) -> int:
+        """The budget as the device resolved it."""
+        return self._session.vram_budget_bytes
+
+    def rebudget(self, vram_budget_bytes: int) -> None:
+        """Hold the following probes to another budget."""
+        self._session.vram_budget_bytes = vram_budget_bytes
+
+    def survey(self) -> Survey:
+        """The facts of the workload on the device; looked up once."""
+        if self._survey is None:
+            try:
+                self._survey = self._session.survey()
+            finally:
+                self._snapshot.restore()
+        return self._survey
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        """Run one plan here.
+
+        Raises:
+            DeviceUnavailable: an earlier probe left the device beyond use.
+        """
+        if self._poisoned_by is not None:
+            raise DeviceUnavailable(
+                f"an earlier probe left the device beyond use ({self._poisoned_by}); restart the "
+                'process, and use isolation="process", which survives this'
+            )
+        try:
+            reply = self._session.probe(request)
+        finally:
+            self._snapshot.restore()
+        if reply.exception is not None:
+            if reply.traceback:
+                reply.exception.__cause__ = WorkerTraceback(reply.traceback)
+            self._user_exception = reply.exception
+        if reply.measurement.outcome is Outcome.POISONED:
+            self._poisoned_by = reply.measurement.detail or "no detail"
+        return reply.measurement
+
+    def compare(
+        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
+    ) -> Comparison:
+        """Loss and gradients of two plans on the same samples."""
+        try:
+            return self._session.compare(first, second, payloads, samples)
+        finally:
+            self._snapshot.restore()
+
+    def user_exception(self) -> BaseException | None:
+        """The exception behind the last `user_error`."""
+        return self._user_exception
+
+    def renew(self) -> None:
+        """There is only this process."""
+
+    def close(self) -> None:
+        """Put everything back and give cached device memory back."""
+        self._snapshot.restore()
+        if self._poisoned_by is None:
+            self._device.release_cache()
+
+    def _restored(self) -> Workload:
+        self._snapshot.restore()
+        return self._workload

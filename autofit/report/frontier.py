@@ -1,0 +1,23 @@
+"""The trials worth choosing between: none that fits is faster and holds less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autofit.measurement import Trial
+
+
+def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The trials that no other trial beats in both speed and held bytes, the fastest first.
+
+    Of several trials of one plan the last counts: a confirmation knows better than a probe.
+    """
+    latest = {trial.plan: trial for trial in trials if trial.ok and trial.samples_per_second}
+    by_speed = sorted(latest.values(), key=lambda trial: -(trial.samples_per_second or 0.0))
+    kept: list[Trial] = []
+    for trial in by_speed:
+        held = trial.measurement.held_bytes
+        if held is None or any((other.measurement.held_bytes or 0) <= held for other in kept):
+            continue
+        kept.append(trial)
+    return tuple(kept)

@@ -1,0 +1,180 @@
+"""What a search recorded, as plain data: the one thing a report is a view of, and its JSON form.
+
+Readers ignore keys they do not know, so a report of a later version can be read by an earlier one
+as long as `schema` is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Role, Trial
+from autofit.plan import Dimension, Plan, Settings
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class SearchSummary:
+    """How the search went.
+
+    Attributes:
+        probes: plans that were run, baseline and confirmations counted.
+        oom_probes: how many of them ran out of memory.
+        seconds: what the search took, the worker's start included.
+        stopped_because: why no further plan was searched.
+        seed: of the search.
+    """
+
+    probes: int
+    oom_probes: int
+    seconds: float
+    stopped_because: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A variant that was not run, and why."""
+
+    settings: Settings
+    why: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything a report shows.
+
+    Attributes:
+        version: autofit's, when it searched.
+        created: UTC, ISO 8601.
+        environment: device and versions; the keys of `autofit.devices.base.Environment`.
+        workload: fingerprint, parameters, loss, sample shapes and the like.
+        vram_budget_bytes: the budget.
+        search: how it went.
+        dimensions: setting -> its values, with what they mean.
+        trials: all of them, in order.
+        best_number: the trial to train with.
+        baseline_number: the trial it is compared with.
+        skipped: variants that were not run, and why.
+        paste: trial number -> the lines a user would write to get the same.
+        notes: what a reader should know.
+        difference: how far the best plan's loss and gradients are from the baseline's on the same
+            samples; None: not compared.
+        calibration: constants of the device that a later prediction can use.
+    """
+
+    version: str
+    created: str
+    environment: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    vram_budget_bytes: int
+    search: SearchSummary
+    dimensions: Mapping[str, Dimension]
+    trials: tuple[Trial, ...]
+    best_number: int
+    baseline_number: int
+    skipped: tuple[Skipped, ...] = ()
+    paste: Mapping[int, list[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    difference: Mapping[str, Any] | None = None
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+
+    def trial(self, number: int) -> Trial:
+        """The trial of that number."""
+        return next(trial for trial in self.trials if trial.number == number)
+
+    def payloads(self, settings: Settings) -> dict[str, Any]:
+        """What those values mean to their strategies, by setting."""
+        return {
+            name: self.dimensions[name].payloads[value]
+            for name, value in settings.items()
+            if name in self.dimensions and value in self.dimensions[name].payloads
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report file's content."""
+        from autofit.report.frontier import frontier
+
+        return {
+            "schema": SCHEMA,
+            "autofit": self.version,
+            "created": self.created,
+            "environment": dict(self.environment),
+            "workload": dict(self.workload),
+            "vram_budget_bytes": self.vram_budget_bytes,
+            "search": vars(self.search) | {},
+            "dimensions": {name: d.to_dict() for name, d in self.dimensions.items()},
+            "calibration": dict(self.calibration),
+            "best": self._trial_to_dict(self.trial(self.best_number)),
+            "baseline": self._trial_to_dict(self.trial(self.baseline_number)),
+            "frontier": [self._trial_to_dict(trial) for trial in frontier(self.trials)],
+            "trials": [self._trial_to_dict(trial) for trial in self.trials],
+            "skipped": [{"settings": dict(s.settings), "why": s.why} for s in self.skipped],
+            "notes": list(self.notes),
+            "difference": self.difference,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Record:
+        """The record that `to_dict` wrote.
+
+        Raises:
+            InvalidRequest: it is no report, or one of another schema.
+        """
+        if data.get("schema") != SCHEMA:
+            raise InvalidRequest(
+                f"this is a report of schema {data.get('schema')!r}; this version reads {SCHEMA}"
+            )
+        try:
+            return cls._from_known(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"this is no complete autofit report: {error!r}") from error
+
+    @classmethod
+    def _from_known(cls, data: Mapping[str, Any]) -> Record:
+        search = data["search"]
+        return cls(
+            version=data["autofit"],
+            created=data["created"],
+            environment=data["environment"],
+            workload=data["workload"],
+            vram_budget_bytes=data["vram_budget_bytes"],
+            search=SearchSummary(**{name: search[name] for name in SearchSummary.__annotations__}),
+            dimensions={name: Dimension.from_dict(d) for name, d in data["dimensions"].items()},
+            trials=tuple(_trial_from_dict(trial) for trial in data["trials"]),
+            best_number=data["best"]["number"],
+            baseline_number=data["baseline"]["number"],
+            skipped=tuple(Skipped(s["settings"], s["why"]) for s in data["skipped"]),
+            paste={trial["number"]: list(trial["paste"]) for trial in data["trials"]},
+            notes=tuple(data.get("notes", ())),
+            difference=data.get("difference"),
+            calibration=data.get("calibration", {}),
+        )
+
+    def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
+        measured = trial.measurement.to_dict()
+        return {
+            "number": trial.number,
+            "role": trial.role.value,
+            "plan": trial.plan.to_dict(),
+            "samples_per_second": trial.samples_per_second,
+            "samples_per_second_low": trial.samples_per_second_low,
+            "samples_per_second_high": trial.samples_per_second_high,
+            "predicted_peak_bytes": trial.predicted_peak_bytes,
+            **measured,
+            "paste": self.paste.get(trial.number, []),
+        }
+
+
+def _trial_from_dict(data: Mapping[str, Any]) -> Trial:
+    return Trial(
+        data["number"],
+        Role(data["role"]),
+        Plan.from_dict(data["plan"]),
+        Measurement.from_dict(data),
+        data.get("predicted_peak_bytes"),
+    )

@@ -1,0 +1,206 @@
+"""The report: what a search found, to be read, saved, loaded and put to use.
+
+It imports no torch until `apply` is called, so a saved report opens on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Trial
+from autofit.report.frontier import frontier
+from autofit.report.record import Record
+from autofit.report.text import render
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from autofit.recipe import Recipe
+    from autofit.strategy import Strategy
+    from autofit.training import Training
+
+_LOSSES_TO_ASK_FOR = ("loss_fn", "criterion", "train_step")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A view of a record.
+
+    Attributes:
+        record: everything it shows, as plain data.
+        recipe: the user's functions that the search was given; None in a loaded report.
+        strategies: the strategy objects that the search was given; empty in a loaded report,
+            which finds the installed ones by name.
+    """
+
+    record: Record
+    recipe: Recipe | None = None
+    strategies: Sequence[Strategy] = ()
+
+    @property
+    def best(self) -> Trial:
+        """The plan to train with; it was run."""
+        return self.record.trial(self.record.best_number)
+
+    @property
+    def baseline(self) -> Trial:
+        """The user's own plan: every setting plain, the sample batch's own size."""
+        return self.record.trial(self.record.baseline_number)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every trial, in order, failures included."""
+        return self.record.trials
+
+    @property
+    def frontier(self) -> tuple[Trial, ...]:
+        """The plans worth choosing between by speed and memory, the fastest first."""
+        return frontier(self.record.trials)
+
+    @property
+    def speedup(self) -> float | None:
+        """The best plan's samples per second over the baseline's; None where that did not fit."""
+        best, baseline = self.best.samples_per_second, self.baseline.samples_per_second
+        return best / baseline if best and baseline and self.baseline.ok else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the report file."""
+        return self.record.to_dict()
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row a trial; settings, plan and measurement as columns, under their JSON names."""
+        import pandas as pd
+
+        rows = []
+        for trial in self.to_dict()["trials"]:
+            plan = trial.pop("plan")
+            settings = plan.pop("settings")
+            rows.append(trial | plan | settings)
+        return pd.DataFrame(rows)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report; the suffix chooses the form: .json, .txt or .csv.
+
+        Raises:
+            InvalidRequest: another suffix, or the file cannot be written.
+        """
+        target = Path(path)
+        forms: dict[str, Callable[[], str]] = {
+            ".json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
+            ".txt": lambda: render(self.record),
+            ".csv": lambda: self.to_dataframe().to_csv(index=False),
+        }
+        if target.suffix not in forms:
+            raise InvalidRequest(f"{target}: a report is written as {', '.join(forms)}")
+        try:
+            _write_whole(target, forms[target.suffix]())
+        except OSError as error:
+            raise InvalidRequest(f"cannot write the report to {target}: {error}") from error
+        return target
+
+    def apply(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        criterion: Callable[..., Any] | None = None,
+        loss_weight: Callable[..., Any] | None = None,
+        before_step: Callable[..., Any] | None = None,
+        train_step: Callable[..., Any] | None = None,
+    ) -> Training:
+        """The best plan on the user's own model and optimizer, in this process.
+
+        Args:
+            model: on the device it trains on.
+            optimizer: over its parameters; a mapping of them with train_step.
+            loss_fn, criterion, loss_weight, before_step, train_step: what the search was given,
+                unless it is said anew here; a loaded report has to be told.
+
+        Returns:
+            A training that is also a context manager: leaving it gives model and optimizer back
+            as they were.
+
+        Raises:
+            InvalidRequest: a loaded report is not told how the loss is computed, or a strategy of
+                the plan is not installed here.
+        """
+        from autofit.training import Training
+
+        said = {
+            "loss_fn": loss_fn,
+            "criterion": criterion,
+            "loss_weight": loss_weight,
+            "before_step": before_step,
+            "train_step": train_step,
+        }
+        plan = self.best.plan
+        return Training(
+            model,
+            optimizer,
+            self._recipe({name: value for name, value in said.items() if value is not None}),
+            plan,
+            device=next(model.parameters()).device,
+            strategies=self._strategies_of(plan.settings),
+            payloads=self.record.payloads(plan.settings),
+        )
+
+    def _recipe(self, said: dict[str, Any]) -> Recipe:
+        from autofit.recipe import Recipe
+
+        if self.recipe is not None:
+            if said.keys() & {"loss_fn", "criterion"}:
+                said = {"loss_fn": None, "criterion": None} | said
+            return replace(self.recipe, **said)
+        source = self.record.workload["loss"]
+        if source in _LOSSES_TO_ASK_FOR and not said.keys() & set(_LOSSES_TO_ASK_FOR):
+            raise InvalidRequest(
+                f"the search was given {source}, and a loaded report holds no functions: pass "
+                f"{source}=... to apply"
+            )
+        return Recipe(**said, clip_grad_norm=self.record.workload.get("clip_grad_norm"))
+
+    def _strategies_of(self, settings: Any) -> Sequence[Strategy]:
+        if self.strategies:
+            return self.strategies
+        from autofit.registry import load_strategies
+
+        return load_strategies(sorted({name.partition(".")[0] for name in settings}))
+
+    def __str__(self) -> str:
+        return render(self.record)
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """The report in a JSON file that `Report.save` wrote.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or holds no report.
+    """
+    try:
+        text = Path(path).read_text()
+        data = json.loads(text)
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the report {os.fspath(path)}: {error}") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{os.fspath(path)} is no JSON report: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"{os.fspath(path)} is no report: it holds a {type(data).__name__}")
+    return Report(Record.from_dict(data))
+
+
+def _write_whole(target: Path, text: str) -> None:
+    """The whole text or the file as it was: a full disk must not cost an earlier report."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.write_text(text)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""The report as a text table: the best plan first, then every trial, then what was skipped."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autofit.measurement import Role, Trial
+from autofit.plan import Plan, Settings
+from autofit.report.record import Record
+from autofit.units import format_bytes, format_rate, format_seconds
+
+WIDTH = 120
+
+
+def render(record: Record) -> str:
+    """The whole report as text, at most 120 columns wide."""
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, highlight=False)
+    for part in _parts(record):
+        console.print(part if isinstance(part, Table) else Text(part))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _parts(record: Record) -> Iterator[str | Table]:
+    best, baseline = record.trial(record.best_number), record.trial(record.baseline_number)
+    yield headline(record)
+    yield ""
+    yield _comparison(best, baseline, record)
+    paste = record.paste.get(best.number)
+    if paste:
+        yield "\nTo train like this:\n"
+        yield "\n".join(f"    {line}" for line in paste)
+    yield "\n" + "\n".join(_facts(record))
+    yield f"\n{len(record.trials)} trials\n"
+    yield _trials_table(record)
+    if record.skipped:
+        yield "\nSkipped\n"
+        yield "\n".join(f"  {_settings(s.settings, record)}: {s.why}" for s in record.skipped)
+
+
+def headline(record: Record) -> str:
+    """One line: what is fastest, and how it compares."""
+    best, baseline = record.trial(record.best_number), record.trial(record.baseline_number)
+    lines = []
+    if best.plan.samples_per_step != baseline.plan.samples_per_step:
+        lines.append(
+            f"The global batch changed from {baseline.plan.samples_per_step} to "
+            f"{best.plan.samples_per_step} samples: give global_batch to keep it."
+        )
+    speed = format_rate(best.samples_per_second)
+    if not baseline.ok:
+        against = f"the baseline does not fit ({baseline.measurement.outcome.value})"
+    elif best.plan == baseline.plan:
+        against = "the baseline is the fastest plan"
+    else:
+        ratio = (best.samples_per_second or 0.0) / (baseline.samples_per_second or 1.0)
+        against = f"{ratio:.2f} times the baseline's {format_rate(baseline.samples_per_second)}"
+    unconfirmed = (
+        "" if best.role is Role.CONFIRMED else " [not confirmed: the search was cut short]"
+    )
+    lines.append(f"Best plan: {describe(best.plan, record)}: {speed}, {against}{unconfirmed}")
+    return "\n".join(lines)
+
+
+def _comparison(best: Trial, baseline: Trial, record: Record) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "best", "baseline"):
+        table.add_column(name, justify="left" if not name else "right")
+    beside = _figures(baseline, record)
+    for label, figure in _figures(best, record).items():
+        table.add_row(label, figure, beside[label])
+    table.add_row("VRAM budget", format_bytes(record.vram_budget_bytes), "")
+    table.add_row("headroom", _headroom(best, record.vram_budget_bytes), "")
+    return table
+
+
+def _figures(trial: Trial, record: Record) -> dict[str, str]:
+    plan, measured = trial.plan, trial.measurement
+    return {
+        "micro-batch": str(plan.micro_batch),
+        "accumulation steps": str(plan.accumulation_steps),
+        "global batch": str(plan.samples_per_step),
+        "settings": _settings(plan.settings, record),
+        "outcome": measured.outcome.value,
+        "samples/s": _interval(trial),
+        "optimizer step": format_seconds(measured.step_time_s),
+        "peak allocated": format_bytes(measured.peak_allocated_bytes),
+        "peak reserved": format_bytes(measured.peak_reserved_bytes),
+        "non-torch": format_bytes(measured.non_torch_bytes),
+    }
+
+
+def _facts(record: Record) -> Iterator[str]:
+    environment, search = record.environment, record.search
+    where = environment.get("gpu") or environment["device"]
+    yield f"Device: {where}, torch {environment['torch']}, autofit {record.version}"
+    yield (
+        f"Search: {search.probes} probes, {search.oom_probes} out of memory, "
+        f"{format_seconds(search.seconds)}; stopped because {search.stopped_because}"
+    )
+    shapes = ", ".join(
+        f"{name}: {shape}" for name, shape in record.workload["sample_shapes"].items()
+    )
+    yield f"Holds for samples no longer than the sample batch's: {shapes}"
+    yield f"Loss: {record.workload['loss'] or 'unknown'}"
+    if record.difference is not None:
+        yield (
+            f"Against the baseline on the same samples: loss differs by "
+            f"{record.difference['loss']:.2g} and gradients by {record.difference['gradient']:.2g} "
+            "(relative)"
+        )
+    for note in record.notes:
+        yield f"Note: {note}"
+
+
+def _trials_table(record: Record) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("trial", "role", "plan", "outcome", "samples/s", "held", "step"):
+        table.add_column(name, justify="right" if name in ("samples/s", "held", "step") else "left")
+    for trial in record.trials:
+        measured = trial.measurement
+        table.add_row(
+            str(trial.number),
+            trial.role.value,
+            Text(describe(trial.plan, record)),
+            Text(_outcome(trial)),
+            _interval(trial),
+            format_bytes(measured.held_bytes),
+            format_seconds(measured.step_time_s),
+        )
+    return table
+
+
+def _outcome(trial: Trial) -> str:
+    measured = trial.measurement
+    contended = ", contended" if measured.contended else ""
+    detail = f": {measured.detail}" if measured.detail and not measured.ok else ""
+    return f"{measured.outcome.value}{contended}{detail}"[:300]
+
+
+def describe(plan: Plan, record: Record) -> str:
+    """A plan in a few words."""
+    steps = plan.accumulation_steps
+    split = f"micro-batch {plan.micro_batch}" + (f" x {steps}" if steps > 1 else "")
+    settings = _settings(plan.settings, record)
+    return split if settings == "plain" else f"{split}, {settings}"
+
+
+def _settings(settings: Settings, record: Record) -> str:
+    """The settings that are not at their first value."""
+    plain = {name: dimension.values[0] for name, dimension in record.dimensions.items()}
+    changed = [f"{name}={value}" for name, value in settings.items() if value != plain.get(name)]
+    return ", ".join(changed) or "plain"
+
+
+def _interval(trial: Trial) -> str:
+    rate, low, high = (
+        trial.samples_per_second,
+        trial.samples_per_second_low,
+        trial.samples_per_second_high,
+    )
+    if rate is None or low is None or high is None:
+        return "-"
+    text = format_rate(rate).removesuffix(" samples/s")
+    spread = (high - low) / 2 / rate
+    return f"{text} ±{spread:.1%}" if spread >= 0.001 else text
+
+
+def _headroom(trial: Trial, vram_budget_bytes: int) -> str:
+    held = trial.measurement.held_bytes
+    return format_bytes(None if held is None else vram_budget_bytes - held)

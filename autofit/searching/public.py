@@ -1,0 +1,304 @@
+"""`autofit.search` and `autofit.probe`: workload in, report or trial out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from optuna.samplers import BaseSampler
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Outcome, Role, Trial
+from autofit.plan import Plan
+from autofit.probing.client import WorkerProber
+from autofit.probing.inprocess import InProcessProber
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.session import check_weights_fit
+from autofit.probing.survey import Survey
+from autofit.registry import load_strategies
+from autofit.report.paste import paste_lines
+from autofit.report.record import Record, SearchSummary, Skipped
+from autofit.report.report import Report
+from autofit.searching.engine import SearchResult, run_search
+from autofit.searching.events import OnEvent
+from autofit.searching.facts import SearchFacts
+from autofit.searching.store import Store
+from autofit.space import Space
+from autofit.strategy import Numerics, Strategy
+from autofit.workload import Workload
+
+WorkloadProber = WorkerProber | InProcessProber
+
+
+def search(
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_weight: Callable[[Any], float] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    before_step: Callable[..., None] | None = None,
+    clip_grad_norm: float | None = None,
+    train_step: Callable[..., torch.Tensor] | None = None,
+    global_batch: int | None = None,
+    allow_resplit: bool = False,
+    vram_budget: str | float | None = None,
+    device: str | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    numerics: str = "reduced_precision",
+    max_micro_batch: int | None = None,
+    max_probes: int | None = None,
+    timeout: float | None = None,
+    study: str | os.PathLike[str] | None = None,
+    sampler: BaseSampler | None = None,
+    seed: int = 0,
+    isolation: str = "process",
+    progress: OnEvent | None = None,
+) -> Report:
+    """Find, by running it, the fastest way to train a model within a VRAM budget.
+
+    The model, the optimizer, random states and global flags are the same afterwards as before,
+    also when this raises.
+
+    Args:
+        model: the module; a function of no arguments that builds one; or a `Workload`, alone.
+        sample_batch: any pytree of tensors, as long as the longest the training will see; or a
+            function n -> batch of n samples.
+        loss_fn: (model, batch) -> scalar tensor, the mean over samples.
+        criterion: (output, target) -> scalar tensor; the batch is then (input, target).
+        loss_weight: batch -> what its loss is a mean over (say, its valid tokens); None: samples.
+        optimizer: parameters -> Optimizer; a live Optimizer; or, with train_step, a mapping.
+        before_step: (model, optimizer), called after unscaling and before the update.
+        clip_grad_norm: clip the gradients' total norm to this before the update.
+        train_step: (training, batch) -> loss, the whole optimizer step.
+        global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
+        allow_resplit: change the accumulation count even where that changes the gradients.
+        vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
+        device: "cuda", "cuda:1", "cpu"; None: cuda where there is one.
+        strategies: names or Strategy objects; None: all that `numerics` allows.
+        numerics: "exact", "rounding" or "reduced_precision": how far a plan may change the
+            arithmetic.
+        max_micro_batch: the largest micro-batch to try, in samples.
+        max_probes: the most probes, baseline and confirmations counted.
+        timeout: when to stop searching, in seconds from now.
+        study: a file path or an Optuna storage URL: the search can be stopped and resumed.
+        sampler: an Optuna sampler in place of autofit's planner.
+        seed: of everything random.
+        isolation: "process": probes run in a worker; "inprocess": in this process, for models that
+            cannot be pickled. It cannot survive hangs and device faults.
+        progress: called with each event of `autofit.searching.events`.
+
+    Returns:
+        The report. After Ctrl-C or a timeout it holds what had been measured by then.
+
+    Raises:
+        InvalidRequest: an argument, the sample batch or the budget cannot mean what was asked.
+        NoFeasiblePlan: nothing fits the budget.
+        StudyRefused: the study belongs to another search, is in use, or cannot be written.
+        DeviceUnavailable: the device is not there.
+        Exception: what the user's own code raised, as it was raised.
+    """
+    started = time.monotonic()
+    chosen = load_strategies(strategies, numerics=numerics)
+    workload = _workload(
+        model,
+        sample_batch,
+        loss_fn=loss_fn,
+        criterion=criterion,
+        loss_weight=loss_weight,
+        optimizer=optimizer,
+        before_step=before_step,
+        clip_grad_norm=clip_grad_norm,
+        train_step=train_step,
+        global_batch=global_batch,
+        allow_resplit=allow_resplit,
+    )
+    with open_prober(
+        workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
+    ) as prober:
+        survey = prober.survey()
+        check_weights_fit(survey)
+        identity = _identity(survey, chosen, numerics, vram_budget, max_micro_batch)
+        with Store.open(study, identity) as store:
+            facts = store.facts or SearchFacts(
+                survey.space(max_micro_batch), survey.vram_budget_bytes, seed, identity
+            )
+            prober.rebudget(facts.vram_budget_bytes)
+            result = run_search(
+                prober,
+                facts,
+                store=store,
+                sampler=sampler,
+                max_probes=max_probes,
+                timeout_s=timeout,
+                on_event=progress,
+            )
+        difference = _difference(prober, result)
+    record = _record(survey, result, chosen, workload, difference, time.monotonic() - started)
+    return Report(record, recipe=workload.recipe, strategies=chosen)
+
+
+def probe(
+    workload: Workload,
+    *,
+    plan: Plan | None = None,
+    vram_budget: str | float | None = None,
+    device: str | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    seed: int = 0,
+    isolation: str = "process",
+) -> Trial:
+    """Run one plan and say what it needs and how fast it is.
+
+    Args:
+        workload: what is trained.
+        plan: what to run; None: the baseline. Settings it leaves out have their first value.
+        vram_budget, device, strategies, seed, isolation: as for `search`.
+
+    Returns:
+        The trial, whatever its outcome; its accumulation was run in full.
+
+    Raises:
+        InvalidRequest: the plan names a setting or a value that there is not.
+        DeviceUnavailable: the device is not there.
+        Exception: what the user's own code raised, as it was raised.
+    """
+    chosen = load_strategies(strategies)
+    with open_prober(
+        workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
+    ) as prober:
+        survey = prober.survey()
+        space = survey.space()
+        complete = _completed(plan, space)
+        measurement = prober.probe(
+            ProbeRequest(
+                complete, payloads=space.payloads(complete.settings), full_accumulation=True
+            )
+        )
+        if measurement.outcome is Outcome.USER_ERROR:
+            raise prober.user_exception() or RuntimeError(measurement.detail)
+        return Trial(0, Role.BASELINE if plan is None else Role.SEARCH, complete, measurement)
+
+
+def open_prober(
+    workload: Workload,
+    strategies: tuple[Strategy, ...],
+    *,
+    device: str | None,
+    vram_budget: str | float | None,
+    seed: int,
+    isolation: str,
+) -> WorkloadProber:
+    """The prober that `isolation` names.
+
+    Raises:
+        InvalidRequest: no such isolation.
+    """
+    kinds: dict[str, type[WorkloadProber]] = {
+        "process": WorkerProber,
+        "inprocess": InProcessProber,
+    }
+    if isolation not in kinds:
+        raise InvalidRequest(f"isolation must be one of {', '.join(kinds)}, got {isolation!r}")
+    return kinds[isolation](workload, strategies, device=device, vram_budget=vram_budget, seed=seed)
+
+
+def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:
+    if not isinstance(model, Workload):
+        if sample_batch is None:
+            raise InvalidRequest("give a sample batch: autofit.search(model, sample_batch)")
+        return Workload(model, sample_batch, **said)
+    defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
+    beside = [name for name, value in said.items() if value is not defaults[name]]
+    if sample_batch is not None or beside:
+        names = ", ".join(["sample_batch"] * (sample_batch is not None) + beside)
+        raise InvalidRequest(f"a Workload says all of it: give {names} to the Workload instead")
+    return model
+
+
+def _completed(plan: Plan | None, space: Space) -> Plan:
+    if plan is None:
+        return space.baseline
+    return replace(plan, settings=space.complete(plan.settings))
+
+
+def _identity(
+    survey: Survey,
+    strategies: tuple[Strategy, ...],
+    numerics: str,
+    vram_budget: str | float | None,
+    max_micro_batch: int | None,
+) -> dict[str, str]:
+    """What a study belongs to; an absent budget is "free", since what is free moves."""
+    return {
+        "workload": survey.fingerprint,
+        "strategies": ",".join(strategy.name for strategy in strategies),
+        "numerics": Numerics.parse(numerics).name.lower(),
+        "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
+        "max_micro_batch": str(max_micro_batch),
+    }
+
+
+def _difference(prober: WorkloadProber, result: SearchResult) -> Mapping[str, Any] | None:
+    """How far the best plan's loss and gradients are from the baseline's; None where not told."""
+    best, baseline = result.best.plan, result.baseline.plan
+    if best == baseline or not result.baseline.ok:
+        return None
+    payloads = [result.facts.space.payloads(plan.settings) for plan in (baseline, best)]
+    samples = min(best.samples_per_step, baseline.samples_per_step)
+    try:
+        return prober.compare(baseline, best, payloads, samples).to_dict()
+    except Exception:  # train_step workloads and full memory: the report does without
+        return None
+
+
+def _record(
+    survey: Survey,
+    result: SearchResult,
+    strategies: tuple[Strategy, ...],
+    workload: Workload,
+    difference: Mapping[str, Any] | None,
+    seconds: float,
+) -> Record:
+    space = result.facts.space
+    return Record(
+        version=version("torch-autofit"),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        environment=asdict(survey.environment),
+        workload={
+            "fingerprint": survey.fingerprint,
+            "parameters": survey.parameters,
+            "parameter_bytes": survey.parameter_bytes,
+            "global_batch": survey.global_batch,
+            "sample_batch_size": survey.sample_batch_size,
+            "loss": survey.loss,
+            "clip_grad_norm": workload.clip_grad_norm,
+            "sample_shapes": dict(survey.sample_shapes),
+        },
+        vram_budget_bytes=result.facts.vram_budget_bytes,
+        search=SearchSummary(
+            probes=result.probes,
+            oom_probes=result.oom_probes,
+            seconds=seconds,
+            stopped_because=result.stopped_because,
+            seed=result.facts.seed,
+        ),
+        dimensions=space.dimensions,
+        trials=result.trials,
+        best_number=result.best.number,
+        baseline_number=result.baseline.number,
+        skipped=tuple(Skipped(skip.settings, skip.why) for skip in result.skipped),
+        paste={
+            trial.number: paste_lines(trial.plan, strategies, space.payloads(trial.plan.settings))
+            for trial in result.trials
+        },
+        notes=survey.notes,
+        difference=difference,
+    )
