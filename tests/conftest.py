@@ -1,0 +1,20 @@
+"""What all tests share: GPU tests skip where there is no GPU, and the CPU is shared fairly."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Workers inherit it: on two cores, several threads a process only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402 - it reads the variable above when it is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
