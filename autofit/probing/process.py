@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from autofit.errors import WorkerFailed
+from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.payload import environment_of_parent
-from autofit.probing.wire import send
+from autofit.probing.wire import STACK_SIGNAL, send
 
 _BOOTSTRAP = """
 import json, sys
@@ -26,8 +27,10 @@ sys.argv[:] = [told["argv0"]]
 from autofit.probing.worker import main
 main(*told["main"])
 """
-_TAIL_LINES = 200
+_TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
+_STACK_SECONDS = 2.0
+_STACK_LINES = 12
 
 
 class WorkerGone(Exception):
@@ -39,7 +42,11 @@ class WorkerGone(Exception):
 
 
 class WorkerSilent(Exception):
-    """The worker did not answer in time."""
+    """The worker did not answer in time; `stack` is where it was, as far as it could say."""
+
+    def __init__(self, stack: str) -> None:
+        super().__init__(stack)
+        self.stack = stack
 
 
 class WorkerProcess:
@@ -59,21 +66,20 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=inherited,
                 start_new_session=True,
-                text=True,
-                errors="replace",
             )
         except OSError as error:
+            for descriptor in (requests_write, replies_read, self._lifeline):
+                os.close(descriptor)
             raise WorkerFailed(f"the worker process could not be started: {error}") from error
         finally:
             for descriptor in inherited:
                 os.close(descriptor)
         self._requests = os.fdopen(requests_write, "w")
+        self._answers = os.fdopen(replies_read)
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._readers = [
-            _reader(os.fdopen(replies_read), self._replies.put),
-            _reader(self._process.stdout, self._keep),
-        ]
+        self._tail = b""
+        self._listener = _thread(self._listen)
+        self._threads = [self._listener, _thread(self._drain), _thread(self._watch)]
 
     @property
     def pid(self) -> int:
@@ -89,12 +95,11 @@ class WorkerProcess:
         """
         try:
             send(self._requests, message)
-        except (BrokenPipeError, ValueError):
-            raise WorkerGone(self._reap()) from None
-        try:
             line = self._replies.get(timeout=timeout_s)
+        except (BrokenPipeError, ValueError):
+            line = None
         except queue.Empty:
-            raise WorkerSilent from None
+            raise WorkerSilent(self._stack()) from None
         if line is None:
             raise WorkerGone(self._reap())
         reply: dict[str, Any] = json.loads(line)
@@ -102,14 +107,15 @@ class WorkerProcess:
 
     def tail(self, lines: int = 20) -> str:
         """The last lines it printed."""
-        return "".join(list(self._tail)[-lines:]).strip()
+        return _last_lines(self._tail, lines)
 
     def kill(self) -> None:
         """End its whole process group at once, and wait for it (within bounds)."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._reap()
-        self._close_pipes()
+        with interrupts_deferred():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._reap()
+            self._close_pipes()
 
     def _reap(self) -> int | None:
         try:
@@ -123,24 +129,49 @@ class WorkerProcess:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-        for reader in self._readers:
-            reader.join(_REAP_SECONDS)
+        for thread in self._threads:
+            thread.join(1.0)
 
-    def _keep(self, line: str | None) -> None:
-        if line is not None:
-            self._tail.append(line[:2000])
+    def _stack(self) -> str:
+        """Where the worker hangs: it prints its stack at a signal, even when Python is stuck."""
+        before = self._tail
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, STACK_SIGNAL)
+        end = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            _, mark, stack = self._tail.rpartition(b"(most recent call first):")
+            if mark and self._tail != before:
+                return "\n".join(stack.decode(errors="replace").strip().splitlines()[:_STACK_LINES])
+        return "it did not say where: it is stopped, or inside a call of the driver"
+
+    def _listen(self) -> None:
+        with self._answers:
+            for line in self._answers:
+                self._replies.put(line)
+        self._replies.put(None)
+
+    def _drain(self) -> None:
+        """Keep the end of what it prints, however much that is and however long its lines."""
+        output: IO[bytes] | None = self._process.stdout
+        assert output is not None  # it was asked for as a pipe
+        with output:
+            while chunk := os.read(output.fileno(), _TAIL_BYTES):
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+
+    def _watch(self) -> None:
+        """Its end is known even where a child of its own still holds the pipes open."""
+        self._process.wait()
+        self._listener.join(1.0)
+        self._replies.put(None)
 
 
-def _reader(stream: IO[str] | None, take: Any) -> threading.Thread:
-    """A thread that hands on each line, then None at the end."""
-
-    def read() -> None:
-        assert stream is not None  # it was asked for as a pipe
-        with stream:
-            for line in stream:
-                take(line)
-        take(None)
-
-    thread = threading.Thread(target=read, daemon=True)
+def _thread(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def _last_lines(output: bytes, lines: int) -> str:
+    text = output.decode(errors="replace").strip()
+    return "\n".join(line[:2000] for line in text.splitlines()[-lines:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import signal
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -12,6 +13,9 @@ from autofit.errors import AutofitError, WorkloadFailed
 from autofit.plan import Plan
 from autofit.probing.payload import dumps
 from autofit.probing.prober import ProbeRequest
+
+STACK_SIGNAL = signal.SIGUSR1
+"""At this signal the worker prints its main thread's stack."""
 
 
 class WorkerTraceback(Exception):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from autofit.devices.open import open_device
 from autofit.plan import Plan
 from autofit.probing.payload import Payload, read_payload
 from autofit.probing.session import Session
-from autofit.probing.wire import exception_to_dict, request_from_dict, send
+from autofit.probing.wire import STACK_SIGNAL, exception_to_dict, request_from_dict, send
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,6 +34,7 @@ def main(parent_pid: int, requests_fd: int, replies_fd: int, lifeline_fd: int) -
     _die_with_parent(parent_pid, lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
     with os.fdopen(requests_fd) as requests, os.fdopen(replies_fd, "w") as replies:
         _serve(requests, replies)
 
@@ -63,13 +65,15 @@ def _open(message: Mapping[str, Any]) -> Session:
     def fresh() -> Payload:
         return read_payload(path)
 
-    return Session(
+    session = Session(
         lambda: fresh().workload,
         fresh().strategies,
         device,
         vram_budget_bytes=budget,
         seed=message["seed"],
     )
+    gc.freeze()  # torch's own objects need not be gone through at every collection of a probe's
+    return session
 
 
 def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
