@@ -87,6 +87,9 @@ class Device(Protocol):
 
     def read(self) -> MemoryReading: ...
 
+    def allocated_bytes(self) -> int:
+        """Bytes in live tensors now; cheap enough to ask for after every step."""
+
     def reset_peaks(self) -> None: ...
 
     def release_cache(self) -> None:

@@ -90,6 +90,10 @@ class CpuDevice:
             allocator_retries=self._allocator.retries,
         )
 
+    def allocated_bytes(self) -> int:
+        """Bytes in live tracked tensors."""
+        return self._allocator.allocated_bytes
+
     def reset_peaks(self) -> None:
         """Start new peaks at what is held now."""
         self._allocator.reset_peaks()

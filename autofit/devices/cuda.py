@@ -187,6 +187,10 @@ class CudaDevice:
             allocator_retries=int(statistics.get("num_alloc_retries", 0)),
         )
 
+    def allocated_bytes(self) -> int:
+        """Bytes in live tensors; unlike `read` it asks the allocator alone."""
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
     def reset_peaks(self) -> None:
         """Start new peaks at what is held now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -88,7 +88,7 @@ def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
 def _steps(training: Training, device: Device, batch: Batch, count: int, window: _Window) -> None:
     for _ in range(count):
         window.loss = float(_step(training, device, batch)[0])
-        window.boundary_bytes.append(device.read().allocated_bytes)
+        window.boundary_bytes.append(device.allocated_bytes())
 
 
 def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Mark]]:
@@ -117,7 +117,7 @@ def _time_steps(
         for _ in range(STEPS_PER_BLOCK):
             loss, marks = _step(training, device, batch)
             block.append(marks)
-            window.boundary_bytes.append(device.read().allocated_bytes)
+            window.boundary_bytes.append(device.allocated_bytes())
         device.synchronize()
         window.loss = float(loss)
         for start, middle, end in block:

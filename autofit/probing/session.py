@@ -114,7 +114,7 @@ class Session:
         """Run one plan; every way in which it can end is a reply."""
         started = time.monotonic()
         self._settle_memory()
-        allocated_before = self._device.read().allocated_bytes
+        allocated_before = self._device.allocated_bytes()
         foreign_before = self._device.foreign_bytes()
         measurement, fault, raised = self._attempt(request)
         self._settle_memory_or_not()
@@ -124,7 +124,7 @@ class Session:
             measurement = Measurement(broken.outcome, broken.detail)
         assert measurement is not None  # an attempt without a fault measured something
         retained = measurement.outcome is not Outcome.POISONED and (
-            self._device.read().allocated_bytes - allocated_before > RETAINED_BYTES
+            self._device.allocated_bytes() - allocated_before > RETAINED_BYTES
         )
         measurement = replace(
             measurement,
