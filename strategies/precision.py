@@ -123,23 +123,25 @@ def _tf32() -> Iterator[None]:
     older one where the two disagree, so turning on only one would break the user's own reads.
     """
     olds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    old_before = [(part, _allow_tf32(part)) for part in olds]
+    old_before = [(part, part.allow_tf32) for part in olds if _is_readable(part)]
     new_before = [(part, part.fp32_precision) for part in _parts()]
     try:
-        for part in olds:
+        for part, _ in old_before:
             part.allow_tf32 = True
+        for part, _ in new_before:
+            part.fp32_precision = "tf32"
         yield
     finally:
         for part, allowed in old_before:
-            if allowed is not None:
-                part.allow_tf32 = allowed
-        for part, precision in new_before:
+            part.allow_tf32 = allowed
+        for part, precision in new_before:  # last, because the older ones rewrite these
             part.fp32_precision = precision
 
 
-def _allow_tf32(part: Any) -> bool | None:
-    """The older flag; None where torch refuses to say because only the newer one was set."""
+def _is_readable(part: Any) -> bool:
+    """Whether torch tells the older flag; it refuses where only the newer one was set."""
     try:
-        return bool(part.allow_tf32)
+        part.allow_tf32  # noqa: B018  # reading it is the question
     except RuntimeError:
-        return None
+        return False
+    return True

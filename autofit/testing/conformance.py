@@ -1,0 +1,321 @@
+"""The suite that every strategy must pass, run on real training; for third parties too.
+
+    from autofit.testing.conformance import check_strategy
+
+    def test_my_strategy():
+        check_strategy(MyStrategy())
+
+It promises what the strategy contract says: the first values change nothing, to the bit; leaving
+gives model, optimizer and process back as they were, also when the training failed; an EXACT
+strategy trains with equal losses and gradients, a ROUNDING one within a tolerance; dimensions and
+payloads survive JSON; a training script can be told what to write.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autofit.plan import Dimension, Plan, Scalar
+from autofit.probing.snapshot import Digest, differences, digest
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.strategy import Capabilities, Numerics, Strategy, TrainingView
+from autofit.testing.samples import attention, convolutions
+from autofit.training import Training
+from autofit.workload import Optimizers, Workload
+
+STEPS = 3
+ROUNDING_TOLERANCE = 1e-4
+"""Largest difference of a ROUNDING strategy's losses and gradients, relative to their size."""
+
+
+_EMPTIED = "_backward_hooks keys: absent became ()"
+"""A tensor keeps the container of its hooks after the last of them was taken away."""
+
+
+class NotConformant(AssertionError):
+    """A strategy breaks its contract; the message lists every way in which it does."""
+
+
+def check_strategy(
+    strategy: Strategy | str,
+    *,
+    workloads: Sequence[Callable[[], Workload]] = (convolutions, attention),
+    device: str | torch.device = "cpu",
+    capabilities: Capabilities | None = None,
+) -> int:
+    """Run the whole suite over every value that the strategy offers for these workloads.
+
+    Args:
+        strategy: an object, or the name of an installed one.
+        workloads: functions that build what to train, alike each time they are called.
+        device: where to train.
+        capabilities: what the device can do; None: everything, so that every value is tried
+            (on a CPU, slow types are emulated and TF32 changes nothing).
+
+    Returns:
+        How many values were tried; a test may ask for more than none.
+
+    Raises:
+        NotConformant: the strategy breaks its contract.
+        InvalidRequest: it is no strategy at all.
+    """
+    (checked,) = load_strategies([strategy])
+    torch_device = torch.device(device)
+    able = capabilities or Capabilities(torch_device.type, bfloat16=True, float16=True, tf32=True)
+    problems: list[str] = []
+    tried = 0
+    with _one_thread():
+        for build in workloads:
+            case = _Case(checked, build, torch_device, able)
+            for settings, payloads in case.variants():
+                tried += 1
+                found = case.problems(settings, payloads)
+                problems += [f"{build.__name__}, {settings}: {problem}" for problem in found]
+    if problems:
+        raise NotConformant("\n".join([f"strategy {checked.name!r}:", *problems]))
+    return tried
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Workloads as small as these only lose by sharing them out between threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What some optimizer steps did: losses and gradients of each, parameters after the last."""
+
+    losses: list[torch.Tensor]
+    gradients: list[dict[str, torch.Tensor]]
+    parameters: dict[str, torch.Tensor]
+
+
+class _Case:
+    """One strategy on one workload."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        build: Callable[[], Workload],
+        device: torch.device,
+        capabilities: Capabilities,
+    ) -> None:
+        self._strategy = strategy
+        self._build = build
+        self._device = device
+        self._context = _Context(build, device, capabilities)
+        self._dimensions = collect_dimensions([strategy], self._context)
+        self._plain = self._steps({}, {})
+
+    def variants(self) -> Iterator[tuple[dict[str, Scalar], dict[str, Any]]]:
+        """The first values, then every other value of each setting beside the others' first."""
+        first = {name: dimension.values[0] for name, dimension in self._dimensions.items()}
+        if not first:
+            return
+        yield first, self._payloads(first)
+        for name, dimension in self._dimensions.items():
+            for value in dimension.values[1:]:
+                settings = self._with_allowed_others(first | {name: value}, dimension)
+                yield settings, self._payloads(settings)
+
+    def problems(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Every way in which the strategy breaks its contract with these settings."""
+        is_first = all(settings[name] == d.values[0] for name, d in self._dimensions.items())
+        return [
+            *self._json_problems(),
+            *self._description_problems(settings, payloads, is_first),
+            *self._arithmetic_problems(settings, payloads, is_first),
+            *self._leaving_problems(settings, payloads),
+        ]
+
+    def _with_allowed_others(
+        self, settings: dict[str, Scalar], dimension: Dimension
+    ) -> dict[str, Scalar]:
+        needed = {name: values[0] for name, values in (dimension.when or {}).items()}
+        return settings | {name: value for name, value in needed.items() if name in settings}
+
+    def _payloads(self, settings: Mapping[str, Scalar]) -> dict[str, Any]:
+        return {
+            name: self._dimensions[name].payloads[value]
+            for name, value in settings.items()
+            if value in self._dimensions[name].payloads
+        }
+
+    def _json_problems(self) -> Iterator[str]:
+        for name, dimension in self._dimensions.items():
+            try:
+                back = Dimension.from_dict(json.loads(json.dumps(dimension.to_dict())))
+            except TypeError as error:
+                yield f"{name} cannot be written as JSON: {error}"
+            else:
+                if back.to_dict() != dimension.to_dict():
+                    yield f"{name} is not the same after JSON"
+
+    def _description_problems(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_first: bool
+    ) -> Iterator[str]:
+        lines = self._strategy.describe(settings, payloads)
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            yield f"describe must return a list of lines, got {lines!r}"
+        elif bool(lines) is is_first:
+            yield f"describe must have lines just where a value is not the first, got {lines}"
+
+    def _arithmetic_problems(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_first: bool
+    ) -> Iterator[str]:
+        run = self._steps(settings, payloads)
+        numerics = Numerics.EXACT if is_first else self._strategy.numerics
+        if not all(loss.isfinite() for loss in run.losses):
+            yield f"losses are not finite: {run.losses}"
+        elif numerics < Numerics.REDUCED_PRECISION:
+            tolerance = 0.0 if numerics is Numerics.EXACT else ROUNDING_TOLERANCE
+            yield from _unequal(self._plain, run, tolerance)
+
+    def _leaving_problems(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """What is left behind by no step at all, by one step, and by one that raised."""
+        for line in self._left(settings, payloads, lambda training, batch: None):
+            yield f"left behind: {line}"
+        for body in (_one_step, _a_step_that_raises):
+            for line in self._left(settings, payloads, body):
+                if not _is_training(line):
+                    yield f"left behind by {body.__name__.strip('_').replace('_', ' ')}: {line}"
+
+    def _left(
+        self,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+        body: Callable[[Training, Any], None],
+    ) -> list[str]:
+        workload, model, optimizer = self._fresh()
+        batch = workload.batch(workload.sample_batch_size)
+        plan = Plan(workload.sample_batch_size)
+        with Training(model, optimizer, workload.recipe, plan, device=self._device) as training:
+            before = _state(model, optimizer)
+            with suppress(_Deliberate), self._strategy.apply(training, settings, payloads):
+                body(training, batch)
+            left = differences(before, _state(model, optimizer))
+        return [line for line in left if not line.endswith(_EMPTIED)]
+
+    def _steps(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> _Run:
+        workload, model, optimizer = self._fresh()
+        plan = Plan(workload.sample_batch_size, settings=settings)
+        losses: list[torch.Tensor] = []
+        gradients: list[dict[str, torch.Tensor]] = []
+
+        def recorded(step: Callable[[], None]) -> None:
+            gradients.append(_gradients(model))
+            step()
+
+        training = Training(
+            model,
+            optimizer,
+            workload.recipe,
+            plan,
+            device=self._device,
+            strategies=[self._strategy],
+            payloads=payloads,
+        )
+        with training:
+            undo = training.wrap_optimizer_step(recorded)
+            torch.manual_seed(1)
+            for _ in range(STEPS):
+                losses.append(training.step(workload.batch(workload.sample_batch_size)))
+            undo()
+        return _Run(losses, gradients, _copies(model.state_dict()))
+
+    def _fresh(self) -> tuple[Workload, torch.nn.Module, Optimizers]:
+        workload = self._build()
+        model = workload.build_model().to(self._device)
+        return workload, model, workload.build_optimizer(model)
+
+
+class _Context:
+    """What the strategy sees while it looks for its dimensions."""
+
+    def __init__(
+        self, build: Callable[[], Workload], device: torch.device, capabilities: Capabilities
+    ) -> None:
+        self._build = build
+        self.device = device
+        self.capabilities = capabilities
+        self.model = build().build_model().to(device)
+
+    def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
+        workload = self._build()
+        model = workload.build_model().to(self.device)
+        optimizer, plan = workload.build_optimizer(model), Plan(micro_batch)
+        with Training(model, optimizer, workload.recipe, plan, device=self.device) as training:
+            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
+            return run(training, batch)
+
+
+class _Deliberate(Exception):
+    """Raised to see what a failing training leaves behind."""
+
+
+def _one_step(training: Training, batch: Any) -> None:
+    training.step(batch)
+
+
+def _a_step_that_raises(training: Training, batch: Any) -> None:
+    with training.context():
+        training.accumulate(batch)
+        raise _Deliberate
+
+
+def _state(model: torch.nn.Module, optimizer: Optimizers) -> Digest:
+    model.zero_grad(set_to_none=True)
+    return digest({"model": model, "optimizer": optimizer})
+
+
+def _is_training(difference: str) -> bool:
+    """Whether a training itself changes this: values, optimizer state, random states."""
+    place = difference.split(":")[0]
+    return place.endswith((" values", " gradient")) or "random" in place or ".state" in place
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return _copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: copy.deepcopy(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _unequal(plain: _Run, run: _Run, tolerance: float) -> Iterator[str]:
+    """Where two runs differ by more than the tolerance, the first place of each kind."""
+    steps = zip(plain.losses, run.losses, plain.gradients, run.gradients, strict=True)
+    for number, (loss1, loss2, gradients1, gradients2) in enumerate(steps, start=1):
+        if not _alike(loss1, loss2, tolerance):
+            yield f"the loss of step {number} is {loss2.item()!r}, not {loss1.item()!r}"
+            return
+        for name, gradient in gradients1.items():
+            if name not in gradients2 or not _alike(gradient, gradients2[name], tolerance):
+                yield f"the gradient of {name} differs in step {number}"
+                return
+    for name, values in plain.parameters.items():
+        if not _alike(values, run.parameters[name], tolerance):
+            yield f"{name} differs after {STEPS} steps"
+            return
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if tolerance == 0.0:
+        return torch.equal(one, other)
+    size = one.double().norm()
+    return bool((one.double() - other.double()).norm() <= tolerance * size + 1e-12)

@@ -1,0 +1,151 @@
+"""memory_format.layout: weights are rearranged within their storage, and arranged back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from autofit.plan import Plan
+from autofit.recipe import Recipe
+from autofit.registry import load_strategies
+from autofit.strategy import Capabilities, Strategy
+from autofit.training import Training
+
+SETTINGS = {"memory_format.layout": "channels_last"}
+
+
+@pytest.fixture
+def memory_format() -> Strategy:
+    return load_strategies(["memory_format"])[0]
+
+
+class _Context:
+    device = torch.device("cpu")
+    capabilities = Capabilities("cpu")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def profile(self, run: Any, micro_batch: int) -> Any:
+        raise AssertionError("a memory format needs no profile")
+
+
+def _training(strategy: Strategy, model: nn.Module, optimizer: Any = None) -> Training:
+    return Training(
+        model,
+        optimizer or torch.optim.AdamW(model.parameters(), 0.01),
+        Recipe(),
+        Plan(2, settings=SETTINGS),
+        device=torch.device("cpu"),
+        strategies=[strategy],
+    )
+
+
+def _conv(dimensions: int) -> nn.Module:
+    kind = nn.Conv2d if dimensions == 2 else nn.Conv3d
+    return nn.Sequential(kind(4, 6, 3), nn.ReLU(), kind(6, 4, 3))
+
+
+def _laid_out(model: nn.Module) -> nn.Module:
+    for weight in model.parameters():
+        if weight.dim() == 4:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "offered"),
+    [
+        (_conv(2), True),
+        (_conv(3), True),
+        (nn.Sequential(weight_norm(nn.Conv2d(4, 6, 3))), True),
+        (nn.Conv1d(4, 6, 3), False),
+        (nn.Conv2d(4, 6, 1), False),
+        (nn.Linear(4, 4), False),
+        (_laid_out(_conv(2)), False),
+    ],
+    ids=["2-d", "3-d", "weight norm", "1-d", "1x1", "no convolution", "already"],
+)
+def test_it_is_offered_where_there_is_something_to_lay_out(
+    memory_format: Strategy, model: nn.Module, offered: bool
+) -> None:
+    assert bool(memory_format.dimensions(_Context(model))) is offered
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_weights_alone_make_the_activations_follow(
+    memory_format: Strategy, dimensions: int
+) -> None:
+    model = _conv(dimensions)
+    wanted = torch.channels_last if dimensions == 2 else torch.channels_last_3d
+    with _training(memory_format, model):
+        assert model.get_parameter("0.weight").is_contiguous(memory_format=wanted)
+        output = model(torch.randn(2, 4, *[7] * dimensions))
+        assert output.is_contiguous(memory_format=wanted)
+        assert not output.is_contiguous()
+
+
+def _places(model: nn.Module) -> dict[str, Any]:
+    return {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
+
+
+def test_no_weight_leaves_its_storage(memory_format: Strategy) -> None:
+    model = _conv(2)
+    before = _places(model)
+    with _training(memory_format, model):
+        inside = _places(model)
+    assert {name: place[:2] for name, place in inside.items()} == {
+        name: place[:2] for name, place in before.items()
+    }
+    assert inside != before
+    assert _places(model) == before
+
+
+def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
+    """A live optimizer's state is rearranged with its weight, so both still belong together."""
+    model, plain = _conv(2), _conv(2)
+    plain.load_state_dict(model.state_dict())
+    batches = [torch.randn(2, 4, 7, 7) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (model, plain)]
+    for number, batch in enumerate(batches):
+        strategies = [memory_format] if number == 1 else []
+        for one, optimizer, chosen in (
+            (model, optimizers[0], strategies),
+            (plain, optimizers[1], []),
+        ):
+            with Training(
+                one,
+                optimizer,
+                Recipe(),
+                Plan(2, settings=SETTINGS),
+                device=torch.device("cpu"),
+                strategies=chosen,
+            ) as training:
+                training.step(batch)
+    for (name, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, msg=name)
+        state = optimizers[0].state[weight]["exp_avg"]
+        torch.testing.assert_close(state, optimizers[1].state[other]["exp_avg"])
+        assert state.stride() == weight.stride()
+
+
+def test_values_are_the_same_numbers(memory_format: Strategy) -> None:
+    model = _conv(2)
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    with _training(memory_format, model):
+        inside = model.state_dict()
+        assert all(torch.equal(inside[name], values) for name, values in before.items())
+    assert all(torch.equal(model.state_dict()[name], values) for name, values in before.items())
+
+
+def test_a_gradient_from_inside_has_its_weights_layout_outside(memory_format: Strategy) -> None:
+    model = _conv(2)
+    with _training(memory_format, model) as training:
+        training.accumulate(torch.randn(2, 4, 7, 7))
+    weight = model.get_parameter("0.weight")
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride() == (36, 9, 3, 1)

@@ -1,0 +1,148 @@
+"""precision.dtype: what is offered for which model and device; it acts, and is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.plan import Plan
+from autofit.recipe import Recipe
+from autofit.registry import load_strategies
+from autofit.strategy import Capabilities, Strategy
+from autofit.training import Training
+
+EVERYTHING = Capabilities("cuda", bfloat16=True, float16=True, tf32=True)
+
+
+@pytest.fixture
+def precision() -> Strategy:
+    return load_strategies(["precision"])[0]
+
+
+class _Context:
+    def __init__(self, model: nn.Module, capabilities: Capabilities) -> None:
+        self.model = model
+        self.device = torch.device("cpu")
+        self.capabilities = capabilities
+
+    def profile(self, run: Any, micro_batch: int) -> Any:
+        raise AssertionError("precision needs no profile")
+
+
+def _values(strategy: Strategy, model: nn.Module, capabilities: Capabilities) -> list[Any]:
+    dimensions = strategy.dimensions(_Context(model, capabilities))
+    return list(dimensions["precision.dtype"].values) if dimensions else []
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "values"),
+    [
+        (EVERYTHING, ["as_is", "tf32", "bfloat16", "float16"]),
+        (Capabilities("cuda", float16=True), ["as_is", "float16"]),
+        (Capabilities("cpu", bfloat16=True), ["as_is", "bfloat16"]),
+        (Capabilities("cpu"), []),
+    ],
+)
+def test_only_what_the_device_does_is_offered(
+    precision: Strategy, capabilities: Capabilities, values: list[str]
+) -> None:
+    assert _values(precision, nn.Linear(4, 4), capabilities) == values
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_of_another_type_keeps_it(precision: Strategy, dtype: torch.dtype) -> None:
+    assert _values(precision, nn.Linear(4, 4).to(dtype), EVERYTHING) == []
+
+
+def test_a_few_half_precision_weights_only_rule_out_loss_scaling(precision: Strategy) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4, 4).half())
+    assert _values(precision, model, EVERYTHING) == ["as_is", "tf32", "bfloat16"]
+
+
+def test_a_model_without_weights_has_nothing_to_choose(precision: Strategy) -> None:
+    assert _values(precision, nn.Identity(), EVERYTHING) == []
+
+
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """Where torch keeps the flag for matrix products; it is put back after the test."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.allow_tf32 = False
+    matmul.fp32_precision = before
+
+
+def test_tf32_that_is_on_already_is_not_offered(precision: Strategy, matmul: Any) -> None:
+    matmul.fp32_precision = "tf32"
+    assert "tf32" not in _values(precision, nn.Linear(4, 4), EVERYTHING)
+
+
+def _training(strategy: Strategy, dtype: str) -> Training:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    return Training(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        Recipe(),
+        Plan(4, settings={"precision.dtype": dtype}),
+        device=torch.device("cpu"),
+        strategies=[strategy],
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_forward_runs_in_fewer_bits(precision: Strategy, dtype: str) -> None:
+    with _training(precision, dtype) as training:
+        with training.context():
+            assert training.model(torch.randn(4, 8)).dtype == getattr(torch, dtype)
+        assert training.model.weight.dtype == torch.float32
+        assert (training.scaler is not None) is (dtype == "float16")
+        before = training.model.weight.detach().clone()  # type: ignore[operator]  # a Linear
+        assert training.step(torch.randn(4, 8)).isfinite()
+        assert not torch.equal(before, training.model.weight)  # type: ignore[arg-type]  # a Linear
+    assert training.scaler is None
+    with training.context():
+        assert training.model(torch.randn(4, 8)).dtype == torch.float32
+
+
+class _Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+def test_tf32_is_on_inside_and_as_it_was_outside(
+    precision: Strategy, matmul: Any, before: str, raises: bool
+) -> None:
+    matmul.fp32_precision = before
+    readable = _allow_tf32()
+    try:
+        with _training(precision, "tf32"):
+            assert matmul.fp32_precision == "tf32"
+            assert _allow_tf32() == (None if readable is None else True)
+            if raises:
+                raise _Interrupted
+    except _Interrupted:
+        pass
+    assert matmul.fp32_precision == before
+    assert _allow_tf32() == readable
+
+
+def _allow_tf32() -> bool | None:
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:
+        return None
+
+
+def test_the_lines_to_paste_run(precision: Strategy) -> None:
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    lines = precision.describe({"precision.dtype": "bfloat16"}, {})
+    scope: dict[str, Any] = {"torch": torch, "model": model, "batch": batch}
+    exec("\n".join([*lines, "    output = model(batch)"]), scope)
+    assert scope["output"].dtype == torch.bfloat16

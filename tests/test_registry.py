@@ -1,0 +1,206 @@
+"""Strategies are found by entry point, filtered by numerics, refused in words that name them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autofit import registry
+from autofit.errors import InvalidRequest
+from autofit.plan import Dimension, Scalar
+from autofit.registry import collect_dimensions, installed_names, load_strategies
+from autofit.strategy import Capabilities, Context, Numerics, Phase, TrainingView
+
+
+class Doubling:
+    """A strategy of a third party."""
+
+    name = "doubling"
+    phase = Phase.STEP
+    numerics = Numerics.ROUNDING
+
+    def __init__(self, offered: Any = None) -> None:
+        self.offered = {"doubling.on": Dimension([False, True])} if offered is None else offered
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        if isinstance(self.offered, Exception):
+            raise self.offered
+        offered: Mapping[str, Dimension] = self.offered
+        return offered
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        return []
+
+
+class _Context:
+    model = torch.nn.Linear(1, 1)
+    device = torch.device("cpu")
+    capabilities = Capabilities("cpu")
+
+    def profile(self, run: Any, micro_batch: int) -> Any:
+        raise NotImplementedError
+
+
+def test_all_strategies_come_in_phase_order() -> None:
+    strategies = load_strategies()
+    assert {strategy.name for strategy in strategies} == set(installed_names())
+    assert [s.phase for s in strategies] == sorted(s.phase for s in strategies)
+
+
+def test_built_ins_are_imported_under_the_package_they_install_as() -> None:
+    built_in = [s for s in load_strategies() if s.name in ("precision", "checkpointing")]
+    assert all(type(s).__module__.startswith("autofit.strategies.") for s in built_in)
+    assert "strategies" not in sys.modules
+
+
+@pytest.mark.parametrize("level", list(Numerics))
+def test_numerics_filters(level: Numerics) -> None:
+    names = {strategy.name for strategy in load_strategies(numerics=level.name.lower())}
+    assert names == {s.name for s in load_strategies() if s.numerics <= level}
+    assert "checkpointing" in names
+
+
+def test_names_and_objects_may_be_mixed() -> None:
+    strategies = load_strategies([Doubling(), "checkpointing"])
+    assert [strategy.name for strategy in strategies] == ["checkpointing", "doubling"]
+
+
+def test_one_name_is_enough() -> None:
+    assert [strategy.name for strategy in load_strategies("precision")] == ["precision"]
+
+
+def test_a_named_strategy_that_goes_too_far_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"'precision' may change .* numerics='exact'"):
+        load_strategies(["precision"], numerics="exact")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match=r"no strategy 'precison'.*precision"):
+        load_strategies(["precison"])
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="exact, rounding, reduced_precision"):
+        load_strategies(numerics="roughly")
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'doubling' was given twice"):
+        load_strategies([Doubling(), Doubling()])
+
+
+def test_an_object_that_is_no_strategy_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"is no Strategy: it lacks .*describe"):
+        load_strategies([object()])  # type: ignore[list-item]  # the mistake under test
+
+
+def test_a_class_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="is a class"):
+        load_strategies([Doubling])  # type: ignore[list-item]  # the mistake under test
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("name", "two words"), ("phase", 1), ("numerics", "exact")]
+)
+def test_a_broken_attribute_is_refused(attribute: str, value: Any) -> None:
+    strategy = Doubling()
+    setattr(strategy, attribute, value)
+    with pytest.raises(InvalidRequest, match=attribute):
+        load_strategies([strategy])
+
+
+PLUGIN = """
+from {module} import Doubling
+class Other(Doubling):
+    name = "other"
+class Failing:
+    def __init__(self):
+        raise OSError("no such table")
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of a third party's that an entry point can name."""
+    monkeypatch.setitem(sys.modules, "home_of_doubling", sys.modules[__name__])
+    (tmp_path / "third_party.py").write_text(PLUGIN.format(module="home_of_doubling"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "third_party", raising=False)
+    return "third_party"
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
+    points = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+
+
+def test_a_plugin_is_loaded_by_its_entry_point(
+    plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, ("doubling", f"{plugin}:Doubling"), ("other", f"{plugin}:Other"))
+    assert [strategy.name for strategy in load_strategies()] == ["doubling", "other"]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("doubling", "Missing", "'doubling' .*cannot be loaded .*AttributeError"),
+        ("doubling", "Failing", "'doubling' .*cannot be loaded .*no such table"),
+        ("doubled", "Doubling", "'doubled' .*calls itself 'doubling'"),
+        ("doubling", "Doubling.describe", "'doubling' .*is no Strategy"),
+    ],
+)
+def test_a_broken_plugin_is_named(
+    plugin: str, monkeypatch: pytest.MonkeyPatch, name: str, target: str, message: str
+) -> None:
+    _install(monkeypatch, (name, f"{plugin}:{target}"))
+    with pytest.raises(InvalidRequest, match=message):
+        load_strategies()
+
+
+def test_a_broken_plugin_does_not_stand_in_the_way_of_others(
+    plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, ("failing", f"{plugin}:Failing"), ("other", f"{plugin}:Other"))
+    assert [strategy.name for strategy in load_strategies(["other"])] == ["other"]
+
+
+def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, ("doubling", f"{plugin}:Doubling"), ("doubling", f"{plugin}:Other"))
+    with pytest.raises(InvalidRequest, match="two installed strategies are called 'doubling'"):
+        load_strategies()
+
+
+def test_dimensions_are_collected_from_all() -> None:
+    assert list(collect_dimensions([Doubling()], _Context())) == ["doubling.on"]
+
+
+@pytest.mark.parametrize(
+    ("offered", "message"),
+    [
+        ({"twice.on": Dimension([0, 1])}, "offers a setting 'twice.on'"),
+        ({"doubling.on": [0, 1]}, "which is no Dimension"),
+        ([], "must answer with a mapping"),
+    ],
+)
+def test_broken_dimensions_are_refused(offered: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'doubling' .*{message}"):
+        collect_dimensions([Doubling(offered)], _Context())
+
+
+def test_a_users_exception_keeps_its_type_and_names_the_strategy() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        collect_dimensions([Doubling(ZeroDivisionError())], _Context())
+    assert "'doubling'" in caught.value.__notes__[0]

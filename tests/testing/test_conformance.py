@@ -1,0 +1,142 @@
+"""The suite for strategies lets an honest one pass and names what each kind of breach did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.testing.conformance import NotConformant, check_strategy
+from autofit.testing.samples import convolutions
+
+SETTING = "scaling.factor"
+
+
+class Scaling:
+    """Multiplies every loss by a power of two and every gradient back: exact, and takes it back."""
+
+    name = "scaling"
+    phase = Phase.STEP
+    numerics = Numerics.EXACT
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        return {SETTING: Dimension([1, 4], payloads={4: {"shift": 2}})}
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        return nullcontext() if settings[SETTING] == 1 else self.change(training)
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        return [] if settings[SETTING] == 1 else ["loss = loss * 4 / 4"]
+
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        unwrap = training.wrap_forward(nullcontext)
+        try:
+            yield
+        finally:
+            unwrap()
+
+
+class LeavesAnAttribute(Scaling):
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        training.model.__dict__["scaled"] = True
+        yield
+
+
+class LeavesAHook(Scaling):
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        training.model.register_forward_pre_hook(lambda *_: None)
+        yield
+
+
+class ForgetsWhenTheBodyRaises(Scaling):
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+        yield
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+
+class ReplacesAParameter(Scaling):
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        head = training.model.get_submodule("head")
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())  # type: ignore[operator]  # a Linear
+        yield
+
+
+class ChangesGradients(Scaling):
+    factor = 1.001
+
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        weight: Any = training.model.get_parameter("head.weight")
+        handle = weight.register_hook(lambda gradient: gradient * self.factor)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+class ChangesTheFirstValue(Scaling):
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        return self.change(training)
+
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        unwrap = training.wrap_forward(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+        yield
+        unwrap()
+
+
+class DescribesNothing(Scaling):
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        return []
+
+
+class HasAPayloadThatIsNoJson(Scaling):
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        return {SETTING: Dimension([1, 4], payloads={4: torch.float32})}
+
+
+def test_an_honest_strategy_passes() -> None:
+    assert check_strategy(Scaling(), workloads=[convolutions]) == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complaint"),
+    [
+        (LeavesAnAttribute(), "left behind.*model keys"),
+        (LeavesAHook(), "left behind.*_forward_pre_hooks"),
+        (ForgetsWhenTheBodyRaises(), "left behind by a step that raises.*cudnn.benchmark"),
+        (ReplacesAParameter(), "left behind.*head.weight"),
+        (ChangesGradients(), "gradient of head.weight differs in step 1"),
+        (ChangesTheFirstValue(), "'scaling.factor': 1.*the loss of step 1"),
+        (DescribesNothing(), "describe must have lines"),
+        (HasAPayloadThatIsNoJson(), "scaling.factor cannot be written as JSON"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Scaling) else "",
+)
+def test_a_breach_is_named(strategy: Scaling, complaint: str) -> None:
+    with pytest.raises(NotConformant, match=complaint):
+        check_strategy(strategy, workloads=[convolutions])
+
+
+def test_roundings_are_allowed_where_they_are_announced() -> None:
+    strategy = ChangesGradients()
+    strategy.factor, strategy.numerics = 1 + 1e-6, Numerics.ROUNDING
+    assert check_strategy(strategy, workloads=[convolutions]) == 2
+    strategy.numerics = Numerics.EXACT
+    with pytest.raises(NotConformant, match=r"gradient of head\.weight"):
+        check_strategy(strategy, workloads=[convolutions])
