@@ -13,6 +13,7 @@ imported here.
 from __future__ import annotations
 
 import errno
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,11 +21,13 @@ from typing import Any
 
 from autofit.measurement import Outcome
 from autofit.probing.fault_table import GRAVITY, USER_ROW, Row, row_of
+from autofit.units import parse_bytes
 
 MESSAGE_BYTES = 4096
 MAX_LINKS = 64
 MAX_FRAMES = 24
 
+_REQUESTED = re.compile(r"Tried to allocate ([\d.]*[1-9][\d.]* (?:[KMG]i)?B)")
 _SPEAKERS = frozenset({"torch", "triton"})
 
 
@@ -66,6 +69,12 @@ class Fault:
         """One line for a report: the kind, then what the exception said first."""
         said = f"{self.type_names[0]}: {_first_line(self.message)}".rstrip(": ")
         return f"{self.kind} ({said})"
+
+    @property
+    def requested_bytes(self) -> int | None:
+        """What the allocation that failed had asked for, where the message says so."""
+        said = _REQUESTED.search(self.message)
+        return parse_bytes(said[1]) if said else None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autofit.batching import describe
-from autofit.devices.base import Device
+from autofit.devices.base import Device, MemoryReading
 from autofit.errors import NoFeasiblePlan
 from autofit.fingerprint import fingerprint
 from autofit.measurement import Measurement, Outcome
@@ -26,6 +26,7 @@ from autofit.probing.comparison import (
     compare,
     gradients,
 )
+from autofit.probing.doubt import has_moved, is_explained, memory_was_short, spilled
 from autofit.probing.faults import Fault, fault_of, settle
 from autofit.probing.measure import measure
 from autofit.probing.prober import ProbeRequest
@@ -38,7 +39,8 @@ from autofit.workload import Workload
 
 RETAINED_BYTES = 8 * 2**20
 """More than this still allocated after a probe was cleaned up: the next one needs a new worker."""
-CONTENDED_BYTES = 64 * 2**20
+MOST_REPEATS = 2
+"""Times that a contended probe is run again; an out-of-memory error that may be luck, once."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class Reply:
         exception: what the user's code raised, for outcome user_error, cleared of its frames.
         traceback: its traceback, as text.
         spent: the process should not run another probe.
+        unexplained: it ran out of memory where live tensors and the request would have fitted.
     """
 
     measurement: Measurement
     exception: BaseException | None = None
     traceback: str | None = None
     spent: bool = False
+    unexplained: bool = False
 
 
 class Session:
@@ -111,35 +115,24 @@ class Session:
         )
 
     def probe(self, request: ProbeRequest) -> Reply:
-        """Run one plan; every way in which it can end is a reply."""
+        """Run one plan; every way in which it can end is a reply.
+
+        A probe during which other processes' use of the device moved is run again, and so is an
+        out-of-memory error that live tensors and the request do not explain.
+        """
         started = time.monotonic()
-        self._settle_memory()
-        allocated_before = self._device.allocated_bytes()
-        foreign_before = self._device.foreign_bytes()
-        measurement, fault, raised = self._attempt(request)
-        self._settle_memory_or_not()
-        if fault is not None:
-            measurement = self._after_fault(fault)
-        elif (broken := self._health_fault()) is not None:
-            measurement = Measurement(broken.outcome, broken.detail)
-        assert measurement is not None  # an attempt without a fault measured something
-        retained = measurement.outcome is not Outcome.POISONED and (
-            self._device.allocated_bytes() - allocated_before > RETAINED_BYTES
-        )
-        measurement = replace(
-            measurement,
-            contended=self._moved(foreign_before),
-            seconds=time.monotonic() - started,
-        )
-        is_users = raised is not None and measurement.outcome is Outcome.USER_ERROR
-        return Reply(
-            measurement,
-            exception=raised[0] if raised and is_users else None,
-            traceback=raised[1] if raised and is_users else None,
-            spent=retained
-            or measurement.outcome is Outcome.POISONED
-            or bool(fault and fault.kills_context),
-        )
+        reply = self._probe_once(request)
+        contended, was_oom = reply.measurement.contended, False
+        for _ in range(MOST_REPEATS):
+            again = reply.measurement.contended or (reply.unexplained and not was_oom)
+            if reply.spent or not again:
+                break
+            was_oom = was_oom or reply.unexplained
+            reply = self._probe_once(request)
+            contended = contended or reply.measurement.contended
+        seconds = time.monotonic() - started
+        measurement = replace(reply.measurement, contended=contended, seconds=seconds)
+        return replace(reply, measurement=measurement)
 
     def compare(
         self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
@@ -176,6 +169,34 @@ class Session:
 
     # -- probing -------------------------------------------------------------------------------
 
+    def _probe_once(self, request: ProbeRequest) -> Reply:
+        self._settle_memory_or_not()
+        if (broken := self._health_fault()) is not None:
+            return Reply(Measurement(broken.outcome, broken.detail), spent=True)
+        before, foreign_before = self._device.read(), self._device.foreign_bytes()
+        measurement, fault, raised = self._attempt(request)
+        self._settle_memory_or_not()
+        foreign = self._device.foreign_bytes()
+        available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
+        unexplained = False
+        if fault is not None:
+            measurement, unexplained = self._after_fault(fault, before, available)
+        elif (broken := self._health_fault()) is not None:
+            measurement = Measurement(broken.outcome, broken.detail)
+        assert measurement is not None  # an attempt without a fault measured something
+        moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
+        measurement = replace(spilled(measurement, available_bytes=available), contended=moved)
+        poisoned = measurement.outcome is Outcome.POISONED
+        kills = poisoned or (fault is not None and fault.kills_context)
+        is_users = measurement.outcome is Outcome.USER_ERROR
+        return Reply(
+            measurement,
+            exception=raised[0] if raised and is_users else None,
+            traceback=raised[1] if raised and is_users else None,
+            spent=kills or self._retained(before) > RETAINED_BYTES,
+            unexplained=unexplained,
+        )
+
     def _attempt(
         self, request: ProbeRequest
     ) -> tuple[Measurement | None, Fault | None, tuple[BaseException, str] | None]:
@@ -200,19 +221,35 @@ class Session:
 
         return measure(workload, self._device, request, make_training, self.vram_budget_bytes)
 
-    def _after_fault(self, fault: Fault) -> Measurement:
-        healthy = self._health_fault() is None
-        settled = settle(fault, healthy=healthy)
-        if not healthy:
-            return Measurement(settled.outcome, settled.detail)
-        reading = self._device.read()
-        return Measurement(
+    def _after_fault(
+        self, fault: Fault, before: MemoryReading, available_bytes: int
+    ) -> tuple[Measurement, bool]:
+        """What the fault means now that the device can be looked at; whether it is unexplained."""
+        if self._health_fault() is not None:
+            settled = settle(fault, healthy=False)
+            return Measurement(settled.outcome, settled.detail), False
+        after, budget = self._device.read(), self.vram_budget_bytes
+        short = memory_was_short(
+            before, after, vram_budget_bytes=budget, available_bytes=available_bytes
+        )
+        settled = settle(fault, healthy=True, memory_was_short=short)
+        measurement = Measurement(
             settled.outcome,
             settled.detail,
-            peak_allocated_bytes=reading.peak_allocated_bytes,
-            peak_reserved_bytes=reading.peak_reserved_bytes,
-            non_torch_bytes=reading.non_torch_bytes,
+            peak_allocated_bytes=after.peak_allocated_bytes,
+            peak_reserved_bytes=after.peak_reserved_bytes,
+            non_torch_bytes=after.non_torch_bytes,
         )
+        explained = is_explained(fault, after, vram_budget_bytes=budget)
+        return measurement, settled.outcome is Outcome.OOM and not explained
+
+    def _retained(self, before: MemoryReading) -> int:
+        """Bytes that outlived the probe; a dead device cannot be asked."""
+        try:
+            return self._device.read().allocated_bytes - before.allocated_bytes
+        except Exception as error:
+            scrub(error)
+            return 0
 
     def _health_fault(self) -> Fault | None:
         try:
@@ -232,12 +269,6 @@ class Session:
             self._settle_memory()
         except Exception as error:
             scrub(error)
-
-    def _moved(self, foreign_before: int | None) -> bool:
-        foreign_after = self._device.foreign_bytes()
-        if foreign_before is None or foreign_after is None:
-            return False
-        return abs(foreign_after - foreign_before) > CONTENDED_BYTES
 
     # -- surveying -----------------------------------------------------------------------------
 
