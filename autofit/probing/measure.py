@@ -18,7 +18,9 @@ from autofit.batching import Batch
 from autofit.devices.base import Device, Mark, MemoryReading
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
+from autofit.probing.growth import Growth, bytes_per_step, growth
 from autofit.probing.prober import ProbeRequest
+from autofit.probing.scrub import collect
 from autofit.training import Training
 from autofit.units import format_bytes
 from autofit.workload import Workload
@@ -74,7 +76,9 @@ def measure(
             before = device.read()
             _steps(training, device, batch, device.tracked_steps, window)
         _time_steps(training, device, batch, scale, request, window)
-        measured = _verdict(window, before, device.read(), vram_budget_bytes)
+        after = device.read()
+        grown = _growth(device, window)
+        measured = _verdict(window, before, after, grown, vram_budget_bytes)
     return _with_geometry(measured, plan, micro_batches)
 
 
@@ -117,7 +121,8 @@ def _time_steps(
         for _ in range(STEPS_PER_BLOCK):
             loss, marks = _step(training, device, batch)
             block.append(marks)
-            window.boundary_bytes.append(device.allocated_bytes())
+            if not device.tracked_steps:
+                window.boundary_bytes.append(device.allocated_bytes())
         device.synchronize()
         window.loss = float(loss)
         for start, middle, end in block:
@@ -146,14 +151,31 @@ def _seen_enough(step_times_s: list[float], request: ProbeRequest) -> bool:
     return fastest > time_to_beat
 
 
+def _growth(device: Device, window: _Window) -> Growth | None:
+    """What every step added, as far as the device accounted for steps alike."""
+    settled = 0 if device.tracked_steps else WARM_UP_STEPS
+    boundaries = window.boundary_bytes[settled:]
+    if bytes_per_step(boundaries) is None:
+        return None
+    collect()
+    return growth(boundaries, device.allocated_bytes())
+
+
 def _verdict(
-    window: _Window, before: MemoryReading, after: MemoryReading, vram_budget_bytes: int
+    window: _Window,
+    before: MemoryReading,
+    after: MemoryReading,
+    grown: Growth | None,
+    vram_budget_bytes: int,
 ) -> Measurement:
     retries = after.allocator_retries - before.allocator_retries
-    outcome, detail = Outcome.OK, None
     held = after.peak_reserved_bytes + after.non_torch_bytes
+    headroom = vram_budget_bytes - held
+    outcome, detail = Outcome.OK, grown.words(headroom) if grown and grown.collectable else None
     if not math.isfinite(window.loss):
         outcome, detail = Outcome.NONFINITE, f"the loss became {window.loss}"
+    elif grown is not None and grown.is_leak(headroom):
+        outcome, detail = Outcome.LEAK, grown.words(headroom)
     elif held > vram_budget_bytes:
         outcome = Outcome.OVER_BUDGET
         detail = f"held {format_bytes(held)} of {format_bytes(vram_budget_bytes)} allowed"
