@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +11,14 @@ from typing import Any
 
 import torch
 
+from autofit.devices.base import Device
 from autofit.errors import WorkerFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
+from autofit.probing.deadlines import Deadlines
+from autofit.probing.interrupts import interrupts_deferred
+from autofit.probing.losses import Losses, oom_kills, outcome_of_death, words_of_death
 from autofit.probing.payload import Payload, write_payload
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
@@ -25,11 +28,7 @@ from autofit.strategy import Strategy
 from autofit.units import format_bytes, format_seconds
 from autofit.workload import Workload
 
-START_TIMEOUT_S = 120.0
-UNKNOWN_TIMEOUT_S = 900.0
-SHORTEST_TIMEOUT_S = 60.0
-PATIENCE = 20.0
-"""A probe may take this many times what it is expected to take before it counts as hung."""
+_FAULTS_OF_A_WORKER = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED, Outcome.HOST_OOM)
 
 
 class WorkerProber:
@@ -41,6 +40,11 @@ class WorkerProber:
         device: "cuda", "cuda:1", "cpu" or None: cuda where there is one.
         vram_budget: see `autofit.devices.base.budget_bytes`.
         seed: for everything random in a probe.
+        deadlines: when a worker counts as hung.
+        tamper: see `Payload.tamper`; only tests that inject faults set it.
+
+    The worker is killed with the thread that started it (Linux ties it to that), so a prober is
+    used from one thread.
 
     Raises:
         InvalidRequest: the workload cannot be pickled, or the budget cannot be read.
@@ -56,8 +60,12 @@ class WorkerProber:
         device: str | None = None,
         vram_budget: str | float | None = None,
         seed: int = 0,
+        deadlines: Deadlines | None = None,
+        tamper: Callable[[Device], Device] | None = None,
     ) -> None:
         self._workload = workload
+        self._deadlines = deadlines or Deadlines()
+        self._losses = Losses()
         self._opening = {"do": "open", "device": device, "vram_budget": vram_budget, "seed": seed}
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
@@ -65,7 +73,9 @@ class WorkerProber:
         self._folder = tempfile.TemporaryDirectory(prefix="autofit-")
         try:
             self._opening["payload"] = str(Path(self._folder.name, "workload.pt"))
-            write_payload(Payload(workload, strategies), Path(str(self._opening["payload"])))
+            write_payload(
+                Payload(workload, strategies, tamper), Path(str(self._opening["payload"]))
+            )
             self._running()
         except BaseException:
             self.close()
@@ -90,8 +100,10 @@ class WorkerProber:
     def survey(self) -> Survey:
         """The facts of the workload on the device; looked up once."""
         if self._survey is None:
-            reply = self._ask({"do": "survey"}, timeout_s=UNKNOWN_TIMEOUT_S)
+            reply = self._ask({"do": "survey"}, timeout_s=self._deadlines.unknown_s)
             self._survey = _with_caller(Survey.from_dict(reply["survey"]), self._workload)
+            # What is free moves; a worker that replaces this one must hold to the same budget.
+            self._opening["vram_budget"] = self._survey.vram_budget_bytes
         return self._survey
 
     def rebudget(self, vram_budget_bytes: int) -> None:
@@ -100,19 +112,35 @@ class WorkerProber:
             self._survey = replace(self.survey(), vram_budget_bytes=vram_budget_bytes)
             self._opening["vram_budget"] = vram_budget_bytes
             message = {"do": "rebudget", "vram_budget_bytes": vram_budget_bytes}
-            self._ask(message, timeout_s=UNKNOWN_TIMEOUT_S)
+            self._ask(message, timeout_s=self._deadlines.unknown_s)
 
     def probe(self, request: ProbeRequest) -> Measurement:
-        """Run one plan in the worker; a worker that dies or hangs costs this probe alone."""
+        """Run one plan in the worker; a worker that dies or hangs costs this probe alone.
+
+        A plan that has cost three workers is not given a fourth, and neither is its variant.
+        """
+        verdict = self._losses.verdict(request.plan)
+        if verdict is not None:
+            return verdict
+        measurement = self._probe_in_worker(request)
+        if self._process is None and measurement.outcome in _FAULTS_OF_A_WORKER:
+            self._losses.note(request.plan, measurement)
+        return measurement
+
+    def _probe_in_worker(self, request: ProbeRequest) -> Measurement:
         message = {"do": "probe", "request": request_to_dict(request)}
-        timeout_s = _timeout(request)
-        process = self._running()
+        timeout_s = self._deadlines.of(request)
+        process, kills = self._running(), oom_kills()
         try:
             reply = process.ask(message, timeout_s=timeout_s)
         except WorkerGone as gone:
-            return self._lost(_outcome_of_death(gone), _words_of_death(gone, process))
-        except WorkerSilent:
-            return self._lost(Outcome.TIMEOUT, f"no answer within {format_seconds(timeout_s)}")
+            self._drop()
+            words = words_of_death(gone.returncode, process.tail(5))
+            return Measurement(outcome_of_death(gone.returncode, kills), words)
+        except WorkerSilent as silent:
+            self._drop()
+            words = f"no answer within {format_seconds(timeout_s)}; it hung here:\n{silent.stack}"
+            return Measurement(Outcome.TIMEOUT, words)
         except BaseException:  # Ctrl-C: the worker may answer later, to nobody
             self._drop()
             raise
@@ -135,7 +163,9 @@ class WorkerProber:
         """
         plans = [first.to_dict(), second.to_dict()]
         message = {"do": "compare", "plans": plans, "payloads": list(payloads), "samples": samples}
-        return Comparison.from_dict(self._ask(message, timeout_s=UNKNOWN_TIMEOUT_S)["comparison"])
+        return Comparison.from_dict(
+            self._ask(message, timeout_s=self._deadlines.unknown_s)["comparison"]
+        )
 
     def user_exception(self) -> BaseException | None:
         """The exception behind the last `user_error`."""
@@ -147,13 +177,14 @@ class WorkerProber:
 
     def close(self) -> None:
         """End the worker and delete the payload."""
-        self._drop()
-        self._folder.cleanup()
+        with interrupts_deferred():
+            self._drop()
+            self._folder.cleanup()
 
     def _running(self) -> WorkerProcess:
         if self._process is None:
             self._process = WorkerProcess()
-            self._ask(self._opening, timeout_s=START_TIMEOUT_S)
+            self._ask(self._opening, timeout_s=self._deadlines.start_s)
         return self._process
 
     def _ask(self, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -163,12 +194,12 @@ class WorkerProber:
             reply = process.ask(message, timeout_s=timeout_s)
         except WorkerGone as gone:
             self._drop()
-            raise WorkerFailed(_words_of_death(gone, process)) from None
-        except WorkerSilent:
+            raise WorkerFailed(words_of_death(gone.returncode, process.tail())) from None
+        except WorkerSilent as silent:
             self._drop()
             raise WorkerFailed(
-                f"the worker did not answer within {format_seconds(timeout_s)}. "
-                f"It printed last:\n{process.tail()}"
+                f"the worker did not answer within {format_seconds(timeout_s)}; it hung here:\n"
+                f"{silent.stack}\nIt printed last:\n{process.tail()}"
             ) from None
         except BaseException:
             self._drop()
@@ -177,34 +208,10 @@ class WorkerProber:
             raise exception_from_dict(reply["raised"])
         return reply
 
-    def _lost(self, outcome: Outcome, detail: str) -> Measurement:
-        self._drop()
-        return Measurement(outcome, detail)
-
     def _drop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process = None
-
-
-def _timeout(request: ProbeRequest) -> float:
-    if request.expected_seconds is None:
-        return UNKNOWN_TIMEOUT_S
-    return max(SHORTEST_TIMEOUT_S, PATIENCE * request.expected_seconds)
-
-
-def _outcome_of_death(gone: WorkerGone) -> Outcome:
-    """The kernel's out-of-memory killer sends SIGKILL, and here nobody else does."""
-    return Outcome.HOST_OOM if gone.returncode == -signal.SIGKILL else Outcome.CRASHED
-
-
-def _words_of_death(gone: WorkerGone, process: WorkerProcess) -> str:
-    code = gone.returncode
-    how = "did not end" if code is None else f"exited with {code}"
-    if code is not None and code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
-    printed = process.tail(5)
-    return f"the worker {how}" + (f"; it printed last: {printed}" if printed else "")
 
 
 def _with_caller(survey: Survey, workload: Workload) -> Survey:

@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from autofit.batching import map_tensors
-from autofit.errors import InvalidRequest
+from autofit.devices.base import Device
+from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.strategy import Strategy
 from autofit.workload import Workload
 
@@ -32,10 +33,17 @@ _ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_n
 
 @dataclass(frozen=True)
 class Payload:
-    """What a worker needs to build trainings."""
+    """What a worker needs to build trainings.
+
+    Attributes:
+        workload: what is trained.
+        strategies: those that may have settings in a plan.
+        tamper: what the worker is to make of its device; only tests that inject faults set it.
+    """
 
     workload: Workload
     strategies: Sequence[Strategy]
+    tamper: Callable[[Device], Device] | None = None
 
 
 def write_payload(payload: Payload, path: Path) -> None:
@@ -43,14 +51,24 @@ def write_payload(payload: Payload, path: Path) -> None:
 
     Raises:
         InvalidRequest: something in it cannot be pickled; the message names the ways out.
+        WorkerFailed: there is no room for the file, or no right to write it.
     """
     workload = payload.workload
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
     try:
-        contents = {"workload": workload, "strategies": tuple(payload.strategies)}
+        contents = {
+            "workload": workload,
+            "strategies": tuple(payload.strategies),
+            "tamper": payload.tamper,
+        }
         with path.open("wb") as file, _by_value(_unreachable_modules()):
             torch.save(contents, file, pickle_module=_PICKLE)
+    except OSError as error:
+        raise WorkerFailed(
+            f"the workload could not be written to {path} for the worker process ({error}): it "
+            "needs about the model's size on disk; set TMPDIR to a folder that has it"
+        ) from error
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise InvalidRequest(
             f"the workload cannot be sent to a worker process ({type(error).__name__}: {error}). "
@@ -70,7 +88,7 @@ def read_payload(path: Path, *, map_location: str = "cpu") -> Payload:
         weights_only=False,
         mmap=map_location == "cpu",
     )
-    return Payload(contents["workload"], contents["strategies"])
+    return Payload(contents["workload"], contents["strategies"], contents["tamper"])
 
 
 def environment_of_parent() -> dict[str, Any]:

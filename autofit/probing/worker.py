@@ -22,7 +22,7 @@ from typing import IO, Any
 from autofit.devices.base import budget_bytes
 from autofit.devices.open import open_device
 from autofit.plan import Plan
-from autofit.probing.payload import Payload, read_payload
+from autofit.probing.payload import read_payload
 from autofit.probing.session import Session
 from autofit.probing.wire import STACK_SIGNAL, exception_to_dict, request_from_dict, send
 
@@ -57,21 +57,22 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
 
 def _open(message: Mapping[str, Any]) -> Session:
     path = Path(message["payload"])
+    payload = read_payload(path)
     device = open_device(message["device"])
+    if payload.tamper is not None:
+        device = payload.tamper(device)
     budget = budget_bytes(
         message["vram_budget"], total_bytes=device.total_bytes, free_bytes=device.free_bytes
     )
 
-    def fresh() -> Payload:
-        return read_payload(path)
-
     session = Session(
-        lambda: fresh().workload,
-        fresh().strategies,
+        lambda: read_payload(path).workload,
+        payload.strategies,
         device,
         vram_budget_bytes=budget,
         seed=message["seed"],
     )
+    del payload
     gc.freeze()  # torch's own objects need not be gone through at every collection of a probe's
     return session
 
