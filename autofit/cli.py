@@ -7,19 +7,43 @@ Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload'
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autofit.errors import AutofitError, InvalidRequest
+from autofit.errors import AutofitError
 from autofit.measurement import Trial
-from autofit.plan import Plan, Scalar
+from autofit.options import (
+    AccumulationSteps,
+    AsJson,
+    Budget,
+    DeviceName,
+    GlobalBatch,
+    Isolation,
+    MicroBatch,
+    PlanFile,
+    PlanOptions,
+    Seed,
+    SettingsGiven,
+    StrategyNames,
+    Target,
+    check_writable,
+    read_budget,
+)
 from autofit.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from autofit.report.report import Report
+
+_INTERRUPTED = 130
+"""What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
 app = typer.Typer(
     add_completion=False,
@@ -28,26 +52,22 @@ app = typer.Typer(
     help="Finds, by running it, the fastest way to train a PyTorch model within a VRAM budget.",
 )
 
-Target = Annotated[
-    str, typer.Argument(help="path/to/file.py:name or package.module:name, a Workload")
-]
-Budget = Annotated[
-    str | None, typer.Option(help="24GiB, bytes, or a fraction of the device such as 0.5")
-]
-DeviceName = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any")]
-StrategyNames = Annotated[
-    list[str] | None, typer.Option("--strategies", help="use only these (may be repeated)")
-]
-Seed = Annotated[int, typer.Option(help="of everything random")]
-Isolation = Annotated[str, typer.Option(help="process or inprocess")]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-MicroBatch = Annotated[int | None, typer.Option(help="samples in one forward and backward")]
-AccumulationSteps = Annotated[int, typer.Option(help="micro-batches in one optimizer step")]
-GlobalBatch = Annotated[int | None, typer.Option(help="samples in one optimizer step")]
-SettingsGiven = Annotated[
-    list[str] | None, typer.Option("--set", help="a setting, such as precision.dtype=bfloat16")
-]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the plan of this report")]
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        _print(f"autofit {version('torch-autofit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
 
 
 @app.command()
@@ -63,8 +83,8 @@ def search(
     allow_resplit: Annotated[
         bool, typer.Option(help="change the accumulation even where that changes the gradients")
     ] = False,
-    max_micro_batch: Annotated[int | None, typer.Option(help="the largest to try")] = None,
-    max_probes: Annotated[int | None, typer.Option(help="the most plans to run")] = None,
+    max_micro_batch: Annotated[int | None, typer.Option(min=1, help="the largest to try")] = None,
+    max_probes: Annotated[int | None, typer.Option(min=1, help="the most plans to run")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds until it stops")] = None,
     study: Annotated[
         str | None, typer.Option(help="a file or Optuna storage URL to stop and resume with")
@@ -77,44 +97,43 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits, and print the report."""
-    from dataclasses import replace
-
-    from autofit.progress import ProgressLine
-    from autofit.searching.public import search as run
-    from autofit.target import load_target
-
     for path in out or ():
-        _check_suffix(path)
-    workload = load_target(target)
-    if global_batch is not None:
-        workload = replace(workload, global_batch=global_batch)
-    if allow_resplit:
-        workload = replace(workload, allow_resplit=True)
-    with ProgressLine() as progress:
-        report = run(
-            workload,
-            vram_budget=_budget(vram_budget),
-            device=device,
-            strategies=strategies,
-            numerics=numerics,
-            max_micro_batch=max_micro_batch,
-            max_probes=max_probes,
-            timeout=timeout,
-            study=study,
-            seed=seed,
-            isolation=isolation,
-            progress=progress,
-        )
+        check_writable(path)
+    with _stdout_for_results_only():
+        from autofit.progress import ProgressLine
+        from autofit.searching.public import search as run
+        from autofit.target import load_target
+
+        workload = load_target(target)
+        if global_batch is not None:
+            workload = replace(workload, global_batch=global_batch)
+        if allow_resplit:
+            workload = replace(workload, allow_resplit=True)
+        with ProgressLine() as progress:
+            report = run(
+                workload,
+                vram_budget=read_budget(vram_budget),
+                device=device,
+                strategies=strategies,
+                numerics=numerics,
+                max_micro_batch=max_micro_batch,
+                max_probes=max_probes,
+                timeout=timeout,
+                study=study,
+                seed=seed,
+                isolation=isolation,
+                progress=progress,
+            )
+    _show_report(report, as_json)  # before it is written: a disk may have filled up meanwhile
     for path in out or ():
         report.save(path)
-    _print(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
 
 
 @app.command()
 def probe(
     target: Target,
     micro_batch: MicroBatch = None,
-    accumulation_steps: AccumulationSteps = 1,
+    accumulation_steps: AccumulationSteps = None,
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
     plan_file: PlanFile = None,
@@ -126,19 +145,23 @@ def probe(
     as_json: AsJson = False,
 ) -> None:
     """Run one plan, and say what it needs and how fast it is."""
-    from autofit.searching.public import probe as run
-    from autofit.target import load_target
-
-    plan = read_plan(micro_batch, accumulation_steps, global_batch, setting or [], plan_file)
-    trial = run(
-        load_target(target),
-        plan=plan,
-        vram_budget=_budget(vram_budget),
-        device=device,
-        strategies=strategies,
-        seed=seed,
-        isolation=isolation,
+    options = PlanOptions(
+        micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
+    with _stdout_for_results_only():
+        from autofit.searching.public import probe as run
+        from autofit.target import load_target
+
+        workload = load_target(target)
+        trial = run(
+            workload,
+            plan=options.plan(workload),
+            vram_budget=read_budget(vram_budget),
+            device=device,
+            strategies=strategies,
+            seed=seed,
+            isolation=isolation,
+        )
     _print(json.dumps(_trial_to_dict(trial), indent=1) if as_json else _trial_line(trial))
     if not trial.ok:
         raise typer.Exit(1 if trial.measurement.outcome.about_memory else 4)
@@ -152,8 +175,7 @@ def report(
     """Show a saved report; needs no GPU and no torch."""
     from autofit.report.report import load
 
-    loaded = load(path)
-    _print(json.dumps(loaded.to_dict(), indent=1) if as_json else str(loaded))
+    _show_report(load(path), as_json)
 
 
 @app.command()
@@ -179,63 +201,27 @@ def doctor(device: DeviceName = None) -> None:
         shown = format_bytes(value) if name == "total_bytes" else value
         _print(f"{name:<16}{'-' if shown is None else shown}")
     _print(f"{'free':<16}{format_bytes(opened.free_bytes)}")
-    _print(f"{'capabilities':<16}{opened.capabilities}")
+    offers = [name for name, has in vars(opened.capabilities).items() if has is True]
+    _print(f"{'native types':<16}{', '.join(['float32', *offers])}")
     _print(f"{'strategies':<16}{', '.join(installed_names())}")
     for package in ("torch-autofit", "optuna", "cloudpickle"):
         _print(f"{package:<16}{importlib.metadata.version(package)}")
 
 
-def read_plan(
-    micro_batch: int | None,
-    accumulation_steps: int,
-    global_batch: int | None,
-    settings: list[str],
-    plan_file: Path | None,
-) -> Plan | None:
-    """The plan that the options describe; None where they say nothing.
-
-    Raises:
-        InvalidRequest: they contradict each other, or a setting cannot be read.
-    """
-    if plan_file is not None:
-        if micro_batch is not None or settings or global_batch is not None:
-            raise InvalidRequest("--plan says all of the plan: leave the other plan options out")
-        from autofit.report.report import load
-
-        return load(plan_file).best.plan
-    if micro_batch is None:
-        if settings or global_batch is not None or accumulation_steps != 1:
-            raise InvalidRequest("a plan needs --micro-batch")
-        return None
-    chosen = dict(_read_setting(text) for text in settings)
-    if global_batch is not None:
-        return Plan.split(global_batch, micro_batch, chosen)
-    return Plan(micro_batch, accumulation_steps=accumulation_steps, settings=chosen)
+@contextmanager
+def _stdout_for_results_only() -> Iterator[None]:
+    """What the user's own code prints goes to standard error, so that results can be piped."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
-def _read_setting(text: str) -> tuple[str, Scalar]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise InvalidRequest(f"--set takes strategy.name=value, got {text!r}")
-    try:
-        read = json.loads(value)
-    except ValueError:
-        read = value
-    return name, read if isinstance(read, (bool, int, float, str)) else value
-
-
-def _budget(text: str | None) -> str | float | None:
-    """A bare number is a fraction up to 1, and bytes above; the rest is read later."""
-    try:
-        number = float(text) if text is not None else None
-    except ValueError:
-        return text
-    return number if number is None or (number <= 1 and "." in str(text)) else int(number)
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in (".json", ".txt", ".csv"):
-        raise InvalidRequest(f"--out {path}: a report is written as .json, .txt or .csv")
+def _show_report(report: Report, as_json: bool) -> None:
+    if as_json:
+        _print(json.dumps(report.to_dict(), indent=1))
+    elif sys.stdout.isatty():
+        _print(report.to_text(width=min(shutil.get_terminal_size().columns, 120)))
+    else:
+        _print(str(report))
 
 
 def _trial_to_dict(trial: Trial) -> dict[str, Any]:
@@ -272,9 +258,10 @@ def _exit_codes() -> Iterator[None]:
     except AutofitError as error:
         typer.echo(f"autofit: {error}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("autofit: interrupted before anything was measured", err=True)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            typer.echo("autofit: interrupted before anything that fits was measured", err=True)
+        raise
     except Exception as error:
         traceback.print_exc()
         sys.exit(3 if _came_from_the_workload(error) else 4)

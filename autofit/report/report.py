@@ -16,7 +16,7 @@ from autofit.errors import InvalidRequest
 from autofit.measurement import Trial
 from autofit.report.frontier import frontier
 from autofit.report.record import Record
-from autofit.report.text import render
+from autofit.report.text import WIDTH, headline, render
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from autofit.strategy import Strategy
     from autofit.training import Training
 
-_LOSSES_TO_ASK_FOR = ("loss_fn", "criterion", "train_step")
+_SAY_THE_LOSS = {"loss_fn", "criterion", "train_step"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """A view of a record.
 
@@ -159,11 +159,13 @@ class Report:
             if said.keys() & {"loss_fn", "criterion"}:
                 said = {"loss_fn": None, "criterion": None} | said
             return replace(self.recipe, **said)
-        source = self.record.workload["loss"]
-        if source in _LOSSES_TO_ASK_FOR and not said.keys() & set(_LOSSES_TO_ASK_FOR):
+        missing = [name for name in self.record.workload.get("given", ()) if name not in said]
+        if said.keys() & _SAY_THE_LOSS:
+            missing = [name for name in missing if name not in _SAY_THE_LOSS]
+        if missing:
             raise InvalidRequest(
-                f"the search was given {source}, and a loaded report holds no functions: pass "
-                f"{source}=... to apply"
+                f"the search was given {', '.join(missing)}, and a loaded report holds no "
+                f"functions: pass {'=..., '.join(missing)}=... to apply"
             )
         return Recipe(**said, clip_grad_norm=self.record.workload.get("clip_grad_norm"))
 
@@ -174,8 +176,15 @@ class Report:
 
         return load_strategies(sorted({name.partition(".")[0] for name in settings}))
 
+    def to_text(self, *, width: int = WIDTH) -> str:
+        """The report as text: the best plan first, then every trial, then what was skipped."""
+        return render(self.record, width)
+
     def __str__(self) -> str:
-        return render(self.record)
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<Report of {len(self.trials)} trials. {headline(self.record)}>"
 
 
 def load(path: str | os.PathLike[str]) -> Report:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from textwrap import shorten
 
 from rich.console import Console
 from rich.table import Table
@@ -15,13 +16,18 @@ from autofit.report.record import Record
 from autofit.units import format_bytes, format_rate, format_seconds
 
 WIDTH = 120
+_SHORT_DETAIL = 60
+_INDENT = "    "
 
 
-def render(record: Record) -> str:
-    """The whole report as text, at most 120 columns wide."""
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, highlight=False)
+def render(record: Record, width: int = WIDTH) -> str:
+    """The whole report as text; nothing but the lines to paste is wider than `width` columns."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
     for part in _parts(record):
-        console.print(part if isinstance(part, Table) else Text(part))
+        if isinstance(part, Table):
+            console.print(part)
+        else:  # a line to paste that was broken in two would not run
+            console.print(Text(part), soft_wrap=part.startswith(_INDENT))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
@@ -34,13 +40,14 @@ def _parts(record: Record) -> Iterator[str | Table]:
     paste = record.paste.get(best.number)
     if paste:
         yield "\nTo train like this:\n"
-        yield "\n".join(f"    {line}" for line in paste)
-    yield "\n" + "\n".join(_facts(record))
+        yield from (f"{_INDENT}{line}" for line in paste)
+    yield ""
+    yield from _facts(record)
     yield f"\n{len(record.trials)} trials\n"
     yield _trials_table(record)
     if record.skipped:
         yield "\nSkipped\n"
-        yield "\n".join(f"  {_settings(s.settings, record)}: {s.why}" for s in record.skipped)
+        yield from (f"  {_settings(s.settings, record)}: {s.why}" for s in record.skipped)
 
 
 def headline(record: Record) -> str:
@@ -120,14 +127,19 @@ def _facts(record: Record) -> Iterator[str]:
 
 def _trials_table(record: Record) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("trial", "role", "plan", "outcome", "samples/s", "held", "step"):
-        table.add_column(name, justify="right" if name in ("samples/s", "held", "step") else "left")
+    for name in ("trial", "role", "micro-batch"):
+        table.add_column(name, no_wrap=True)
+    for name in ("settings", "outcome"):
+        table.add_column(name, overflow="fold")
+    for name in ("samples/s", "held", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
     for trial in record.trials:
         measured = trial.measurement
         table.add_row(
             str(trial.number),
             trial.role.value,
-            Text(describe(trial.plan, record)),
+            _split(trial.plan),
+            Text(_settings(trial.plan.settings, record)),
             Text(_outcome(trial)),
             _interval(trial),
             format_bytes(measured.held_bytes),
@@ -137,18 +149,27 @@ def _trials_table(record: Record) -> Table:
 
 
 def _outcome(trial: Trial) -> str:
+    """How it ended, and in short why, where the outcome and the bytes held do not say it."""
     measured = trial.measurement
     contended = ", contended" if measured.contended else ""
-    detail = f": {measured.detail}" if measured.detail and not measured.ok else ""
-    return f"{measured.outcome.value}{contended}{detail}"[:300]
+    why = ""
+    if measured.detail and not measured.ok and not measured.outcome.about_memory:
+        first_line = measured.detail.strip().partition("\n")[0]
+        why = f": {shorten(first_line, _SHORT_DETAIL, placeholder=' ...')}"
+    return f"{measured.outcome.value}{contended}{why}"
 
 
 def describe(plan: Plan, record: Record) -> str:
     """A plan in a few words."""
-    steps = plan.accumulation_steps
-    split = f"micro-batch {plan.micro_batch}" + (f" x {steps}" if steps > 1 else "")
+    split = f"micro-batch {_split(plan)}"
     settings = _settings(plan.settings, record)
     return split if settings == "plain" else f"{split}, {settings}"
+
+
+def _split(plan: Plan) -> str:
+    """ "8", or "8 x 4" with four accumulation steps."""
+    steps = plan.accumulation_steps
+    return f"{plan.micro_batch} x {steps}" if steps > 1 else str(plan.micro_batch)
 
 
 def _settings(settings: Settings, record: Record) -> str:

@@ -26,6 +26,9 @@ from autofit.units import format_bytes
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
 
+INTERRUPTED = "interrupted"
+"""Why a search stopped that Ctrl-C ended."""
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -128,7 +131,7 @@ class _Run:
         except KeyboardInterrupt:
             if not any(trial.ok for trial in self._trials):
                 raise
-            stopped_because = "interrupted"
+            stopped_because = INTERRUPTED
         best = planner.best_of(self._facts, self._trials)
         if best is None:
             raise self._nothing_fits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,7 @@ from autofit.registry import load_strategies
 from autofit.report.paste import paste_lines
 from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.report.report import Report
-from autofit.searching.engine import SearchResult, run_search
+from autofit.searching.engine import INTERRUPTED, SearchResult, run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.facts import SearchFacts
 from autofit.searching.store import Store
@@ -34,6 +35,8 @@ from autofit.strategy import Numerics, Strategy
 from autofit.workload import Workload
 
 WorkloadProber = WorkerProber | InProcessProber
+
+_FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "train_step")
 
 
 def search(
@@ -106,6 +109,7 @@ def search(
         Exception: what the user's own code raised, as it was raised.
     """
     started = time.monotonic()
+    _check_limits(max_probes, timeout)
     chosen = load_strategies(strategies, numerics=numerics)
     workload = _workload(
         model,
@@ -210,6 +214,13 @@ def open_prober(
     return kinds[isolation](workload, strategies, device=device, vram_budget=vram_budget, seed=seed)
 
 
+def _check_limits(max_probes: int | None, timeout: float | None) -> None:
+    if max_probes is not None and max_probes < 1:
+        raise InvalidRequest(f"max_probes must be at least 1, the baseline, got {max_probes}")
+    if timeout is not None and not timeout > 0:
+        raise InvalidRequest(f"timeout must be above zero seconds, got {timeout}")
+
+
 def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:
     if not isinstance(model, Workload):
         if sample_batch is None:
@@ -249,14 +260,16 @@ def _identity(
 def _difference(prober: WorkloadProber, result: SearchResult) -> Mapping[str, Any] | None:
     """How far the best plan's loss and gradients are from the baseline's; None where not told."""
     best, baseline = result.best.plan, result.baseline.plan
-    if best == baseline or not result.baseline.ok:
+    if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
         return None
     payloads = [result.facts.space.payloads(plan.settings) for plan in (baseline, best)]
     samples = min(best.samples_per_step, baseline.samples_per_step)
     try:
-        return prober.compare(baseline, best, payloads, samples).to_dict()
-    except Exception:  # train_step workloads and full memory: the report does without
+        compared = prober.compare(baseline, best, payloads, samples).to_dict()
+    except (Exception, KeyboardInterrupt):  # train_step, full memory, impatience: do without
         return None
+    finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
+    return compared if finite else None
 
 
 def _record(
@@ -279,6 +292,7 @@ def _record(
             "global_batch": survey.global_batch,
             "sample_batch_size": survey.sample_batch_size,
             "loss": survey.loss,
+            "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": dict(survey.sample_shapes),
         },

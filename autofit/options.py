@@ -1,0 +1,114 @@
+"""The options of the command line: what each is called, and what its text means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, Scalar
+
+if TYPE_CHECKING:
+    from autofit.workload import Workload
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="path/to/file.py:name or package.module:name, a Workload or a function that makes one",
+    ),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="24GiB, bytes, or a fraction of the device such as 0.5")
+]
+DeviceName = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any")]
+StrategyNames = Annotated[
+    list[str] | None, typer.Option("--strategies", help="use only these (may be repeated)")
+]
+Seed = Annotated[int, typer.Option(help="of everything random")]
+Isolation = Annotated[str, typer.Option(help="process or inprocess")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+MicroBatch = Annotated[int | None, typer.Option(min=1, help="samples in one forward and backward")]
+AccumulationSteps = Annotated[
+    int | None, typer.Option(min=1, help="micro-batches in one optimizer step")
+]
+GlobalBatch = Annotated[int | None, typer.Option(min=1, help="samples in one optimizer step")]
+SettingsGiven = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="a setting, as strategy.name=value (may be repeated)"),
+]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the plan of this report")]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options that say which plan to run."""
+
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+    global_batch: int | None = None
+    settings: tuple[str, ...] = ()
+    plan_file: Path | None = None
+
+    def plan(self, workload: Workload) -> Plan | None:
+        """The plan; what they leave out is the workload's own, and None where they say nothing.
+
+        Raises:
+            InvalidRequest: they contradict each other, or a setting cannot be read.
+        """
+        said = [self.micro_batch, self.accumulation_steps, self.global_batch, self.settings or None]
+        if self.plan_file is not None:
+            if any(one is not None for one in said):
+                raise InvalidRequest("--plan says all of it: leave the other plan options out")
+            from autofit.report.report import load
+
+            return load(self.plan_file).best.plan
+        if all(one is None for one in said):
+            return None
+        settings = dict(_read_setting(text) for text in self.settings)
+        micro_batch = self.micro_batch or workload.sample_batch_size
+        if self.accumulation_steps is not None:
+            return Plan(
+                micro_batch,
+                accumulation_steps=self.accumulation_steps,
+                global_batch=self.global_batch,
+                settings=settings,
+            )
+        global_batch = self.global_batch or workload.global_batch
+        if global_batch is None:
+            return Plan(micro_batch, settings=settings)
+        return Plan.split(global_batch, micro_batch, settings)
+
+
+def read_budget(text: str | None) -> str | float | None:
+    """Digits are bytes, digits with a point a fraction; the rest the device reads."""
+    if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
+        return text
+    return float(text) if "." in text else int(text)
+
+
+def check_writable(path: Path) -> None:
+    """Before minutes are spent, not after."""
+    if path.suffix not in (".json", ".txt", ".csv"):
+        raise InvalidRequest(f"--out {path}: a report is written as .json, .txt or .csv")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InvalidRequest(
+            f"--out {path}: give a file in a folder that exists and can be written"
+        )
+
+
+def _read_setting(text: str) -> tuple[str, Scalar]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidRequest(f"--set takes strategy.name=value, got {text!r}")
+    try:
+        read = json.loads(value)
+    except ValueError:
+        read = value
+    return name, read if isinstance(read, (bool, int, float, str)) else value
