@@ -1,4 +1,9 @@
-"""What a person sees while a search runs: a live line, or plain lines without a terminal."""
+"""What a person sees while a search runs, on a stream of their own.
+
+In a terminal: one short line for each finished probe, and below them a live one with the probe
+under way, the best so far, OOMs so far and the time left, which never wraps. Elsewhere: one plain
+line for each event, complete in itself, for a log.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,10 @@ from typing import IO
 
 from rich.console import Console
 from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
-from autofit.plan import Plan
+from autofit.measurement import Role, Trial
+from autofit.plan import Plan, Settings
 from autofit.searching.events import (
     Confirming,
     Event,
@@ -21,21 +26,31 @@ from autofit.searching.events import (
     Progress,
     Vetoed,
 )
-from autofit.units import format_bytes, format_rate, format_seconds
+from autofit.units import format_bytes, format_clock, format_rate
+
+_FRAMES = "-\\|/"
+_FRAMES_PER_SECOND = 8
 
 
 class ProgressLine:
-    """Shows a search's events on a stream; a context manager, and the `progress` of a search."""
+    """Shows a search's events on a stream; a context manager, and the `progress` of a search.
+
+    Args:
+        stream: where to write; None: standard error.
+    """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._live: Live | None = None
+        self._words = _Words()
 
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, transient=True, refresh_per_second=8)
+            line = _LiveLine("looking the workload over")
+            self._live = Live(
+                line, console=self._console, transient=True, refresh_per_second=_FRAMES_PER_SECOND
+            )
             self._live.start()
-            self._show("looking the workload over")
         return self
 
     def __exit__(
@@ -50,63 +65,100 @@ class ProgressLine:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        if self._live is not None:
-            if isinstance(event, ProbeStarted):
-                self._live.update(_LiveLine(event))
-            return
-        line = plain_line(event)
+        self._words.learn(event)
+        if self._live is None:
+            line = self._words.plain(event)
+        else:
+            line = self._words.finished(event)
+            now = _LiveLine(self._words.doing(event), event.progress)
+            self._live.update(now, refresh=True)
         if line:
             self._console.print(Text(line), soft_wrap=True)
 
-    def _show(self, text: str) -> None:
-        assert self._live is not None  # only called with a terminal
-        self._live.update(Spinner("line", Text(text)))
-
 
 class _LiveLine:
-    """The probe under way, with a clock that rich redraws."""
+    """What is being done, and where the search stands, with a clock that rich redraws."""
 
-    def __init__(self, event: ProbeStarted) -> None:
-        self._event = event
-        self._started = time.monotonic()
-        self._spinner = Spinner("line")
+    def __init__(self, doing: str, progress: Progress | None = None) -> None:
+        self._doing, self._progress = doing, progress
+        self._since = time.monotonic()
 
-    def __rich__(self) -> Spinner:
-        waited = time.monotonic() - self._started
-        progress = self._event.progress
-        left = progress.seconds_left
-        parts = [
-            f"probe {progress.probes + 1} ({self._event.role.value}): {_words(self._event.plan)}",
-            _best(progress),
-            f"{progress.oom_probes} OOM",
-            format_seconds(progress.elapsed_s + waited),
-        ]
-        if left is not None:
-            parts.append(f"at most {format_seconds(max(left - waited, 0.0))} left")
-        if progress.probes_left is not None:
-            parts.append(f"at most {progress.probes_left} probes left")
-        self._spinner.update(text=Text(" | ".join(parts)))
-        return self._spinner
+    def __rich__(self) -> Text:
+        waited = time.monotonic() - self._since
+        frame = _FRAMES[int(waited * _FRAMES_PER_SECOND) % len(_FRAMES)]
+        parts = [f"{frame} {self._doing}", *self._standing(waited)]
+        return Text(" | ".join(parts), no_wrap=True, overflow="ellipsis")
+
+    def _standing(self, waited: float) -> list[str]:
+        if self._progress is None:
+            return [format_clock(waited)]
+        clock = [format_clock(self._progress.elapsed_s + waited), *_left(self._progress, waited)]
+        return [_best(self._progress), f"{self._progress.oom_probes} OOM", ", ".join(clock)]
 
 
-def plain_line(event: Event) -> str | None:
-    """One event as a line of text; None for those that say nothing new."""
-    if isinstance(event, ProbeFinished):
+class _Words:
+    """Events as text; plans without the settings that are as in the baseline."""
+
+    def __init__(self) -> None:
+        self._plain: Settings = {}
+
+    def learn(self, event: Event) -> None:
+        """A search that is resumed never shows its baseline: its plans are shown in full."""
+        if isinstance(event, ProbeStarted) and event.role is Role.BASELINE:
+            self._plain = event.plan.settings
+
+    def doing(self, event: Event) -> str:
+        """What goes on after the event."""
+        if isinstance(event, ProbeStarted):
+            number = event.progress.probes + 1
+            return f"probe {number} ({event.role.value}) {self._plan(event.plan)}"
+        return "confirming the leading plans" if isinstance(event, Confirming) else "choosing"
+
+    def finished(self, event: Event) -> str | None:
+        """What came out, for those who see the rest in the live line."""
+        if isinstance(event, ProbeFinished):
+            return f"probe {event.progress.probes} ({event.trial.role.value}) {self._trial(event)}"
+        return self.plain(event)
+
+    def plain(self, event: Event) -> str | None:
+        """The event as a line complete in itself; None where it says nothing new."""
+        progress = event.progress
+        if isinstance(event, ProbeFinished):
+            standing = [_best(progress), f"{progress.oom_probes} OOM", *_left(progress)]
+            return (
+                f"[{format_clock(progress.elapsed_s)}] probe {progress.probes} "
+                f"({event.trial.role.value}) {self._trial(event)} | {', '.join(standing)}"
+            )
+        if isinstance(event, Vetoed):
+            return f"refused before it ran: {self._plan(event.trial.plan)}"
+        if isinstance(event, Confirming):
+            return f"confirming the leading plans: {event.stopped_because}"
+        return None
+
+    def _trial(self, event: ProbeFinished) -> str:
         trial, measured = event.trial, event.trial.measurement
-        speed = f", {format_rate(trial.samples_per_second)}" if trial.samples_per_second else ""
-        held = f", held {format_bytes(measured.held_bytes)}" if measured.held_bytes else ""
-        left = event.progress.seconds_left
-        remaining = "" if left is None else f", at most {format_seconds(left)} left"
-        return (
-            f"[{format_seconds(event.progress.elapsed_s)}] probe {event.progress.probes} "
-            f"({trial.role.value}): {_words(trial.plan)}: {measured.outcome.value}{speed}{held} | "
-            f"{_best(event.progress)}, {event.progress.oom_probes} OOM{remaining}"
+        parts = [measured.outcome.value]
+        if trial.samples_per_second:
+            parts.append(format_rate(trial.samples_per_second))
+        if measured.held_bytes:
+            parts.append(f"held {format_bytes(measured.held_bytes)}")
+        return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(trial)}"
+
+    def _plan(self, plan: Plan) -> str:
+        settings = (
+            f"{name}={value}"
+            for name, value in plan.settings.items()
+            if value != self._plain.get(name)
         )
-    if isinstance(event, Vetoed):
-        return f"refused before it ran: {_words(event.trial.plan)}"
-    if isinstance(event, Confirming):
-        return f"confirming the leading plans: {event.stopped_because}"
-    return None
+        return ", ".join([f"{plan.micro_batch} x {plan.accumulation_steps}", *settings])
+
+
+def _why(trial: Trial) -> str:
+    """The first line of what went wrong, where the outcome alone leaves one wondering."""
+    measured = trial.measurement
+    if measured.ok or measured.outcome.about_memory or not measured.detail:
+        return ""
+    return f" ({measured.detail.strip().partition(chr(10))[0]})"
 
 
 def _best(progress: Progress) -> str:
@@ -115,5 +167,11 @@ def _best(progress: Progress) -> str:
     return f"best {format_rate(progress.best.samples_per_second)}"
 
 
-def _words(plan: Plan) -> str:
-    return str(plan)
+def _left(progress: Progress, waited: float = 0.0) -> list[str]:
+    """Upper bounds on what is still to come, as far as the search was given any."""
+    left = []
+    if progress.seconds_left is not None:
+        left.append(format_clock(max(progress.seconds_left - waited, 0.0)))
+    if progress.probes_left is not None:
+        left.append(f"{progress.probes_left} probes")
+    return [f"at most {' or '.join(left)} left"] if left else []

@@ -60,6 +60,13 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds:.1g} s"
 
 
+def format_clock(seconds: float) -> str:
+    """Whole seconds as a clock shows them: 97.3 -> "1:37"; 3725 -> "1:02:05"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def format_rate(samples_per_second: float | None) -> str:
     """1234.5 -> "1234 samples/s"; 0.52 -> "0.52 samples/s"; None -> "?"."""
     if samples_per_second is None:
