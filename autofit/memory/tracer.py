@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,14 +65,25 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         given = list(tensors_in((args, kwargs)))
         if func is not _LIFT_FRESH:
             self._meet(given)
-        result = func(*args, **(kwargs or {}))
+        result = self.compute(func, args, kwargs or {})
         try:
             self._settle([*given, *tensors_in(result)])
+            self.use_kernel_memory(func, args, kwargs or {}, result)
         except OutOfBudget as refusal:
             # The traceback must not keep alive what did not fit.
             del given, result
             raise _out_of_memory(refusal) from None
         return result
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; a subclass may stand in for operators that the device lacks."""
+        return func(*args, **kwargs)
+
+    def use_kernel_memory(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Called after an operator's results were allocated: what its kernel takes besides.
+
+        Nothing, for operators that were really run; a subclass may use `scratch` and `keep`.
+        """
 
     def register_foreign(self, value: Any) -> None:
         """Never count the storages in `value`: a tensor, or tensors in lists, tuples and dicts."""
@@ -96,21 +106,30 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 return tracked.number
         return None
 
-    @contextmanager
-    def scratch(self, nbytes: int) -> Iterator[None]:
-        """Have `nbytes` allocated while the body runs: memory that a kernel takes for itself.
+    def scratch(self, sizes: Iterable[int]) -> None:
+        """Allocate memory of those sizes in turn, then release it: a kernel's own scratch.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for them.
+            OutOfBudget: there is no room for it.
         """
+        held = []
         try:
-            number, block = self._allocate(nbytes)
-        except OutOfBudget as refusal:
-            raise _out_of_memory(refusal) from None
-        try:
-            yield
+            for nbytes in sizes:
+                held.append(self._allocate(nbytes))
         finally:
-            self._release(number, block)
+            for number, block in reversed(held):
+                self._release(number, block)
+
+    def keep(self, nbytes: int) -> int:
+        """Allocate memory that is never released, such as a library's workspace.
+
+        Returns:
+            Its number in the events.
+
+        Raises:
+            OutOfBudget: there is no room for it.
+        """
+        return self._allocate(nbytes)[0]
 
     def _meet(self, tensors: Any) -> None:
         """Take every storage that is not known yet as foreign."""

@@ -121,13 +121,16 @@ def test_sparse_gradients_count() -> None:
         assert 256 * 64 * 4 <= gradient_bytes < 10_000 * 64 * 4
 
 
-def test_scratch_memory_counts_while_it_is_used() -> None:
+def test_scratch_memory_counts_while_it_is_used_and_kept_memory_for_good() -> None:
     tracer = MemoryTracer(CachingAllocator(limit_bytes=50 * MIB))
-    with tracer.scratch(40 * MIB):
-        assert tracer.allocator.allocated_bytes == 40 * MIB
+    tracer.scratch([20 * MIB, 10 * MIB])
+    assert tracer.allocator.peak_allocated_bytes == 30 * MIB
     assert tracer.allocator.allocated_bytes == 0
-    with pytest.raises(torch.OutOfMemoryError), tracer.scratch(60 * MIB):
-        pass
+    with pytest.raises(OutOfBudget):
+        tracer.scratch([20 * MIB, 40 * MIB])
+    assert tracer.allocator.allocated_bytes == 0
+    tracer.keep(10 * MIB)
+    assert tracer.allocator.allocated_bytes == 10 * MIB
 
 
 def test_garbage_that_is_collected_while_the_allocator_works_is_released() -> None:

@@ -1,0 +1,232 @@
+"""`scaled_dot_product_attention` on meta tensors takes the kernel that CUDA would take.
+
+Follows aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: the user's switches
+(`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp` and their like), then an
+order of preference, then what each kernel can take. The kernels decide what is kept for the
+backward pass, so the choice matters far more for memory than any other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from autofit.prediction import autocast
+from autofit.prediction.dispatch import beneath, emulate
+from autofit.prediction.gpus import Gpu, find_gpu
+
+aten: Any = torch.ops.aten
+
+
+class Kernel(Enum):
+    """The implementations of attention on CUDA."""
+
+    CUDNN = "cudnn"
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `scaled_dot_product_attention`; tensors are (..., heads, length, width)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def needs_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
+
+_gpu = find_gpu(None)
+
+
+def set_gpu(gpu: Gpu) -> None:
+    """Choose kernels as this GPU would."""
+    global _gpu
+    _gpu = gpu
+
+
+def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
+    """The kernel that CUDA takes for a call on that GPU."""
+    prefers_cudnn = gpu.capability in ((9, 0), (10, 0))
+    order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
+    if prefers_cudnn:
+        order = [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT]
+    can = {Kernel.CUDNN: _cudnn_can, Kernel.FLASH: _flash_can, Kernel.EFFICIENT: _efficient_can}
+    if not _shapes_suit_fused(call):
+        return Kernel.MATH
+    return next((kernel for kernel in order if can[kernel](call, gpu)), Kernel.MATH)
+
+
+def _shapes_suit_fused(call: Call) -> bool:
+    query, key, value = call.tensors
+    if any(tensor.dim() != 4 for tensor in call.tensors):
+        return False
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        return False
+    if any(tensor.stride(-1) != 1 for tensor in call.tensors):
+        return False
+    same_batch = query.size(0) == key.size(0) == value.size(0)
+    return same_batch and min(query.size(2), key.size(2)) > 0
+
+
+def _heads_agree(call: Call) -> bool:
+    return call.query.size(1) == call.key.size(1) == call.value.size(1)
+
+
+def _half(call: Call, gpu: Gpu) -> bool:
+    native = (torch.float16, torch.bfloat16) if gpu.native_bfloat16 else (torch.float16,)
+    return call.query.dtype in native
+
+
+def _cudnn_can(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.tensors
+    widest = 256 if gpu.capability == (9, 0) else 128
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and gpu.capability >= (8, 0)
+        and _half(call, gpu)
+        and (_heads_agree(call) or call.grouped)
+        and all(t.size(3) % 8 == 0 and t.size(3) <= widest for t in (query, value))
+        and query.size(3) == key.size(3)
+        and query.size(2) > 1
+        and key.size(2) > 1
+        and not (call.mask is not None and call.mask.requires_grad)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _flash_can(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.tensors
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and gpu.capability >= (8, 0)
+        and _half(call, gpu)
+        and call.mask is None
+        and (_heads_agree(call) or call.grouped)
+        and query.size(3) == key.size(3) == value.size(3) <= 256
+        and not (call.causal and query.size(2) != key.size(2))
+    )
+
+
+def _efficient_can(call: Call, gpu: Gpu) -> bool:
+    alignment = 4 if call.query.dtype == torch.float32 and gpu.tf32 else 8
+    if call.query.dtype == torch.float32 and not gpu.tf32:
+        alignment = 1
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and (_half(call, gpu) or call.query.dtype == torch.float32)
+        and _heads_agree(call)
+        and all(tensor.size(3) % alignment == 0 for tensor in (call.query, call.value))
+    )
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if autocast.is_on():
+        with beneath():
+            query, key, value, attn_mask = map(
+                autocast.in_lower_precision, (query, key, value, attn_mask)
+            )
+    with beneath():
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if not query.is_meta:
+            return _math(call)
+        kernel = chosen_kernel(call, _gpu)
+        if kernel is Kernel.MATH:
+            return _math(call)
+        return {Kernel.CUDNN: _cudnn, Kernel.FLASH: _flash, Kernel.EFFICIENT: _efficient}[kernel](
+            call
+        )
+
+
+def _math(call: Call) -> torch.Tensor:
+    mask = _additive(call.mask, call.query.dtype)
+    result: torch.Tensor = aten._scaled_dot_product_attention_math(
+        *call.tensors,
+        mask,
+        call.dropout,
+        call.causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.grouped,
+    )[0]
+    return result
+
+
+def _cudnn(call: Call) -> torch.Tensor:
+    result: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
+        *call.tensors,
+        _additive(call.mask, call.query.dtype),
+        call.needs_gradient,
+        call.dropout,
+        call.causal,
+        False,
+        scale=call.scale,
+    )[0]
+    return result
+
+
+def _flash(call: Call) -> torch.Tensor:
+    """Widths are padded to a multiple of 8, and the result is cut back."""
+    width = call.query.size(3)
+    padded = [torch.nn.functional.pad(t, (0, -width % 8)) if width % 8 else t for t in call.tensors]
+    scale = call.scale if call.scale is not None else 1 / math.sqrt(width)
+    result: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        *padded, call.dropout, call.causal, False, scale=scale
+    )[0]
+    return result[..., :width]
+
+
+def _efficient(call: Call) -> torch.Tensor:
+    mask = _additive(call.mask, call.query.dtype)
+    if mask is not None:
+        mask = _aligned(mask, call)
+    result: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        *call.tensors, mask, call.needs_gradient, call.dropout, call.causal, scale=call.scale
+    )[0]
+    return result
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as one that is added: zero where it is true, minus infinity elsewhere."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _aligned(mask: torch.Tensor, call: Call) -> torch.Tensor:
+    """A mask whose rows begin at multiples of 16 elements, expanded to the scores' shape."""
+    length = mask.size(-1)
+    if mask.size(-1) != 1 and mask.stride(-2) % 16:
+        mask = torch.nn.functional.pad(mask, (0, -length % 16))[..., :length]
+    return mask.expand(call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2))
+
+
+emulate("scaled_dot_product_attention", _attention)

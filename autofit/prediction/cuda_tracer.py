@@ -1,0 +1,103 @@
+"""A tracer of the meta device that allocates what CUDA would.
+
+Beyond the tensors that operators return, which `MemoryTracer` sees, it stands for the memory that
+CUDA's kernels and libraries take: scratch buffers, and the workspaces of cuBLAS, which each thread
+that multiplies matrices gets once and keeps. It also stands in for operators that the meta device
+lacks, and says no to those that need a tensor's values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autofit.memory.allocator import CachingAllocator
+from autofit.memory.tracer import MemoryTracer
+from autofit.prediction.gpus import Gpu
+from autofit.prediction.scratch import scratch_bytes
+from autofit.units import MIB
+
+CUBLASLT_WORKSPACE_BYTES = 1 * MIB
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
+_VALUES = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim"})
+_IN_PLACE_ON_LISTS = frozenset(
+    {
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+        "_fused_adagrad_",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    }
+)
+
+
+class NeedsValues(Exception):
+    """An operator asked for the values of a tensor, and a rehearsal has none."""
+
+
+class CudaTracer(MemoryTracer):
+    """Traces a rehearsal on the meta device as if it ran on a GPU.
+
+    Args:
+        gpu: whose memory use is emulated.
+        expandable_segments: as `CachingAllocator`.
+        workspace_bytes: what cuBLAS takes a thread; None: what that architecture has.
+    """
+
+    def __init__(
+        self, gpu: Gpu, *, expandable_segments: bool = False, workspace_bytes: int | None = None
+    ) -> None:
+        allocator = CachingAllocator(expandable_segments=expandable_segments)
+        super().__init__(allocator, device_type="meta", record=True)
+        self.gpu = gpu
+        self.workspaces: set[int] = set()
+        """Numbers of the workspaces in the events."""
+        self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
+        self._has_workspace: set[tuple[str, bool]] = set()
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run it on meta tensors, or stand in for it."""
+        name = _name(func)
+        if name in _VALUES and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            raise NeedsValues(f"aten::{name} needs the values of a tensor")
+        if name in _IN_PLACE_ON_LISTS:
+            return None
+        if name == "_amp_update_scale_":
+            return args[0]
+        return super().compute(func, args, kwargs)
+
+    def use_kernel_memory(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Workspaces that are needed for the first time, then the kernel's scratch."""
+        name = _name(func)
+        if not self._on_device(result):
+            return
+        if name in _PRODUCTS:
+            self._use_workspace("cublas", self._workspace_bytes)
+            if name == "addmm" and args[0].dim() == 1:
+                self._use_workspace("cublaslt", CUBLASLT_WORKSPACE_BYTES)
+        sizes = scratch_bytes(name, args, result, self.gpu)
+        if sizes:
+            self.scratch(sizes)
+
+    def _use_workspace(self, library: str, nbytes: int) -> None:
+        """One for the thread of the forward pass, and one for autograd's thread."""
+        owner = library, in_backward()
+        if owner not in self._has_workspace:
+            self._has_workspace.add(owner)
+            self.workspaces.add(self.keep(nbytes))
+
+    @staticmethod
+    def _on_device(result: Any) -> bool:
+        first = result[0] if isinstance(result, (list, tuple)) and result else result
+        return isinstance(first, torch.Tensor) and first.is_meta
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass here."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.removeprefix("aten::")

@@ -1,0 +1,54 @@
+"""Where the emulation hooks into PyTorch: a dispatch key of its own, above autograd.
+
+What CUDA does before autograd sees an operator (autocast's casts, the choice of an attention
+kernel, an RNN as one cuDNN call) has no counterpart for meta tensors. It is emulated by Python
+kernels that stand at the very place where CUDA's stand: at an autocast key. The key of a device
+that no build of PyTorch has kernels for is used, so these kernels can be registered once and for
+all; they act only inside `emulation()`, on that thread, and also in the backward pass and in a
+checkpoint's recomputation, since autograd carries dispatch keys along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.library import Library, fallthrough_kernel
+
+_DEVICE = "ipu"
+_KEY_NAME = "AutocastIPU"
+_KEY: Any = getattr(torch._C.DispatchKey, _KEY_NAME)
+
+_every_operator = Library("_", "IMPL")
+_every_operator.fallback(fallthrough_kernel, _KEY_NAME)
+_aten = Library("aten", "IMPL")
+
+
+def emulate(name: str, kernel: Callable[..., Any]) -> None:
+    """Have `kernel` called in place of the aten operator `name` inside `emulation()`.
+
+    The kernel calls operators of its own inside `beneath()`, or they would come back to it.
+    """
+    _aten.impl(name, kernel, _KEY_NAME)
+
+
+def beneath() -> AbstractContextManager[None]:
+    """Inside it, operators are run as they are, without emulation."""
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(_KEY)
+    )
+    return guard
+
+
+@contextmanager
+def emulation() -> Iterator[None]:
+    """Let the registered kernels act on this thread."""
+    before = torch.is_autocast_enabled(_DEVICE)
+    torch.set_autocast_enabled(_DEVICE, True)  # the key is masked out otherwise
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield
+    finally:
+        torch.set_autocast_enabled(_DEVICE, before)

@@ -1,0 +1,150 @@
+"""What is known of GPUs by name: memory, architecture, multiprocessors, and a context's size.
+
+Memory is what CUDA reports as the device's total for the common configuration; architecture and
+multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide (appendix on compute
+capabilities). Only the context bytes of the H200 were measured (torch 2.11, driver 580); those of
+every other GPU are that value until a probe on it has taught a better one (see `Calibration`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from autofit.errors import InvalidRequest
+from autofit.units import GIB, MIB, parse_bytes
+
+MEASURED_CONTEXT_BYTES = 620 * MIB
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        name: as NVIDIA calls it.
+        total_bytes: its memory.
+        capability: (major, minor) compute capability.
+        multiprocessors: how many; kernels size their scratch memory by it.
+        context_bytes: what a process holds on it outside the allocator.
+    """
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    context_bytes: int = MEASURED_CONTEXT_BYTES
+
+    @property
+    def native_bfloat16(self) -> bool:
+        """Whether bfloat16 is computed in hardware."""
+        return self.capability >= (8, 0)
+
+    @property
+    def tf32(self) -> bool:
+        """Whether there are matrix products in TF32."""
+        return self.capability >= (8, 0)
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """Resident threads a multiprocessor takes (CUDA programming guide, table of capabilities)."""
+        if self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12:
+            return 1536
+        return 1024 if self.capability == (7, 5) else 2048
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What cuBLAS takes for each thread that multiplies matrices.
+
+        `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on compute
+        capability 9.0 and from 10.0 on, elsewhere 8 MiB and 128 KiB.
+        """
+        large = self.capability == (9, 0) or self.capability[0] >= 10
+        return 32 * MIB if large else 8 * MIB + 128 * 2**10
+
+
+def _gib(number: float) -> int:
+    return int(number * GIB)
+
+
+_TABLE = [
+    Gpu("V100-16GB", _gib(15.77), (7, 0), 80),
+    Gpu("V100-32GB", _gib(31.73), (7, 0), 80),
+    Gpu("T4", _gib(14.56), (7, 5), 40),
+    Gpu("RTX 2080 Ti", _gib(10.75), (7, 5), 68),
+    Gpu("A100-40GB", _gib(39.39), (8, 0), 108),
+    Gpu("A100-80GB", _gib(79.15), (8, 0), 108),
+    Gpu("A30", _gib(23.5), (8, 0), 56),
+    Gpu("A10", _gib(22.0), (8, 6), 72),
+    Gpu("A10G", _gib(22.0), (8, 6), 80),
+    Gpu("A40", _gib(44.35), (8, 6), 84),
+    Gpu("A6000", _gib(47.4), (8, 6), 84),
+    Gpu("A5000", _gib(23.5), (8, 6), 64),
+    Gpu("A4000", _gib(15.7), (8, 6), 48),
+    Gpu("RTX 3060", _gib(11.75), (8, 6), 28),
+    Gpu("RTX 3080", _gib(9.75), (8, 6), 68),
+    Gpu("RTX 3090", _gib(23.68), (8, 6), 82),
+    Gpu("L4", _gib(22.03), (8, 9), 58),
+    Gpu("L40", _gib(44.4), (8, 9), 142),
+    Gpu("L40S", _gib(44.4), (8, 9), 142),
+    Gpu("RTX 6000 Ada", _gib(47.4), (8, 9), 142),
+    Gpu("RTX 4060 Ti", _gib(15.6), (8, 9), 34),
+    Gpu("RTX 4070", _gib(11.72), (8, 9), 46),
+    Gpu("RTX 4080", _gib(15.7), (8, 9), 76),
+    Gpu("RTX 4090", _gib(23.5), (8, 9), 128),
+    Gpu("H100-PCIe", _gib(79.1), (9, 0), 114),
+    Gpu("H100", _gib(79.1), (9, 0), 132),
+    Gpu("H100-NVL", _gib(93.1), (9, 0), 132),
+    Gpu("GH200", _gib(94.5), (9, 0), 132),
+    Gpu("H200", _gib(139.8), (9, 0), 132),
+    Gpu("B200", _gib(178.4), (10, 0), 148),
+    Gpu("RTX 5070", _gib(11.5), (12, 0), 48),
+    Gpu("RTX 5080", _gib(15.5), (12, 0), 84),
+    Gpu("RTX 5090", _gib(31.4), (12, 0), 170),
+    Gpu("RTX PRO 6000", _gib(95.0), (12, 0), 188),
+]
+_ALIASES = {"v100": "V100-16GB", "a100": "A100-40GB", "h100sxm": "H100", "rtxa6000": "A6000"}
+_UNNAMED = Gpu("GPU", 0, (9, 0), 132)
+
+
+def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
+    """The GPU of that name; or one like the H200 with that much memory.
+
+    Args:
+        gpu: a name such as "L4", "RTX 4090" or "A100-80GB", in any case and with or without
+            "NVIDIA"; bytes, or a size such as "24GiB"; None: the H200's architecture, whose
+            numbers are the best known, and its memory.
+
+    Raises:
+        InvalidRequest: no such GPU is known.
+    """
+    if isinstance(gpu, Gpu):
+        return gpu
+    if gpu is None:
+        return _by_key("h200")
+    if isinstance(gpu, int):
+        return replace(_UNNAMED, total_bytes=gpu)
+    key = _key(gpu)
+    if key in _keys():
+        return _by_key(key)
+    if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
+        return replace(_UNNAMED, total_bytes=parse_bytes(gpu))
+    known = ", ".join(entry.name for entry in _TABLE)
+    raise InvalidRequest(
+        f'no GPU called {gpu!r} is known; give its memory, such as "24GiB", or one of: {known}'
+    )
+
+
+def _keys() -> dict[str, Gpu]:
+    named = {_key(entry.name): entry for entry in _TABLE}
+    return named | {alias: named[_key(name)] for alias, name in _ALIASES.items()}
+
+
+def _by_key(key: str) -> Gpu:
+    return _keys()[key]
+
+
+def _key(name: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    letters = letters.removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
+    return letters.replace("sxm4", "").replace("sxm5", "")

@@ -1,0 +1,167 @@
+"""User code that says "cuda" runs on the meta device, unmodified, on a machine without a GPU.
+
+`pretence(gpu)` is in force while a training is rehearsed: devices called cuda become meta where
+tensors and modules are made or moved, `torch.cuda` answers as that GPU would, and the places in
+PyTorch that list CUDA by name (foreach optimizers, autocast, gradient scaling) take meta for it.
+Everything is put back when it is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autofit.prediction.gpus import Gpu
+
+_META = torch.device("meta")
+
+
+class _CudaIsMeta(TorchFunctionMode):
+    """Translates devices in the arguments of every torch function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].to(_META)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_place, args[1:]))
+        else:
+            args = tuple(_META if _is_cuda_device(arg) else arg for arg in args)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _place(kwargs["device"])
+        if "generator" in kwargs and kwargs.get("device") == _META:
+            del kwargs["generator"]
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+def _is_cuda_device(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _place(value: Any) -> Any:
+    """A device called cuda, by object, name or number, as meta; anything else as it is."""
+    named = isinstance(value, str) and value.partition(":")[0] == "cuda"
+    numbered = isinstance(value, int) and not isinstance(value, bool)
+    return _META if named or numbered or _is_cuda_device(value) else value
+
+
+@contextmanager
+def pretence(gpu: Gpu) -> Iterator[None]:
+    """Have this thread's torch believe in that GPU."""
+    mode = _CudaIsMeta()
+    with ExitStack() as stack:
+        for target, name, value in (*_torch_cuda(gpu), *_amp(), *_optimizers(), *_backward(mode)):
+            stack.enter_context(_replaced(target, name, value))
+        stack.enter_context(mode)
+        yield
+
+
+Patch = tuple[Any, str, Any]
+"""An object, the name of its attribute, and what to put there."""
+
+
+@contextmanager
+def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
+
+
+def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
+    def answer(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=gpu.capability[0],
+        minor=gpu.capability[1],
+        total_memory=gpu.total_bytes,
+        multi_processor_count=gpu.multiprocessors,
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": False,
+        "is_bf16_supported": gpu.native_bfloat16,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_capability": gpu.capability,
+        "get_device_name": gpu.name,
+        "get_device_properties": properties,
+        "mem_get_info": (gpu.total_bytes, gpu.total_bytes),
+        "synchronize": None,
+        "set_device": None,
+        "empty_cache": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+    }
+    for name, value in answers.items():
+        yield torch.cuda, name, answer(value)
+
+
+def _amp() -> Iterator[Patch]:
+    """Autocast and gradient scaling of "meta" are those of "cuda"."""
+
+    def aliased(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return function(*("cuda" if arg == "meta" else arg for arg in args))
+
+        return call
+
+    for name in (
+        "is_autocast_enabled",
+        "set_autocast_enabled",
+        "get_autocast_dtype",
+        "set_autocast_dtype",
+    ):
+        yield torch, name, aliased(getattr(torch, name))
+    modes = torch.amp.autocast_mode
+    yield modes, "is_autocast_available", aliased(modes.is_autocast_available)
+    yield torch.amp, "is_autocast_available", aliased(torch.amp.is_autocast_available)
+    # A rehearsed step is one in which no gradient was infinite.
+    scaler = torch.amp.grad_scaler.GradScaler
+    yield scaler, "_maybe_opt_step", lambda self, optimizer, state, *a, **k: optimizer.step(*a, **k)
+    yield scaler, "get_scale", lambda self: self._init_scale
+
+
+def _optimizers() -> Iterator[Patch]:
+    """The kernels over lists of tensors, and fused ones, that CUDA has."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils as lists
+
+    foreach = [*lists._get_foreach_kernels_supported_devices(), "meta"]
+    fused = [*lists._get_fused_kernels_supported_devices(), "meta"]
+    for module in (optimizer, lists):
+        yield module, "_get_foreach_kernels_supported_devices", lambda: foreach
+        yield module, "_get_fused_kernels_supported_devices", lambda: fused
+
+
+def _backward(mode: _CudaIsMeta) -> Iterator[Patch]:
+    """Keep translating in the backward pass, where a checkpoint runs the user's code again.
+
+    `Tensor.backward` is itself a torch function, and inside one the mode is not in force.
+    """
+    engine = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if mode in torch.overrides._get_current_function_mode_stack():
+            return engine(*args, **kwargs)
+        with mode:
+            return engine(*args, **kwargs)
+
+    yield torch.autograd, "_engine_run_backward", run
