@@ -19,7 +19,7 @@ from autofit.probing.comparison import Comparison
 from autofit.probing.deadlines import Deadlines
 from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.losses import Losses, oom_kills, outcome_of_death, words_of_death
-from autofit.probing.payload import Payload, write_payload
+from autofit.probing.payload import Payload, no_room, write_payload
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
 from autofit.probing.survey import Survey
@@ -49,7 +49,7 @@ class WorkerProber:
     Raises:
         InvalidRequest: the workload cannot be pickled, or the budget cannot be read.
         DeviceUnavailable: the device is not there.
-        WorkerFailed: the worker could not be started.
+        WorkerFailed: the worker could not be started, or there is no room for the workload's file.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WorkerProber:
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
         self._survey: Survey | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="autofit-")
+        self._folder = _temporary_folder()
         try:
             self._opening["payload"] = str(Path(self._folder.name, "workload.pt"))
             write_payload(
@@ -212,6 +212,13 @@ class WorkerProber:
         if self._process is not None:
             self._process.kill()
             self._process = None
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="autofit-")
+    except OSError as error:
+        raise no_room("a temporary folder", error) from error
 
 
 def _with_caller(survey: Survey, workload: Workload) -> Survey:

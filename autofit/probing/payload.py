@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from autofit.batching import map_tensors
 from autofit.devices.base import Device
 from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.probing.faults import chain_of
 from autofit.strategy import Strategy
 from autofit.workload import Workload
 
@@ -64,18 +65,31 @@ def write_payload(payload: Payload, path: Path) -> None:
         }
         with path.open("wb") as file, _by_value(_unreachable_modules()):
             torch.save(contents, file, pickle_module=_PICKLE)
-    except OSError as error:
-        raise WorkerFailed(
-            f"the workload could not be written to {path} for the worker process ({error}): it "
-            "needs about the model's size on disk; set TMPDIR to a folder that has it"
-        ) from error
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (
+        pickle.PicklingError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ValueError,
+        OSError,
+    ) as error:
+        disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
+        if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
+            raise no_room(path, disk) from error
         raise InvalidRequest(
             f"the workload cannot be sent to a worker process ({type(error).__name__}: {error}). "
             "Either pass a function that builds the model instead of the model, or use "
             'isolation="inprocess", which runs in this process and cannot survive hangs and '
             "device faults"
         ) from error
+
+
+def no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
+    """The error for a payload that the file system does not take."""
+    return WorkerFailed(
+        f"the workload could not be written to {os.fspath(path)} for the worker process "
+        f"({error}): it needs about the model's size on disk; set TMPDIR to a folder that has it"
+    )
 
 
 def read_payload(path: Path, *, map_location: str = "cpu") -> Payload:

@@ -1,0 +1,114 @@
+"""A prober in a worker process, and models that go wrong above a chosen micro-batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.measurement import Measurement
+from autofit.plan import Plan
+from autofit.probing.client import WorkerProber
+from autofit.probing.deadlines import Deadlines
+from autofit.probing.prober import ProbeRequest
+from autofit.workload import Workload
+
+CALM, STORMY = 2, 8
+"""Micro-batches at which a `Trap` behaves, and at which it springs."""
+
+Fault = Callable[[torch.Tensor], object]
+
+
+class Trap(nn.Module):
+    """A small model whose forward runs `fault` where the batch is large enough to be stormy."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.fault = fault
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs)
+        if len(inputs) >= STORMY:
+            self.fault(output)
+        return output
+
+
+@dataclass
+class Probing:
+    """A worker prober and short words for what tests do with it."""
+
+    prober: WorkerProber
+
+    def at(self, micro_batch: int, *, patient: bool = True) -> Measurement:
+        """Probe that micro-batch; a patient probe may take a minute, another the least deadline."""
+        expected_seconds = 3.0 if patient else 0.01
+        return self.prober.probe(ProbeRequest(Plan(micro_batch), expected_seconds=expected_seconds))
+
+    @property
+    def worker(self) -> int | None:
+        """The process id of the worker, None where there is none now."""
+        process = self.prober._process
+        return None if process is None else process.pid
+
+
+Opens = Callable[..., Probing]
+
+
+@pytest.fixture
+def open_probing() -> Iterator[Opens]:
+    """Opens probers with short deadlines, and closes them afterwards."""
+    opened: list[WorkerProber] = []
+
+    def open_one(
+        model: Any,
+        *,
+        vram_budget: str = "64MiB",
+        shortest_s: float = 60.0,
+        tamper: Any = None,
+        **workload: Any,
+    ) -> Probing:
+        described = Workload(model, torch.ones(CALM, 16), **workload)
+        deadlines = Deadlines(shortest_s=shortest_s, unknown_s=60.0)
+        prober = WorkerProber(
+            described, device="cpu", vram_budget=vram_budget, deadlines=deadlines, tamper=tamper
+        )
+        opened.append(prober)
+        return Probing(prober)
+
+    yield open_one
+    for prober in opened:
+        prober.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and has not ended (one that nobody has reaped yet has)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.fixture
+def running() -> Callable[[int], bool]:
+    """`is_running`, for tests."""
+    return is_running
+
+
+@pytest.fixture
+def open_files() -> Callable[[], int]:
+    """How many file descriptors this process has open."""
+    return lambda: len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def trap() -> type[Trap]:
+    """`Trap`, for tests."""
+    return Trap

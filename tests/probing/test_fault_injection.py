@@ -1,0 +1,228 @@
+"""Workers that hang, die and flood: real child processes, and the search goes on after each."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.measurement import Outcome
+from autofit.probing.losses import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
+from autofit.workload import Workload
+
+CALM, STORMY = 2, 8
+SECONDS_TO_HANG = 600
+
+
+def hangs(_: torch.Tensor) -> None:
+    time.sleep(SECONDS_TO_HANG)
+
+
+def hangs_deaf_to_sigterm(_: torch.Tensor) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(SECONDS_TO_HANG)
+
+
+def hangs_in_a_deadlock(_: torch.Tensor) -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def hangs_in_native_code_with_the_interpreter_locked(_: torch.Tensor) -> None:
+    ctypes.PyDLL(None).sleep(SECONDS_TO_HANG)
+
+
+def stops(_: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_killed(_: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crashes(_: torch.Tensor) -> None:
+    ctypes.string_at(0)
+
+
+def aborts(_: torch.Tensor) -> None:
+    os.abort()
+
+
+def exits(_: torch.Tensor) -> None:
+    os._exit(3)
+
+
+def crashes_with_a_child_alive(_: torch.Tensor) -> None:
+    """As a loader does: the child inherits the worker's pipes, and outlives it for a while."""
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(SECONDS_TO_HANG,)).start()
+    os.abort()
+
+
+@pytest.mark.parametrize(
+    ("hang", "where"),
+    [
+        (hangs, "hangs"),
+        (hangs_deaf_to_sigterm, "hangs_deaf_to_sigterm"),
+        (hangs_in_a_deadlock, "hangs_in_a_deadlock"),
+        (hangs_in_native_code_with_the_interpreter_locked, "with_the_interpreter_locked"),
+        (stops, "it did not say where"),
+    ],
+)
+def test_a_hang_costs_one_probe_and_says_where(
+    open_probing: Any, trap: Any, running: Callable[[int], bool], hang: Any, where: str
+) -> None:
+    probing = open_probing(trap(hang), shortest_s=2.0)
+    lost = probing.worker
+    measurement = probing.at(STORMY, patient=False)
+    assert measurement.outcome is Outcome.TIMEOUT
+    assert where in measurement.detail
+    assert not running(lost)
+    assert probing.at(CALM).ok
+    assert probing.worker != lost
+
+
+@pytest.mark.parametrize(
+    ("death", "how"),
+    [
+        (is_killed, "SIGKILL"),
+        (crashes, "SIGSEGV"),
+        (aborts, "SIGABRT"),
+        (exits, "exited with 3"),
+        (crashes_with_a_child_alive, "SIGABRT"),
+    ],
+)
+def test_a_death_costs_one_probe(
+    open_probing: Any, trap: Any, running: Callable[[int], bool], death: Any, how: str
+) -> None:
+    probing = open_probing(trap(death))
+    lost = probing.worker
+    measurement = probing.at(STORMY)
+    assert measurement.outcome is Outcome.CRASHED
+    assert how in measurement.detail
+    assert not running(lost)
+    assert probing.at(CALM).ok
+    assert probing.worker != lost
+
+
+def test_a_crash_shows_its_stack(open_probing: Any, trap: Any) -> None:
+    detail = open_probing(trap(crashes)).at(STORMY).detail
+    assert "it printed last" in detail
+
+
+def test_a_kill_by_the_kernel_is_host_memory() -> None:
+    """The kernel cannot be made to kill in a test; its counter can have moved."""
+    kills = oom_kills()
+    assert outcome_of_death(-signal.SIGKILL, kills) is Outcome.CRASHED
+    assert kills is not None
+    assert outcome_of_death(-signal.SIGKILL, kills - 1) is Outcome.HOST_OOM
+    assert outcome_of_death(-signal.SIGKILL, None) is Outcome.HOST_OOM
+    assert outcome_of_death(-signal.SIGSEGV, kills - 1) is Outcome.CRASHED
+
+
+def floods(_: torch.Tensor) -> None:
+    line = b"x" * 2**20  # one endless line to each stream, then many short ones
+    for _ in range(64):
+        os.write(1, line)
+        os.write(2, line)
+    for number in range(10_000):
+        print("noise", number)
+        print("noise", number, file=sys.stderr)
+
+
+def test_floods_of_output_harm_nothing(open_probing: Any, trap: Any) -> None:
+    probing = open_probing(trap(floods))
+    worker = probing.worker
+    assert probing.at(STORMY).ok
+    assert probing.worker == worker
+    assert len(probing.prober._process._tail) <= 64 * 2**10
+
+
+def test_a_plan_costs_three_workers_at_most(open_probing: Any, trap: Any) -> None:
+    probing = open_probing(trap(exits))
+    seen = [probing.at(STORMY) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
+    assert [measurement.outcome for measurement in seen] == [Outcome.CRASHED] * len(seen)
+    assert "set aside" not in seen[-2].detail
+    assert "set aside: 3 workers were lost" in seen[-1].detail
+    assert "exited with 3" in seen[-1].detail
+    assert probing.worker is None, "the fourth was not started"
+
+
+def test_a_replacement_holds_to_the_same_budget(open_probing: Any, trap: Any) -> None:
+    probing = open_probing(trap(exits), vram_budget=None)
+    budget = probing.prober.vram_budget_bytes
+    probing.at(STORMY)
+    assert probing.at(CALM).ok
+    assert probing.prober._opening["vram_budget"] == budget
+
+
+def test_nothing_of_a_worker_stays_open(
+    open_probing: Any, trap: Any, open_files: Callable[[], int]
+) -> None:
+    probing = open_probing(trap(exits))
+    probing.prober.renew()
+    before, threads = open_files(), threading.active_count()
+    for _ in range(2):
+        assert probing.at(CALM).ok
+        probing.prober.renew()
+    assert (open_files(), threading.active_count()) == (before, threads)
+
+
+def test_a_worker_that_cannot_start_says_why(
+    open_probing: Any, trap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(WorkerFailed, match="could not be started"):
+        open_probing(trap(exits))
+
+
+def test_a_worker_that_dies_in_the_survey_says_how(open_probing: Any) -> None:
+    def builds() -> nn.Module:
+        os._exit(7)
+
+    with pytest.raises(WorkerFailed, match="exited with 7"):
+        open_probing(builds).prober.survey()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file of this process may grow beyond 4 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_disk_without_room_says_what_to_do(open_probing: Any) -> None:
+    with pytest.raises(WorkerFailed, match="could not be written .*TMPDIR"):
+        open_probing(nn.Linear(64, 64))
+
+
+def test_a_temporary_folder_that_is_missing_says_what_to_do(
+    open_probing: Any, trap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    with pytest.raises(WorkerFailed, match="could not be written .*TMPDIR"):
+        open_probing(trap(exits))
+
+
+def test_a_model_that_cannot_be_pickled_names_both_ways_out(open_probing: Any) -> None:
+    model = nn.Linear(16, 16)
+    model.lock = threading.Lock()
+    with pytest.raises(InvalidRequest, match='a function that builds the model.*"inprocess"'):
+        open_probing(model)
+    assert isinstance(Workload(model, torch.ones(2, 16)).model, nn.Linear)
