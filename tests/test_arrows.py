@@ -1,0 +1,204 @@
+"""Who may import whom, read off the source file by file.
+
+A room is a package of `autofit`, or a module beside them. Imports under TYPE_CHECKING are for
+readers and type checkers and point anywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import autofit
+from autofit.registry import GROUP
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "autofit"
+STRATEGIES = ROOT / "strategies"
+
+WORDS = {"errors", "units", "plan", "measurement", "space", "strategy"}
+"""The vocabulary: everything may use it."""
+WORKLOAD = {"batching", "recipe", "workload"}
+TRAINING = WORKLOAD | {"training", "devices", "memory", "fingerprint"}
+SURFACE = {"cli", "options", "progress", "target"}
+
+ALLOWED = {
+    "errors": set(),
+    "units": {"errors"},
+    "plan": {"errors"},
+    "measurement": {"plan", "units", "errors"},
+    "space": {"plan", "units", "errors"},
+    "strategy": {"plan"},
+    "registry": WORDS,
+    "batching": WORDS,
+    "recipe": WORDS | {"batching"},
+    "workload": WORDS | {"batching", "recipe"},
+    "memory": WORDS,
+    "devices": WORDS | {"memory"},
+    "fingerprint": WORDS | WORKLOAD | {"devices"},
+    "training": WORDS | WORKLOAD | {"devices", "memory"},
+    "curves": WORDS,
+    "probing": WORDS | TRAINING,
+    "report": WORDS | {"curves", "registry"},
+    "prediction": WORDS | TRAINING | {"probing", "registry", "curves"},
+    "searching": WORDS | TRAINING | {"probing", "prediction", "report", "curves", "registry"},
+    "testing": WORDS | TRAINING | {"probing", "curves", "registry"},
+}
+"""Room -> the rooms it may import. A room that is not here is at the surface: it may import all
+but the surface, and nobody imports it but the surface."""
+
+IN_APPLY = {"training", "recipe"}
+"""What the report reaches only when its user asks for a live training."""
+
+OWNERS = {
+    "optuna": ("searching/",),
+    "sqlalchemy": ("searching/",),
+    "pynvml": ("devices/cuda.py",),
+    "pandas": ("report/",),
+    "cloudpickle": ("probing/",),
+    "typer": ("cli.py", "options.py"),
+    "rich": ("cli.py", "progress.py", "report/"),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's module, and the function it stands in (None: at the top)."""
+
+    module: str
+    function: str | None
+
+
+def imports_of(path: Path) -> list[Import]:
+    found: list[Import] = []
+
+    def visit(node: ast.AST, function: str | None) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found.append(Import(module, function))
+            if module == "autofit":
+                found.extend(Import(f"autofit.{alias.name}", function) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(path.read_text()), None)
+    return found
+
+
+def files_under(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts)
+
+
+def room_of(module: str) -> str | None:
+    """autofit.probing.client -> probing; None for what is no part of autofit."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "autofit" and len(parts) > 1 else None
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+core_files = pytest.mark.parametrize("path", list(files_under(CORE)), ids=name_of)
+strategy_files = pytest.mark.parametrize("path", list(files_under(STRATEGIES)), ids=name_of)
+
+
+@core_files
+def test_a_room_imports_only_the_rooms_below_it(path: Path) -> None:
+    room = path.relative_to(CORE).parts[0].removesuffix(".py")
+    imported = {room_of(one.module) for one in imports_of(path)} - {None, room}
+    if room == "report":
+        imported -= IN_APPLY  # see the next test
+    at_the_surface = room not in ALLOWED
+    allowed = set(ALLOWED) | SURFACE if at_the_surface else ALLOWED[room]
+    names = {
+        name for name in imported if (CORE / f"{name}.py").exists() or (CORE / str(name)).is_dir()
+    }
+    assert names <= allowed, f"{name_of(path)} may not import {sorted(map(str, names - allowed))}"
+
+
+def test_the_report_reaches_a_training_only_when_it_is_applied() -> None:
+    reaching = {
+        (path.name, one.function)
+        for path in files_under(CORE / "report")
+        for one in imports_of(path)
+        if room_of(one.module) in IN_APPLY
+    }
+    assert reaching == {("report.py", "apply"), ("report.py", "_recipe")}
+
+
+@core_files
+def test_each_dependency_has_one_owner(path: Path) -> None:
+    here = path.relative_to(CORE).as_posix()
+    for one in imports_of(path):
+        owners = OWNERS.get(one.module.partition(".")[0])
+        assert owners is None or here.startswith(owners), f"{here} imports {one.module}"
+
+
+@core_files
+def test_nothing_is_imported_that_the_distribution_does_not_ask_for(path: Path) -> None:
+    known = {*OWNERS, *sys.stdlib_module_names, "autofit", "torch", "numpy"}
+    imported = {one.module.partition(".")[0] for one in imports_of(path)} - {""}
+    assert imported <= known
+
+
+@core_files
+def test_the_core_neither_imports_nor_names_a_strategy(path: Path) -> None:
+    assert "strategies" not in {room_of(one.module) for one in imports_of(path)}
+    names = [entry.name for entry in entry_points(group=GROUP)]
+    assert names, "no strategy is installed: install the project first"
+    own_words = {"optimizer"}  # a field of every workload
+    for text in strings_of(path):
+        named = [n for n in names if n not in own_words and (text == n or text.startswith(f"{n}."))]
+        assert not named, f"{name_of(path)} names the strategy {named[0]!r} in {text!r}"
+
+
+@strategy_files
+def test_a_strategy_sees_the_contract_and_torch_alone(path: Path) -> None:
+    allowed = {"autofit.strategy", "autofit.plan", "autofit.errors", "torch"}
+    for one in imports_of(path):
+        top = one.module.partition(".")[0]
+        if top in sys.stdlib_module_names or one.module.startswith("autofit.strategies."):
+            continue
+        depth = len(one.module) - len(one.module.lstrip("."))
+        if depth:  # relative: it must stay among the strategies
+            assert depth <= len(path.relative_to(STRATEGIES).parts)
+            continue
+        module = "torch" if top == "torch" else one.module
+        assert module in allowed, f"{name_of(path)} imports {one.module}"
+
+
+@core_files
+def test_no_module_bears_the_name_of_a_public_function(path: Path) -> None:
+    functions = {name for name in autofit.__all__ if name.islower()}
+    assert {"search", "probe", "load"} <= functions
+    assert path.stem not in functions
+    assert path.parent.name not in functions
+
+
+def test_the_table_of_arrows_has_no_dead_rooms() -> None:
+    present = {path.name.removesuffix(".py") for path in CORE.iterdir()}
+    assert set(ALLOWED) <= present
+    assert present >= SURFACE
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """Every string constant that is no docstring."""
+    tree = ast.parse(path.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in documentation:
+            yield ast.literal_eval(node)
