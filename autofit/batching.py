@@ -3,12 +3,16 @@
 The rule: the batch size n is the size of dimension 0 of the first tensor that has dimensions;
 every tensor with that size is batched, and everything else stays whole. Growing repeats the
 batch's own samples in turn, so that token ids, labels and masks stay valid.
+
+A batch that was grown may reach the size of a tensor that stays whole (64 position ids beside 64
+samples); so who knows the sample batch passes on which of its tensors are batched.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +21,7 @@ from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public o
 from autofit.errors import InvalidRequest
 
 Batch: TypeAlias = Any
-"""Any pytree of tensors: a tensor, a tuple, a mapping, or these nested."""
+"""Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested."""
 
 BatchMaker: TypeAlias = Callable[[int], Batch]
 """n -> a batch of n samples."""
@@ -27,7 +31,8 @@ _ASK_FOR_MAKER = "pass a callable n -> batch of n samples as the sample batch in
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
     """Every tensor in the batch, in the pytree's order."""
-    return [leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves(_opened(batch))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def batch_size(batch: Batch) -> int:
@@ -62,6 +67,16 @@ def check_batched_dimension(batch: Batch) -> None:
         )
 
 
+def batched_places(batch: Batch) -> frozenset[int]:
+    """Which of `tensors_of(batch)` are batched, by the rule."""
+    size = batch_size(batch)
+    return frozenset(
+        place
+        for place, tensor in enumerate(tensors_of(batch))
+        if tensor.dim() > 0 and tensor.shape[0] == size
+    )
+
+
 def resize(batch: Batch, samples: int) -> Batch:
     """A batch of `samples` samples, made of this batch's own in turn.
 
@@ -71,28 +86,45 @@ def resize(batch: Batch, samples: int) -> Batch:
     if samples == size:
         return batch
     index = torch.arange(samples) % size
-    return _map_batched(batch, size, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def grow(tensor: torch.Tensor) -> torch.Tensor:
+        # A leaf again where it was one: a graph that begins before the batch serves one backward
+        grown = tensor.detach().index_select(0, index.to(tensor.device))
+        return grown.requires_grad_(tensor.requires_grad)
+
+    return _map_batched(grow, batch, batched_places(batch))
 
 
-def pieces(batch: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:
-    """The batch cut into consecutive pieces of those sizes (views, in order)."""
-    size = batch_size(batch)
+def pieces(
+    batch: Batch, sizes: tuple[int, ...], batched: Collection[int] | None = None
+) -> Iterator[Batch]:
+    """The batch cut into consecutive pieces of those sizes (views, in order).
+
+    `batched` says which of `tensors_of(batch)` are cut; None: those that the rule tells.
+    """
+    places = batched_places(batch) if batched is None else batched
     start = 0
     for length in sizes:
-        yield _map_batched(batch, size, operator.itemgetter(slice(start, start + length)))
+        cut = operator.itemgetter(slice(start, start + length))
+        yield _map_batched(cut, batch, places)
         start += length
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
-    """The batch with `function` applied to each tensor."""
-    return pytree.tree_map(
-        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, _plain(batch)
-    )
+    """The batch with `function` applied to each tensor, in the order of `tensors_of`."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        parts = _parts(leaf)
+        return leaf if parts is None else _rebuilt(leaf, map_tensors(function, parts))
+
+    return pytree.tree_map(visit, batch)
 
 
 def describe(batch: Batch) -> dict[str, str]:
     """Where each tensor stands in the batch -> its dtype and shape, as text."""
-    leaves, _ = pytree.tree_flatten_with_path(_plain(batch))
+    leaves, _ = pytree.tree_flatten_with_path(_opened(batch))
     return {
         pytree.keystr(path)
         or "batch": f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
@@ -102,20 +134,42 @@ def describe(batch: Batch) -> dict[str, str]:
 
 
 def _map_batched(
-    batch: Batch, size: int, function: Callable[[torch.Tensor], torch.Tensor]
+    function: Callable[[torch.Tensor], torch.Tensor], batch: Batch, places: Collection[int]
 ) -> Batch:
+    place = -1
+
     def visit(tensor: torch.Tensor) -> torch.Tensor:
-        return function(tensor) if tensor.dim() > 0 and tensor.shape[0] == size else tensor
+        nonlocal place
+        place += 1
+        return function(tensor) if place in places else tensor
 
     return map_tensors(visit, batch)
 
 
-def _leaves(batch: Batch) -> list[Any]:
-    return pytree.tree_leaves(_plain(batch))
+def _opened(batch: Batch) -> Batch:
+    """The batch with containers that torch does not know (a tokenizer's output, say) as dicts."""
+
+    def visit(leaf: Any) -> Any:
+        parts = _parts(leaf)
+        return leaf if parts is None else _opened(parts)
+
+    return pytree.tree_map(visit, batch)
 
 
-def _plain(batch: Batch) -> Batch:
-    """Mappings that torch does not know as containers (a tokenizer's output, say) as dicts."""
-    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
-        return dict(batch)
-    return batch
+def _parts(leaf: Any) -> dict[Any, Any] | None:
+    """What a mapping or dataclass holds by name; None: it is neither."""
+    if isinstance(leaf, Mapping):
+        return dict(leaf)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return None
+
+
+def _rebuilt(leaf: Any, parts: dict[Any, Any]) -> Any:
+    """The same kind of mapping or dataclass with those parts; a dict where it cannot be made."""
+    try:
+        return (
+            type(leaf)(parts) if isinstance(leaf, Mapping) else dataclasses.replace(leaf, **parts)
+        )
+    except Exception:  # the class is the user's: what its constructor wants is anybody's guess
+        return parts
