@@ -40,7 +40,8 @@ class Recipe:
         loss_weight: batch -> what the batch's loss is a mean over; None: its samples.
         before_step: (model, optimizer), called after unscaling and before the update.
         clip_grad_norm: clip the gradients' total norm to this before the update.
-        train_step: (training, batch) -> loss, the whole optimizer step.
+        train_step: (training, batch) -> loss, the whole optimizer step; the batch lies on the
+            device. It updates by `training.backward(loss)` and `training.optimizer_step(name)`.
     """
 
     loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
@@ -73,11 +74,11 @@ class Recipe:
             InvalidRequest: the loss is no scalar, or the model's output holds nothing to average.
         """
         if self.loss_fn is not None:
-            return _scalar(self.loss_fn(model, batch), "loss_fn"), LossSource.LOSS_FN
+            return scalar(self.loss_fn(model, batch), "loss_fn"), LossSource.LOSS_FN
         if self.criterion is not None:
             inputs, target = _input_and_target(batch)
             output = call_model(model, inputs)
-            return _scalar(self.criterion(output, target), "criterion"), LossSource.CRITERION
+            return scalar(self.criterion(output, target), "criterion"), LossSource.CRITERION
         return _own_loss(call_model(model, batch))
 
 
@@ -90,6 +91,18 @@ def call_model(model: torch.nn.Module, batch: Batch) -> Any:
     return model(batch)
 
 
+def scalar(loss: Any, name: str) -> torch.Tensor:
+    """A loss as a tensor without dimensions.
+
+    Raises:
+        InvalidRequest: it is not one number as a tensor; `name` says who made it.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InvalidRequest(f"{name} must return one number as a tensor, got {got}")
+    return loss.reshape(())
+
+
 def _input_and_target(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
@@ -99,17 +112,10 @@ def _input_and_target(batch: Batch) -> tuple[Any, Any]:
     )
 
 
-def _scalar(loss: Any, name: str) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise InvalidRequest(f"{name} must return one number as a tensor, got {got}")
-    return loss.reshape(())
-
-
 def _own_loss(output: Any) -> tuple[torch.Tensor, LossSource]:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        return _scalar(loss, "the model's output.loss"), LossSource.MODEL
+        return scalar(loss, "the model's output.loss"), LossSource.MODEL
     if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
         return output.reshape(()), LossSource.MODEL
     floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]

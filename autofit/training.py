@@ -7,7 +7,7 @@ optimizer only through the strategies it applies, and `undo` takes those changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from autofit.batching import Batch, batch_size, map_tensors, pieces
-from autofit.errors import AutofitError
+from autofit.errors import InvalidRequest
 from autofit.plan import Plan, split_evenly, steps_for
-from autofit.recipe import Recipe
+from autofit.recipe import Recipe, scalar
 from autofit.strategy import Strategy
 from autofit.workload import Optimizers
 
@@ -37,6 +37,8 @@ class Training:
         strategies: those whose settings the plan holds, in any order.
         payloads: what the settings mean to their strategies, by setting.
         place: how a tensor is moved to the device; None: `tensor.to(device)`.
+        batched: which tensors of a batch hold samples, where that is known better than
+            `autofit.batching` can tell from their sizes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Training:
         strategies: Sequence[Strategy] = (),
         payloads: Mapping[str, Any] | None = None,
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        batched: Collection[int] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -58,6 +61,7 @@ class Training:
         self.scaler: torch.amp.GradScaler | None = None
         self.recipe = recipe
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
+        self._batched = batched
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
         self._scaler_was_used = False
@@ -132,16 +136,23 @@ class Training:
         return total
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
-        """Each micro-batch on the device, with the share of the whole loss that it stands for."""
+        """Each micro-batch on the device, with the share of the whole loss that it stands for.
+
+        One that stands for nothing (every token of it is masked) is left out: its loss is often
+        0 / 0, and would spoil the whole.
+        """
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if len(sizes) == 1:
             yield map_tensors(self._place, batch), 1.0
             return
-        weights = [self.recipe.weight(piece) for piece in pieces(batch, sizes)]
+        weights = [self.recipe.weight(piece) for piece in pieces(batch, sizes, self._batched)]
+        if not any(weights):  # as a whole batch would, it trains on nothing
+            weights = [1.0] * len(weights)
         whole = sum(weights)
-        for piece, weight in zip(pieces(batch, sizes), weights, strict=True):
-            yield map_tensors(self._place, piece), weight / whole if whole else 0.0
+        for piece, weight in zip(pieces(batch, sizes, self._batched), weights, strict=True):
+            if weight:
+                yield map_tensors(self._place, piece), weight / whole
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -169,10 +180,17 @@ class Training:
 
         Args:
             name: which optimizer, where there is a mapping of them; None: each in turn.
+
+        Raises:
+            InvalidRequest: there is no optimizer of that name.
         """
-        for optimizer in self._optimizers(name):
+        optimizers = self._optimizers(name)
+        for optimizer in optimizers:
             self._prepare_gradients(optimizer)
             self._update(optimizer)
+        if self.scaler is not None:  # once all of them have used the present scale
+            self.scaler.update()
+        for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def zero_grad(self) -> None:
@@ -184,7 +202,12 @@ class Training:
     def _optimizers(self, name: str | None) -> list[torch.optim.Optimizer]:
         if not isinstance(self.optimizer, Mapping):
             return [self.optimizer]
-        return list(self.optimizer.values()) if name is None else [self.optimizer[name]]
+        if name is None:
+            return list(self.optimizer.values())
+        if name not in self.optimizer:
+            names = ", ".join(self.optimizer)
+            raise InvalidRequest(f"there is no optimizer {name!r}; there are: {names}")
+        return [self.optimizer[name]]
 
     def _prepare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         recipe = self.recipe
@@ -204,7 +227,6 @@ class Training:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
-                self.scaler.update()
 
         for wrapper in self._step_wrappers:
             update = _wrapped(wrapper, update)
@@ -215,9 +237,9 @@ class Training:
     ) -> torch.Tensor:
         self._scaler_was_used = False
         with self.context():
-            loss = train_step(self, batch)
+            loss = scalar(train_step(self, map_tensors(self._place, batch)), "train_step")
         if self.scaler is not None and not self._scaler_was_used:
-            raise AutofitError(
+            raise InvalidRequest(
                 "train_step never used the gradient scaler that float16 needs: call "
                 "training.backward(loss) and training.optimizer_step() in it"
             )

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from autofit.batching import Batch, BatchMaker, batch_size, check_batched_dimension, resize
+from autofit.batching import (
+    Batch,
+    BatchMaker,
+    batch_size,
+    batched_places,
+    check_batched_dimension,
+    map_tensors,
+    resize,
+)
 from autofit.errors import InvalidRequest
 from autofit.recipe import Recipe
 
@@ -16,6 +24,7 @@ if TYPE_CHECKING:
     from autofit.training import Training
 
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
@@ -99,6 +108,11 @@ class Workload:
         """n; for a function n -> batch it is 1, the least that any training can start from."""
         return 1 if self.makes_batches else batch_size(self.sample_batch)
 
+    @property
+    def batched_places(self) -> frozenset[int] | None:
+        """Which of the batch's tensors hold samples; None where a function makes batches."""
+        return None if self.makes_batches else batched_places(self.sample_batch)
+
     def batch(self, samples: int) -> Batch:
         """A batch of that many samples.
 
@@ -130,14 +144,22 @@ class Workload:
             )
         return built
 
-    def build_optimizer(self, model: torch.nn.Module) -> Optimizers:
-        """The live optimizer with its state on the model's device, or a new one for the model."""
+    def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
+        """The live optimizer, or a new one for the model's parameters.
+
+        Args:
+            model: on its device already.
+            place: how a live optimizer's state is moved there; None: it is there.
+
+        Raises:
+            InvalidRequest: a function made no optimizer, or its key names no submodule.
+        """
         if isinstance(self.optimizer, Mapping):
             return {
-                name: _optimizer_for(entry, _submodule(model, name, entry))
+                name: _optimizer_for(entry, _submodule(model, name, entry), place)
                 for name, entry in self.optimizer.items()
             }
-        return _optimizer_for(self.optimizer, model)
+        return _optimizer_for(self.optimizer, model, place)
 
 
 def _submodule(
@@ -156,10 +178,11 @@ def _submodule(
 
 
 def _optimizer_for(
-    entry: OptimizerFactory | torch.optim.Optimizer, model: torch.nn.Module
+    entry: OptimizerFactory | torch.optim.Optimizer, model: torch.nn.Module, place: Place | None
 ) -> torch.optim.Optimizer:
     if isinstance(entry, torch.optim.Optimizer):
-        entry.load_state_dict(entry.state_dict())  # moves the state to where its parameters are now
+        if place is not None:
+            _place_state(entry, place)
         return entry
     built = entry(list(model.parameters()))
     if not isinstance(built, torch.optim.Optimizer):
@@ -168,3 +191,25 @@ def _optimizer_for(
             f"got a {type(built).__name__}"
         )
     return built
+
+
+def _place_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """Move the state by hand: `load_state_dict` would cast it and run the user's hooks."""
+    on_device = {
+        parameter
+        for group in optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for parameter in group["params"]
+    }
+    for parameter, state in optimizer.state.items():
+        # torch keeps step counts on the host, unless its kernels read them
+        counts = place if parameter in on_device else _as_it_is
+
+        def move(tensor: torch.Tensor, counts: Place = counts) -> torch.Tensor:
+            return place(tensor) if tensor.dim() else counts(tensor)
+
+        optimizer.state[parameter] = map_tensors(move, state)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
