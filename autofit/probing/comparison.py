@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,19 @@ SAMPLES_OF_A_COMPARISON = 5
 
 @dataclass(frozen=True)
 class Gradients:
-    """Loss and gradients of one pass, on the host."""
+    """One pass over some samples, kept on the host: the model behind it may be gone.
+
+    Attributes:
+        loss: the mean loss.
+        by_name: the gradient of each parameter that got one, in its own type.
+        tolerance: the most that roundings of the parameters' types explain.
+        normalizing: the modules that normalized over the batch.
+    """
 
     loss: float
     by_name: dict[str, torch.Tensor]
+    tolerance: float
+    normalizing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,37 +77,36 @@ def gradients(training: Training, batch: Batch, *, seed: int, calm: bool = True)
 
     `calm=False` leaves every module in its mode, for models whose loss exists in training only.
     """
-    torch.manual_seed(seed)
-    training.zero_grad()
-    with _calm(training.model) if calm else nullcontext():
-        loss = float(training.accumulate(batch))
+    model = training.model
+    with _calm(model) if calm else nullcontext():
+        loss = _accumulate_in_range(training, batch, seed)
+        normalizing = tuple(batch_normalizing(model))
     scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
     by_name = {
-        name: parameter.grad.detach().to("cpu", torch.float64) / scale
-        for name, parameter in training.model.named_parameters()
+        name: _on_host(parameter.grad) / scale
+        for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     training.zero_grad()
-    return Gradients(loss, by_name)
+    tolerance = max((_tolerance(p.dtype) for p in model.parameters()), default=0.0)
+    return Gradients(loss, by_name, tolerance, normalizing)
 
 
-def compare(first: Gradients, second: Gradients, model: torch.nn.Module) -> Comparison:
+def compare(first: Gradients, second: Gradients) -> Comparison:
     """How far the second pass is from the first."""
     differences = {
-        name: _norm(value - second.by_name.get(name, torch.zeros_like(value)))
-        for name, value in first.by_name.items()
+        name: _distance(first.by_name.get(name), second.by_name.get(name))
+        for name in first.by_name | second.by_name
     }
-    whole = math.hypot(*(_norm(value) for value in first.by_name.values()))
-    tolerance = max((_tolerance(p.dtype) for p in model.parameters()), default=0.0)
+    whole = math.hypot(*(_distance(value, None) for value in first.by_name.values()))
     comparison = Comparison(
         loss=_relative(abs(second.loss - first.loss), abs(first.loss)),
         gradient=_relative(math.hypot(*differences.values()), whole),
-        tolerance=tolerance,
+        tolerance=max(first.tolerance, second.tolerance),
     )
     if comparison.equal:
         return comparison
-    culprits = batch_normalizing(model) or _owners_of_largest(differences)
-    return Comparison.from_dict(comparison.to_dict() | {"modules": culprits})
+    return replace(comparison, modules=first.normalizing or _owners_of_largest(differences))
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:
@@ -111,9 +119,30 @@ def _normalizes_over_batch(module: torch.nn.Module) -> bool:
     return isinstance(module, _NormBase) and module.training and not instance
 
 
-def _owners_of_largest(differences: dict[str, float]) -> list[str]:
+def _owners_of_largest(differences: dict[str, float]) -> tuple[str, ...]:
+    """Modules by name; a parameter of the model's own stands for itself."""
     largest = sorted(differences, key=lambda name: -differences[name])[:3]
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in largest))
+    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in largest))
+
+
+def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
+    """Accumulate, again with a smaller scale for as long as float16 overflows, as training does."""
+    while True:
+        torch.manual_seed(seed)
+        training.zero_grad()
+        loss = float(training.accumulate(batch))
+        scaler = training.scaler
+        if scaler is None or scaler.get_scale() <= 1 or _are_finite(training.model):
+            return loss
+        scaler.update(scaler.get_scale() / 16)
+
+
+def _are_finite(model: torch.nn.Module) -> bool:
+    return all(
+        bool(_on_host(parameter.grad).isfinite().all())
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    )
 
 
 @contextmanager
@@ -136,11 +165,22 @@ def _calm(model: torch.nn.Module) -> Iterator[None]:
 
 def _tolerance(dtype: torch.dtype) -> float:
     """Roundings add up over a reduction: a few thousand units in the last place, capped."""
-    return min(torch.finfo(dtype).eps * 8192, 0.05) if dtype.is_floating_point else 0.0
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return min(torch.finfo(dtype).eps * 8192, 0.05)
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor))
+def _on_host(gradient: torch.Tensor) -> torch.Tensor:
+    """Dense and real, in host memory."""
+    dense = gradient.detach().to("cpu").to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
+    """The norm of the difference; None is all zeros."""
+    values = [value.double() for value in (first, second) if value is not None]
+    difference = values[0] if len(values) == 1 else values[0] - values[1]
+    return float(torch.linalg.vector_norm(difference))
 
 
 def _relative(difference: float, reference: float) -> float:

@@ -8,6 +8,7 @@ end. A hang, a crash or a poisoned device context here is the whole process's; a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -48,7 +49,8 @@ class InProcessProber:
     ) -> None:
         self._workload = workload
         self._device = open_device(device)
-        self._snapshot = Snapshot.take({"model": workload.model, "optimizer": workload.optimizer})
+        parts = ("model", "optimizer", "sample_batch", "loss_fn", "criterion")
+        self._snapshot = Snapshot.take({name: getattr(workload, name) for name in parts})
         self._session = Session(
             self._restored,
             strategies,
@@ -83,6 +85,7 @@ class InProcessProber:
     def rebudget(self, vram_budget_bytes: int) -> None:
         """Hold the following probes to another budget."""
         self._session.vram_budget_bytes = vram_budget_bytes
+        self._survey = replace(self.survey(), vram_budget_bytes=vram_budget_bytes)
 
     def survey(self) -> Survey:
         """The facts of the workload on the device; looked up once."""

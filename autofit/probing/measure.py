@@ -26,6 +26,8 @@ from autofit.units import format_bytes
 from autofit.workload import Workload
 
 WARM_UP_STEPS = 2
+MOST_WARM_UP_STEPS = 24
+"""float16 starts with a loss scale of 2**16 and halves it at each step that overflows."""
 MOST_TIMED_STEPS = 30
 MOST_TIMED_SECONDS = 5.0
 FEWEST_TIMED_STEPS = 3
@@ -72,7 +74,7 @@ def measure(
     with ExitStack() as applied:
         with device.accounting():
             training = applied.enter_context(make_training(workload))
-            _steps(training, device, batch, WARM_UP_STEPS, window)
+            _warm_up(training, device, batch, window)
             before = device.read()
             _steps(training, device, batch, device.tracked_steps, window)
         _time_steps(training, device, batch, scale, request, window)
@@ -87,6 +89,22 @@ def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
     if request.full_accumulation or workload.train_step is not None:
         return whole
     return min(whole, MICRO_BATCHES_OF_A_SEARCH)
+
+
+def _warm_up(training: Training, device: Device, batch: Batch, window: _Window) -> None:
+    """Steps until two have updated: those that overflowed float16 made no optimizer state."""
+    updates = 0
+    for _ in range(MOST_WARM_UP_STEPS):
+        scale_before = _scale(training)
+        _steps(training, device, batch, 1, window)
+        updates += _scale(training) >= scale_before
+        if updates == WARM_UP_STEPS:
+            break
+    del window.boundary_bytes[:-WARM_UP_STEPS]
+
+
+def _scale(training: Training) -> float:
+    return 1.0 if training.scaler is None else float(training.scaler.get_scale())
 
 
 def _steps(training: Training, device: Device, batch: Batch, count: int, window: _Window) -> None:

@@ -11,30 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from autofit.batching import describe
 from autofit.devices.base import Device, MemoryReading
-from autofit.errors import NoFeasiblePlan
-from autofit.fingerprint import fingerprint
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Dimension, Plan
-from autofit.probing.comparison import (
-    SAMPLES_OF_A_COMPARISON,
-    Comparison,
-    Gradients,
-    compare,
-    gradients,
-)
+from autofit.plan import Plan
+from autofit.probing.comparison import Comparison
 from autofit.probing.doubt import has_moved, is_explained, memory_was_short, spilled
 from autofit.probing.faults import Fault, fault_of, settle
+from autofit.probing.lookover import compare_plans, look_over
 from autofit.probing.measure import measure
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.scrub import collect, scrub
+from autofit.probing.scrub import scrub
 from autofit.probing.survey import Survey
-from autofit.strategy import Capabilities, Strategy
+from autofit.probing.workbench import Workbench
+from autofit.strategy import Strategy
 from autofit.training import Training
-from autofit.units import format_bytes
 from autofit.workload import Workload
 
 RETAINED_BYTES = 8 * 2**20
@@ -82,37 +72,13 @@ class Session:
         vram_budget_bytes: int,
         seed: int = 0,
     ) -> None:
-        self._fresh_workload = fresh_workload
-        self._strategies = strategies
+        self._bench = Workbench(fresh_workload, strategies, device, seed)
         self._device = device
         self.vram_budget_bytes = vram_budget_bytes
-        self._seed = seed
 
     def survey(self) -> Survey:
         """Look the workload over; see `Survey`."""
-        workload = self._fresh_workload()
-        with self._training(workload, Plan(1)) as training:
-            model, optimizer = training.model, training.optimizer
-            digest = fingerprint(workload, model, optimizer, self._device.environment)
-            parameters = list(model.parameters())
-        loss = self._loss_source()
-        dimensions, notes = self._dimensions()
-        resplit, may_resplit, resplit_notes = self._resplit(workload)
-        return Survey(
-            environment=self._device.environment,
-            vram_budget_bytes=self.vram_budget_bytes,
-            fingerprint=digest,
-            parameters=sum(p.numel() for p in parameters),
-            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-            loss=loss,
-            sample_batch_size=workload.sample_batch_size,
-            sample_shapes=describe(workload.batch(workload.sample_batch_size)),
-            global_batch=workload.global_batch,
-            resplit=resplit,
-            may_resplit=may_resplit,
-            dimensions=dimensions,
-            notes=(*notes, *resplit_notes),
-        )
+        return look_over(self._bench, self.vram_budget_bytes)
 
     def probe(self, request: ProbeRequest) -> Reply:
         """Run one plan; every way in which it can end is a reply.
@@ -142,40 +108,15 @@ class Session:
         Raises:
             Whatever the model or the device raises.
         """
-        try:
-            return self._compare(first, second, payloads, samples, calm=True)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # some models have a loss in training mode only
-            return self._compare(first, second, payloads, samples, calm=False)
-
-    # -- building ------------------------------------------------------------------------------
-
-    def _training(
-        self, workload: Workload, plan: Plan, payloads: Mapping[str, Any] | None = None
-    ) -> Training:
-        torch.manual_seed(self._seed)
-        model = self._device.place_model(workload.build_model())
-        return Training(
-            model,
-            workload.build_optimizer(model),
-            workload.recipe,
-            plan,
-            device=self._device.torch_device,
-            strategies=self._strategies,
-            payloads=payloads,
-            place=self._device.place,
-        )
-
-    # -- probing -------------------------------------------------------------------------------
+        return compare_plans(self._bench, first, second, payloads, samples)
 
     def _probe_once(self, request: ProbeRequest) -> Reply:
-        self._settle_memory_or_not()
+        self._bench.settle_memory_or_not()
         if (broken := self._health_fault()) is not None:
             return Reply(Measurement(broken.outcome, broken.detail), spent=True)
         before, foreign_before = self._device.read(), self._device.foreign_bytes()
         measurement, fault, raised = self._attempt(request)
-        self._settle_memory_or_not()
+        self._bench.settle_memory_or_not()
         foreign = self._device.foreign_bytes()
         available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
         unexplained = False
@@ -214,10 +155,10 @@ class Session:
     def _measure(self, request: ProbeRequest) -> Measurement:
         self._device.limit(self.vram_budget_bytes)
         self._device.reset_peaks()
-        workload = self._fresh_workload()
+        workload = self._bench.fresh_workload()
 
         def make_training(workload: Workload) -> Training:
-            return self._training(workload, request.plan, request.payloads)
+            return self._bench.training(workload, request.plan, request.payloads)
 
         return measure(workload, self._device, request, make_training, self.vram_budget_bytes)
 
@@ -257,144 +198,3 @@ class Session:
         except Exception as error:
             return replace(fault_of(error), outcome=Outcome.POISONED, kills_context=True)
         return None
-
-    def _settle_memory(self) -> None:
-        collect()
-        self._device.synchronize()
-        self._device.release_cache()
-
-    def _settle_memory_or_not(self) -> None:
-        """After a fault even emptying the cache may raise; the health check then says so."""
-        try:
-            self._settle_memory()
-        except Exception as error:
-            scrub(error)
-
-    # -- surveying -----------------------------------------------------------------------------
-
-    def _loss_source(self) -> str | None:
-        workload = self._fresh_workload()
-        if workload.train_step is not None:
-            return "train_step"
-        samples = min(workload.sample_batch_size, 2)
-        try:
-            with self._training(workload, Plan(samples)) as training, training.context():
-                batch, _ = next(iter(training.micro_batches(workload.batch(samples))))
-                return workload.recipe.loss_and_source(training.model, batch)[1].value
-        except Exception as error:  # the baseline's probe will meet it and report it in full
-            scrub(error)
-            return None
-
-    def _dimensions(self) -> tuple[dict[str, Dimension], list[str]]:
-        dimensions: dict[str, Dimension] = {}
-        notes = []
-        for strategy in self._strategies:
-            context = _Context(self)
-            try:
-                dimensions |= strategy.dimensions(context)
-            except Exception as error:
-                scrub(error)
-                notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")
-            finally:
-                context.close()
-                self._settle_memory_or_not()
-        return dimensions, notes
-
-    def _resplit(self, workload: Workload) -> tuple[Comparison | None, bool, list[str]]:
-        """Whether a split batch trains like a whole one, tried on a few samples."""
-        if workload.global_batch is None or workload.global_batch == 1:
-            return None, True, []
-        if workload.train_step is not None:
-            note = "accumulation stays at the baseline's: train_step decides how a batch is split"
-            return None, workload.allow_resplit, [] if workload.allow_resplit else [note]
-        samples = SAMPLES_OF_A_COMPARISON
-        whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
-        try:
-            comparison = self.compare(whole, split, ({}, {}), samples)
-        except Exception as error:
-            scrub(error)
-            note = f"split and whole gradients could not be compared ({type(error).__name__})"
-            return None, workload.allow_resplit, [note]
-        finally:
-            self._settle_memory_or_not()
-        if comparison.equal:
-            return comparison, True, []
-        return comparison, workload.allow_resplit, [_resplit_note(comparison, workload)]
-
-    def _compare(
-        self,
-        first: Plan,
-        second: Plan,
-        payloads: Sequence[Mapping[str, Any]],
-        samples: int,
-        *,
-        calm: bool,
-    ) -> Comparison:
-        batch = self._fresh_workload().batch(samples)
-        passes: list[Gradients] = []
-        for plan, payload in zip((first, second), payloads, strict=True):
-            with self._training(self._fresh_workload(), plan, payload) as training:
-                passes.append(gradients(training, batch, seed=self._seed, calm=calm))
-                model = training.model
-        return compare(passes[0], passes[1], model)
-
-
-def _resplit_note(comparison: Comparison, workload: Workload) -> str:
-    what = f"split gradients differ from whole ones by {comparison.gradient:.1%}"
-    where = f" ({', '.join(comparison.modules)})" if comparison.modules else ""
-    kept = (
-        "allow_resplit was given, so the accumulation count is free"
-        if workload.allow_resplit
-        else "the accumulation count stays at the baseline's; give loss_weight or allow_resplit"
-    )
-    return f"{what}{where}: {kept}"
-
-
-class _Context:
-    """What a strategy sees while it makes its dimensions; implements `autofit.strategy.Context`."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._training: Training | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self._session._device.torch_device
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._session._device.capabilities
-
-    @property
-    def model(self) -> torch.nn.Module:
-        if self._training is None:
-            self._training = self._session._training(self._session._fresh_workload(), Plan(1))
-        return self._training.model
-
-    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
-        workload = self._session._fresh_workload()
-        with self._session._training(workload, Plan(micro_batch)) as training:
-            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
-            return run(training, batch)
-
-    def close(self) -> None:
-        if self._training is not None:
-            self._training.undo()
-            self._training = None
-
-
-def check_weights_fit(survey: Survey) -> None:
-    """Refuse a budget that not even the weights fit into.
-
-    Raises:
-        NoFeasiblePlan: the model's parameters alone are larger than the budget.
-    """
-    if survey.parameter_bytes <= survey.vram_budget_bytes:
-        return
-    raise NoFeasiblePlan(
-        f"the model's parameters alone take {format_bytes(survey.parameter_bytes)}, and the VRAM "
-        f"budget is {format_bytes(survey.vram_budget_bytes)}",
-        plan=Plan(1),
-        required_bytes=survey.parameter_bytes,
-        allowed_bytes=survey.vram_budget_bytes,
-    )

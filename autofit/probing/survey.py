@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autofit.devices.base import Environment
-from autofit.plan import Dimension
+from autofit.errors import NoFeasiblePlan
+from autofit.plan import Dimension, Plan
 from autofit.probing.comparison import Comparison
 from autofit.space import Space
+from autofit.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,20 @@ class Survey:
                 "notes": tuple(data["notes"]),
             }
         )
+
+
+def check_weights_fit(survey: Survey) -> None:
+    """Refuse a budget that not even the weights fit into.
+
+    Raises:
+        NoFeasiblePlan: the model's parameters alone are larger than the budget.
+    """
+    if survey.parameter_bytes <= survey.vram_budget_bytes:
+        return
+    raise NoFeasiblePlan(
+        f"the model's parameters alone take {format_bytes(survey.parameter_bytes)}, and the VRAM "
+        f"budget is {format_bytes(survey.vram_budget_bytes)}",
+        plan=Plan(1),
+        required_bytes=survey.parameter_bytes,
+        allowed_bytes=survey.vram_budget_bytes,
+    )

@@ -20,8 +20,7 @@ from autofit.plan import Plan
 from autofit.probing.client import WorkerProber
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.session import check_weights_fit
-from autofit.probing.survey import Survey
+from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies
 from autofit.report.paste import paste_lines
 from autofit.report.record import Record, SearchSummary, Skipped

@@ -1,0 +1,215 @@
+"""What is found out about a workload before its first probe, and when two plans are compared.
+
+The facts (size, shapes, fingerprint) come from a model in host memory. Loss, dimensions and
+gradients take trainings on the device; where one of those fails, the survey says so and goes on:
+the baseline's probe will meet the same fault and report it in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autofit.batching import describe
+from autofit.errors import InvalidRequest
+from autofit.fingerprint import fingerprint
+from autofit.plan import Dimension, Plan
+from autofit.probing.comparison import (
+    SAMPLES_OF_A_COMPARISON,
+    Comparison,
+    Gradients,
+    compare,
+    gradients,
+)
+from autofit.probing.scrub import scrub
+from autofit.probing.survey import Survey
+from autofit.probing.workbench import Workbench
+from autofit.recipe import LossSource
+from autofit.strategy import Capabilities
+from autofit.training import Training
+from autofit.workload import Workload
+
+
+def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
+    """The facts of the bench's workload on its device.
+
+    Raises:
+        InvalidRequest: the workload's functions make no model, optimizer or batch.
+        Exception: what the user's code raised in making them.
+    """
+    workload = bench.fresh_workload()
+    facts = _facts(bench, workload)
+    loss = _loss_source(bench, workload)
+    dimensions, notes = _dimensions(bench)
+    resplit, may_resplit, resplit_notes = _resplit(bench, workload)
+    return Survey(
+        environment=bench.device.environment,
+        vram_budget_bytes=vram_budget_bytes,
+        loss=loss,
+        sample_batch_size=workload.sample_batch_size,
+        sample_shapes=describe(workload.batch(workload.sample_batch_size)),
+        global_batch=workload.global_batch,
+        resplit=resplit,
+        may_resplit=may_resplit,
+        dimensions=dimensions,
+        notes=(*notes, *resplit_notes),
+        **facts,
+    )
+
+
+def compare_plans(
+    bench: Workbench,
+    first: Plan,
+    second: Plan,
+    payloads: Sequence[Mapping[str, Any]],
+    samples: int,
+) -> Comparison:
+    """Loss and gradients of two plans on the same samples.
+
+    Raises:
+        InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
+        Exception: whatever the model or the device raises.
+    """
+    plans = list(zip((first, second), payloads, strict=True))
+    try:
+        return compare(*(_pass(bench, *plan, samples, calm=True) for plan in plans))
+    except (torch.OutOfMemoryError, InvalidRequest):
+        raise
+    except Exception as error:  # some models have a loss in training mode only
+        scrub(error)
+    return compare(*(_pass(bench, *plan, samples, calm=False) for plan in plans))
+
+
+def _pass(
+    bench: Workbench, plan: Plan, payloads: Mapping[str, Any], samples: int, *, calm: bool
+) -> Gradients:
+    workload = bench.fresh_workload()
+    if workload.train_step is not None:
+        raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
+    bench.settle_memory()
+    with bench.training(workload, plan, payloads) as training:
+        return gradients(training, workload.batch(samples), seed=bench.seed, calm=calm)
+
+
+def _facts(bench: Workbench, workload: Workload) -> dict[str, Any]:
+    torch.manual_seed(bench.seed)
+    model = workload.build_model()
+    optimizer = workload.build_optimizer(model)
+    parameters = list(model.parameters())
+    return {
+        "fingerprint": fingerprint(workload, model, optimizer, bench.device.environment),
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+    }
+
+
+def _loss_source(bench: Workbench, workload: Workload) -> str | None:
+    if workload.train_step is not None:
+        return LossSource.TRAIN_STEP
+    samples = min(workload.sample_batch_size, 2)
+    try:
+        with bench.training(bench.fresh_workload(), Plan(samples)) as training, training.context():
+            batch, _ = next(training.micro_batches(workload.batch(samples)))
+            return training.recipe.loss_and_source(training.model, batch)[1]
+    except Exception as error:
+        scrub(error)
+        return None
+    finally:
+        bench.settle_memory_or_not()
+
+
+def _dimensions(bench: Workbench) -> tuple[dict[str, Dimension], list[str]]:
+    dimensions: dict[str, Dimension] = {}
+    notes = []
+    for strategy in bench.strategies:
+        context = _Context(bench)
+        try:
+            dimensions |= strategy.dimensions(context)
+        except Exception as error:
+            scrub(error)
+            notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")
+        finally:
+            context.close()
+            bench.settle_memory_or_not()
+    return dimensions, notes
+
+
+def _resplit(
+    bench: Workbench, workload: Workload
+) -> tuple[Comparison | None, bool, tuple[str, ...]]:
+    """Whether a split batch trains like a whole one, tried on a few samples; notes about it."""
+    allowed = workload.allow_resplit
+    if workload.global_batch is None or workload.global_batch == 1:
+        return None, True, ()
+    if workload.train_step is not None:
+        why = "train_step decides how a batch is split"
+        return None, allowed, () if allowed else (_kept(why, "allow_resplit"),)
+    if not workload.makes_batches and workload.sample_batch_size == 1:
+        why = "copies of one sample do not show whether split gradients equal whole ones"
+        return None, allowed, () if allowed else (_kept(why, "two or more samples"),)
+    try:
+        comparison = _split_against_whole(bench)
+    except Exception as error:
+        scrub(error)
+        why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
+        return None, allowed, (_kept(why, "allow_resplit") if not allowed else why,)
+    finally:
+        bench.settle_memory_or_not()
+    if comparison.equal:
+        return comparison, True, ()
+    return comparison, allowed, (_resplit_note(comparison, workload),)
+
+
+def _split_against_whole(bench: Workbench) -> Comparison:
+    samples = SAMPLES_OF_A_COMPARISON
+    whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
+    return compare_plans(bench, whole, split, ({}, {}), samples)
+
+
+def _resplit_note(comparison: Comparison, workload: Workload) -> str:
+    where = f" ({', '.join(comparison.modules)})" if comparison.modules else ""
+    why = f"split gradients differ from whole ones by {comparison.gradient:.1%}{where}"
+    if workload.allow_resplit:
+        return f"{why}: allow_resplit was given, so the accumulation count is free"
+    return _kept(why, "allow_resplit" if workload.loss_weight else "loss_weight or allow_resplit")
+
+
+def _kept(why: str, way_out: str) -> str:
+    return f"{why}: the accumulation count stays at the baseline's; give {way_out} to free it"
+
+
+class _Context:
+    """What a strategy sees while it makes its dimensions; implements `autofit.strategy.Context`."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench = bench
+        self._training: Training | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._bench.device.torch_device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._bench.device.capabilities
+
+    @property
+    def model(self) -> torch.nn.Module:
+        if self._training is None:
+            self._training = self._bench.training(self._bench.fresh_workload(), Plan(1))
+        return self._training.model
+
+    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
+        self.close()
+        self._bench.settle_memory()
+        workload = self._bench.fresh_workload()
+        with self._bench.training(workload, Plan(micro_batch)) as training:
+            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
+            return run(training, batch)
+
+    def close(self) -> None:
+        if self._training is not None:
+            self._training.undo()
+            self._training = None

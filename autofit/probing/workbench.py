@@ -1,0 +1,78 @@
+"""Where copies of a workload become trainings on the device, one at a time.
+
+Whoever builds one lets go of it before the next is built: a model that fills more than half of the
+device must still be surveyed, compared and probed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autofit.devices.base import Device
+from autofit.plan import Plan
+from autofit.probing.scrub import collect, scrub
+from autofit.recipe import Recipe
+from autofit.strategy import Strategy
+from autofit.training import Training
+from autofit.workload import Workload
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A workload, a device and what trainings are built with.
+
+    Attributes:
+        fresh_workload: a copy of the workload that may be trained and thrown away, each time.
+        strategies: those that may have settings in a plan.
+        device: held by this process.
+        seed: for initial weights of built models, dropout and the like.
+    """
+
+    fresh_workload: Callable[[], Workload]
+    strategies: Sequence[Strategy]
+    device: Device
+    seed: int
+
+    def training(
+        self, workload: Workload, plan: Plan, payloads: Mapping[str, Any] | None = None
+    ) -> Training:
+        """The workload, moved to the device and ready to step."""
+        torch.manual_seed(self.seed)
+        model = self.device.place_model(workload.build_model())
+        return Training(
+            model,
+            workload.build_optimizer(model, self.device.place),
+            self._placed(workload.recipe),
+            plan,
+            device=self.device.torch_device,
+            strategies=self.strategies,
+            payloads=payloads,
+            place=self.device.place,
+            batched=workload.batched_places,
+        )
+
+    def _placed(self, recipe: Recipe) -> Recipe:
+        """A loss that is a module may hold tensors (the weights of its classes, say)."""
+        modules: dict[str, Any] = {
+            name: self.device.place_model(function)
+            for name in ("loss_fn", "criterion")
+            if isinstance(function := getattr(recipe, name), torch.nn.Module)
+        }
+        return replace(recipe, **modules)
+
+    def settle_memory(self) -> None:
+        """Collect what is unreachable, and hand cached memory back."""
+        collect()
+        self.device.synchronize()
+        self.device.release_cache()
+
+    def settle_memory_or_not(self) -> None:
+        """After a fault even emptying the cache may raise; a health check then says so."""
+        try:
+            self.settle_memory()
+        except Exception as error:
+            scrub(error)
