@@ -104,6 +104,9 @@ class Context(Protocol):
         `batch` has `micro_batch` samples and lies on the device; the training is undone after.
         """
 
+    def note(self, text: str) -> None:
+        """Tell the reader of the report something, such as what was left out and why."""
+
 
 class TrainingView(Protocol):
     """What a strategy sees of a training while its settings are applied."""
@@ -137,6 +140,9 @@ class TrainingView(Protocol):
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Forward and loss of one micro-batch, under the forward contexts in force."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One optimizer step, the user's own where there is one; the detached loss."""
 
 
 @runtime_checkable

@@ -254,6 +254,10 @@ class _Context:
         self.device = device
         self.capabilities = capabilities
         self.model = build().build_model().to(device)
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
         workload = self._build()

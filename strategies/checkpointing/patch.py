@@ -67,7 +67,7 @@ def _buffers_below(
     model: nn.Module, holder: nn.Module, names: Collection[str]
 ) -> tuple[BufferPath, ...]:
     """Where these buffers of the model lie, as seen from a module of it."""
-    wanted = {(id(model.get_submodule(owner)), leaf) for owner, leaf in map(_split_name, names)}
+    wanted = {owner_of(model, name) for name in names}
     return tuple(
         (path, name)
         for path, module in holder.named_modules()
@@ -76,9 +76,10 @@ def _buffers_below(
     )
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    owner, _, leaf = name.rpartition(".")
-    return owner, leaf
+def owner_of(model: nn.Module, buffer: str) -> tuple[int, str]:
+    """The identity of the module that holds this buffer of the model, and its name there."""
+    owner, _, leaf = buffer.rpartition(".")
+    return id(model.get_submodule(owner)), leaf
 
 
 def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
@@ -102,7 +103,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain, buffers = self.__dict__[_FORWARD], self.__dict__[_BUFFERS]
     if not self.__dict__[_RUNS]:
         return recomputed(plain, self, buffers, args, kwargs)
-    children = list(self.children())
+    children = list(self._modules.values())  # children() drops one that stands twice
     value, position = args[0] if args else kwargs["input"], 0
     for start, stop in self.__dict__[_RUNS]:
         value = _in_turn(children[position:start], value)
@@ -111,7 +112,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _in_turn(children[position:], value)
 
 
-def _in_turn(modules: Sequence[nn.Module], value: Any) -> Any:
+def _in_turn(modules: Sequence[Any], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value

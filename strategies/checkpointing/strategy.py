@@ -1,4 +1,9 @@
-"""The strategy: none, half or all of a model's repeated blocks checkpointed."""
+"""The strategy: one dimension along the best frontier of checkpoint placements.
+
+`checkpointing.level` 0 is plain PyTorch; each level further up needs less memory and more time
+than the one before. What a level checkpoints was found by measuring the user's own model, and
+stands in its payload by name, so that level 2 means the same modules tomorrow.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +11,65 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
 
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from .candidates import find_candidates, layers
+from .levels import Measured, make_dimension
+from .parity import Parity, check_parity
 from .patch import checkpointed
+from .recorder import NeedsSavedTensors
+from .survey import survey
 
 SETTING = "checkpointing.level"
+SMALL, LARGE = 2, (8, 32, 128)
+"""Micro-batches to look at; a batch of one is refused by batch normalization."""
+
+LONG_ENOUGH_S = 0.05
+"""A step that takes this long is no longer made of launches alone; its times tell parts apart."""
 
 
 class Checkpointing:
-    """Which units recompute their activations: level 0 none, the last one all."""
+    """Which parts of a model recompute their activations in the backward pass."""
 
     name = "checkpointing"
     phase = Phase.MODEL
     numerics = Numerics.EXACT
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Levels 0 to 2 where the model has repeated blocks; {} where it has none."""
-        blocks = _repeated_blocks(context.model)
-        if not blocks:
+        """The levels of this model; {} where nothing in it is worth checkpointing.
+
+        Runs the user's step a few dozen times on small batches.
+        """
+        try:
+            small = Measured(SMALL, survey(context, SMALL))
+        except (torch.OutOfMemoryError, NeedsSavedTensors):
+            context.note("checkpointing left out: a step of 2 samples does not fit into memory")
             return {}
-        buffers = [name for name, _ in context.model.named_buffers()]
-        chosen = {1: blocks[::2], 2: blocks}
-        payloads: dict[Scalar, Any] = {
-            level: {"units": names, "buffers": buffers} for level, names in chosen.items()
-        }
-        return {SETTING: Dimension([0, *chosen], payloads=payloads)}
+        found = find_candidates(
+            context.model, small.survey.timeline, small.survey.checkpointed_itself
+        )
+        parity = self._parity(context, layers(found.timeline))
+        for unit, why in (found.left_out | parity.left_out).items():
+            context.note(f"{unit} is not checkpointed: {why}")
+        units = [unit for unit in found.units if unit not in parity.left_out]
+        if not units:
+            return {}
+        dimension = make_dimension(
+            context.model, units, sorted(parity.buffers), small, _larger(context, small)
+        )
+        return {SETTING: dimension} if len(dimension.values) > 1 else {}
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Checkpoint the units of the level; leaving the context takes it back."""
+        """Checkpoint the units of the level; leaving the context takes it back.
+
+        Raises:
+            InvalidRequest: the payload names a unit that this model does not have.
+        """
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
             return nullcontext()
@@ -51,26 +82,27 @@ class Checkpointing:
             return []
         return [
             "from autofit.strategies.checkpointing import checkpointed",
-            f"with checkpointed(model, {payload['units']}, {payload['buffers']}):  # and train",
+            f"units = {payload['units']}",
+            f"buffers = {payload['buffers']}",
+            "with checkpointed(model, units, buffers):  # around the training loop",
         ]
 
+    def _parity(self, context: Context, layers: list[list[str]]) -> Parity:
+        def run(training: TrainingView, batch: Any) -> Parity:
+            return check_parity(training, batch, layers)
 
-def _repeated_blocks(model: nn.Module) -> list[str]:
-    """Children of the outermost lists that hold at least two modules of one class with weights."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not _is_within(name, found):
-            found += [f"{name}.{child}".lstrip(".") for child in _repeated(module)]
-    return found
+        parity: Parity = context.profile(run, SMALL)
+        return parity
 
 
-def _repeated(module: nn.Module) -> list[str]:
-    kinds: dict[type, list[str]] = {}
-    for name, child in module.named_children():
-        if any(True for _ in child.children()):  # a lone layer saves what it is given: no gain
-            kinds.setdefault(type(child), []).append(name)
-    return [name for names in kinds.values() if len(names) > 1 for name in names]
-
-
-def _is_within(name: str, found: list[str]) -> bool:
-    return any(name == outer or name.startswith(f"{outer}.") for outer in found)
+def _larger(context: Context, small: Measured) -> Measured:
+    """A survey at a micro-batch large enough that times tell the parts apart, as far as it fits."""
+    best = small
+    for micro_batch in LARGE:
+        if best.survey.step_s >= LONG_ENOUGH_S and best is not small:
+            break
+        try:
+            best = Measured(micro_batch, survey(context, micro_batch))
+        except (torch.OutOfMemoryError, NeedsSavedTensors):
+            break
+    return best

@@ -56,7 +56,7 @@ class Unit:
                 f"another model; search again"
             ) from None
         if self.run is not None and not (
-            is_plain_sequential(found) and self.run[1] <= len(list(found.children()))
+            is_plain_sequential(found) and self.run[1] <= len(found._modules)
         ):
             raise InvalidRequest(
                 f"{self.module!r} is no nn.Sequential with children {self.start} to "
@@ -64,13 +64,19 @@ class Unit:
             )
         return found
 
-    def parts(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that the unit runs, outermost ones only."""
-        found = self.find(model)
-        return [found] if self.run is None else list(found.children())[slice(*self.run)]
+    def parts(self, model: nn.Module) -> list[str]:
+        """Names of the modules that the unit runs, outermost ones only, in their order."""
+        if self.run is None:
+            return [self.module]
+        return names_of_children(self.module, self.find(model))[slice(*self.run)]
 
     def __str__(self) -> str:
         return self.module if self.run is None else f"{self.module}[{self.start}:{self.stop}]"
+
+
+def names_of_children(name: str, module: nn.Module) -> list[str]:
+    """Dotted names of the children of the module with this name, in their order."""
+    return [f"{name}.{child}" if name else child for child in module._modules]
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

@@ -1,0 +1,208 @@
+"""The parity gate: units that train otherwise when checkpointed are found and left out.
+
+The user's own step runs on a tiny batch, plainly and with units checkpointed, from the same state
+and seeds; then loss, gradients, parameters, buffers, what Python sees in the modules, and random
+states are compared, to the bit wherever two plain runs agree to the bit. Units are tried many at
+a time, and halved where something differs, so a model with nothing wrong costs a few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from autofit.strategy import TrainingView
+
+from .patch import checkpointed
+from .state import State, seed_everything, traces
+
+SEEDS = (0, 1, 2)
+MOST_STEPS = 300
+"""A model in which so many units differ is not worth more steps; the untried ones are left out."""
+
+Outcome = dict[str, Any]
+"""What a step left behind; see `state.traces`."""
+
+
+@dataclass
+class Parity:
+    """What the gate found.
+
+    Attributes:
+        left_out: unit -> what its recomputation changes.
+        buffers: dotted names of the buffers that a forward pass changes.
+    """
+
+    left_out: dict[str, str] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+
+
+def check_parity(training: TrainingView, batch: Any, layers: Sequence[Sequence[str]]) -> Parity:
+    """Compare each unit of these lists with and without checkpointing.
+
+    Args:
+        training: a plain one, whose model may be run; it is put back after.
+        batch: a few samples, on the device.
+        layers: units; no list has nested ones.
+    """
+    gate = _Gate(training, batch)
+    try:
+        try:
+            gate.compare(layers)
+        except torch.OutOfMemoryError:
+            if not layers:
+                raise
+            gate.compare_within(layers)
+    finally:
+        gate.finish()
+    return gate.parity
+
+
+class _Gate:
+    def __init__(self, training: TrainingView, batch: Any) -> None:
+        self.parity = Parity()
+        self._training = training
+        self._batch = batch
+        self._state = State(training.model)
+        self._seed = 0
+        self._steps = 0
+        self._always: frozenset[str] = frozenset()
+        self._plain: Outcome = {}
+        self._noise: Mapping[str, float] = {}
+
+    def compare(self, layers: Sequence[Sequence[str]]) -> None:
+        """Search all layers, from several seeds."""
+        for seed in SEEDS:
+            self.start(seed)
+            for layer in layers:
+                self.search([unit for unit in layer if unit not in self.parity.left_out])
+
+    def compare_within(self, layers: Sequence[Sequence[str]]) -> None:
+        """Where a plain step does not fit: all outermost units against all but some of them."""
+        outermost, *inner = layers
+        self._always = frozenset(outermost)
+        self.compare([outermost])
+        too_large = "not tried: a step without checkpointing does not fit into memory"
+        self.parity.left_out |= {unit: too_large for layer in inner for unit in layer}
+
+    def start(self, seed: int) -> None:
+        """Run the steps of this seed against which units are compared."""
+        self._seed = seed
+        self._plain = self._run(())
+        self.parity.buffers |= self._state.changed_buffers()
+        if seed == SEEDS[0]:
+            self._noise = _relative_differences(self._plain, self._run(()))
+
+    def search(self, units: Sequence[str]) -> None:
+        """Note those of the units that train otherwise when checkpointed."""
+        reason = self._difference(units) if units else None
+        if reason is None:
+            return
+        if len(units) == 1:
+            self.parity.left_out[units[0]] = reason
+            return
+        known = len(self.parity.left_out)
+        middle = len(units) // 2
+        self.search(units[:middle])
+        self.search(units[middle:])
+        if len(self.parity.left_out) == known:  # harmless apart, harmful together
+            together = f"{reason}, together with others"
+            self.parity.left_out |= dict.fromkeys(units[middle:], together)
+
+    def finish(self) -> None:
+        """Put the model and the random states back."""
+        self._state.restore()
+
+    def _difference(self, units: Sequence[str]) -> str | None:
+        """What a step with these units checkpointed does otherwise; None: nothing."""
+        if self._steps >= MOST_STEPS:
+            return "not tried: too many parts of this model differ when they run twice"
+        try:
+            outcome = self._run(units)
+        except torch.OutOfMemoryError:
+            if not self._always:
+                raise
+            return (
+                "not tried: without it a step does not fit into memory" if len(units) == 1 else ""
+            )
+        except Exception as error:  # whatever a recomputation raises speaks against the unit
+            return f"it cannot run twice ({type(error).__name__}: {_first_line(error)})"
+        return _first_difference(self._plain, outcome, self._noise)
+
+    def _run(self, units: Collection[str]) -> Outcome:
+        self._steps += 1
+        self._state.restore()
+        seed_everything(self._seed)
+        training, outcome = self._training, Outcome()
+        placed = self._always ^ set(units)
+        with (
+            checkpointed(training.model, placed, self.parity.buffers),
+            _gradients_into(training, outcome),
+        ):
+            outcome["loss"] = training.step(self._batch).detach().clone()
+        outcome.update(traces(training.model))
+        return outcome
+
+
+@contextmanager
+def _gradients_into(training: TrainingView, outcome: Outcome) -> Iterator[None]:
+    """Note the gradients in place of every update, so that the weights stay."""
+
+    updates = count(1)
+
+    def note(step: Callable[[], None]) -> None:  # not called: that is the point
+        update = next(updates)
+        for name, parameter in training.model.named_parameters():
+            if parameter.grad is not None:
+                key = f"the gradient of {name}" + (f" at update {update}" if update > 1 else "")
+                outcome[key] = parameter.grad.detach().clone()
+
+    undo = training.wrap_optimizer_step(note)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _first_difference(plain: Outcome, outcome: Outcome, noise: Mapping[str, float]) -> str | None:
+    for name, value in plain.items():
+        if name not in outcome:
+            return f"it changes what is left behind: no {name}"
+        if not _alike(value, outcome[name], noise.get(name, 0.0)):
+            return f"it changes {name}"
+    extra = [name for name in outcome if name not in plain]
+    return f"it leaves something behind: {extra[0]}" if extra else None
+
+
+def _relative_differences(one: Outcome, other: Outcome) -> dict[str, float]:
+    """How far two runs of the same thing are apart, where they are."""
+    return {
+        name: _relative_difference(value, other[name])
+        for name, value in one.items()
+        if isinstance(value, torch.Tensor) and not torch.equal(value, other[name])
+    }
+
+
+def _alike(one: Any, other: Any, noise: float) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other or one != one)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    same_nans = one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return same_nans or (noise > 0 and _relative_difference(one, other) <= 10 * noise)
+
+
+def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    size = float(one.double().norm())
+    return float((one.double() - other.double()).norm()) / size if size else float("inf")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:160]

@@ -1,0 +1,145 @@
+"""What a training step may leave behind in a model and in the random number generators.
+
+`State` puts a model back to where it was, so that two steps can start alike. `traces` says what a
+step left: gradients, parameters, buffers, whatever Python can see in the modules, random states.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+class State:
+    """Parameters, buffers, attributes of all modules, and the random states of this process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors = [
+            (tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())
+        ]
+        self._attributes = [(m, _copied(m.__dict__), dict(m._buffers)) for m in model.modules()]
+        self._random = _random_states()
+
+    def restore(self) -> None:
+        """Put the model and the random states back, and drop the gradients."""
+        for module, attributes, buffers in self._attributes:
+            module.__dict__.clear()
+            module.__dict__.update(_copied(attributes))
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, values in self._tensors:
+                tensor.data.copy_(values)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        _set_random_states(self._random)
+
+    def changed_buffers(self) -> set[str]:
+        """Dotted names of the buffers that are not what they were."""
+        before = {id(tensor): values for tensor, values in self._tensors}
+        kept = {
+            (id(module), name): buffer
+            for module, _, buffers in self._attributes
+            for name, buffer in buffers.items()
+        }
+        changed = set()
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                old = kept.get((id(module), name))
+                values = before.get(id(old)) if old is not None else None
+                if not _same(buffer, values):
+                    changed.add(f"{path}.{name}" if path else name)
+        return changed
+
+
+def seed_everything(seed: int) -> None:
+    """Start torch's, Python's and (where it is loaded) numpy's generators from a seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def traces(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a step left behind, as names for a reader and values that compare.
+
+    Gradients are not among them: they are dropped at the end of a step, and are taken before.
+    """
+    yield from ((f"parameter {name}", p.detach().clone()) for name, p in model.named_parameters())
+    yield from ((f"buffer {name}", b.detach().clone()) for name, b in model.named_buffers())
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if name not in _OF_TORCH and not name.startswith("_autofit_") and name != "forward":
+                yield from _visible(f"attribute {path}.{name}" if path else name, value)
+    yield from _random_states().items()
+
+
+def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A plain value, the length of a container, and the plain values of a helper object."""
+    if isinstance(value, _PLAIN):
+        yield name, value
+    elif isinstance(value, _CONTAINERS):
+        yield f"{name} (its length)", len(value)
+    elif isinstance(value, torch.Tensor):
+        yield name, value.detach().clone()
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        for key, inner in vars(value).items():
+            if isinstance(inner, _PLAIN):
+                yield f"{name}.{key}", inner
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes with containers of their own, and helper objects at the values they have now."""
+    return {name: _copied_value(value) for name, value in attributes.items()}
+
+
+def _copied_value(value: Any) -> Any:
+    if type(value) in _CONTAINERS:
+        return copy.copy(value)
+    is_helper = hasattr(value, "__dict__") and not callable(value)
+    if is_helper and not isinstance(value, torch.Tensor | nn.Module | type):
+        return copy.copy(value)
+    return value
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and bool(torch.eq(one, other).all())
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "torch's random state": torch.get_rng_state(),
+        "Python's random state": random.getstate(),
+    }
+    if torch.cuda.is_initialized():
+        states["CUDA's random state"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy's random state"] = (name, tuple(keys.tolist()), *rest)
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch's random state"])
+    random.setstate(states["Python's random state"])
+    if "CUDA's random state" in states:
+        torch.cuda.set_rng_state(states["CUDA's random state"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy's random state" in states:
+        numpy.random.set_state(states["numpy's random state"])

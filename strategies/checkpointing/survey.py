@@ -1,0 +1,127 @@
+"""One look at a training at one micro-batch: what it saves, and how long its parts take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+
+from autofit.strategy import Context, TrainingView
+
+from .arguments import take_tensors
+from .recorder import Recorder
+from .stopwatch import Stopwatch
+from .timeline import Timeline
+from .units import Unit
+
+TIMED_STEPS = 3
+FORWARDS_IN_A_STEP = 3
+"""A backward pass computes two products for each one of the forward pass."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was seen.
+
+    Attributes:
+        timeline: with the calls of all modules.
+        seconds: module -> forward seconds over all its calls.
+        step_s: seconds of the whole step.
+        checkpointed_itself: modules that checkpoint something on their own.
+    """
+
+    timeline: Timeline
+    seconds: Mapping[str, float]
+    step_s: float
+    checkpointed_itself: frozenset[str]
+
+    def seconds_of(self, unit: str, model: torch.nn.Module) -> float:
+        """Forward seconds of a unit; a run of children takes what they take together."""
+        return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
+
+
+def survey(context: Context, micro_batch: int, timed: Collection[str] | None = None) -> Survey:
+    """Run a few steps at this micro-batch and watch them; the weights stay as they are.
+
+    Where a step does not fit, a forward pass that lets everything go is watched instead.
+
+    Args:
+        timed: modules to time; None: all.
+
+    Raises:
+        torch.OutOfMemoryError: not even the forward pass fits.
+        NeedsSavedTensors: a step does not fit, and the forward pass cannot let go of anything.
+    """
+
+    def whole_step(training: TrainingView, batch: Any) -> Survey:
+        return _watched(training, batch, timed, _step, keep=True)
+
+    def forward_alone(training: TrainingView, batch: Any) -> Survey:
+        return _watched(training, batch, timed, _forward, keep=False)
+
+    found: Survey
+    try:
+        found = context.profile(whole_step, micro_batch)
+        return found
+    except torch.OutOfMemoryError:
+        pass  # tried again out here, where the failed step's tensors are gone
+    found = context.profile(forward_alone, micro_batch)
+    return found
+
+
+def _watched(
+    training: TrainingView,
+    batch: Any,
+    timed: Collection[str] | None,
+    run: Callable[[TrainingView, Any], None],
+    *,
+    keep: bool,
+) -> Survey:
+    recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
+    with recorder.watching():
+        run(training, batch)
+    names = {name for name, _ in training.model.named_modules()} if timed is None else timed
+    with nullcontext() if keep else _letting_go():
+        seconds, whole_s = _fastest(training, names, lambda: run(training, batch))
+    return Survey(
+        recorder.timeline(),
+        seconds,
+        whole_s if keep else FORWARDS_IN_A_STEP * whole_s,
+        frozenset(recorder.checkpointed_itself),
+    )
+
+
+def _step(training: TrainingView, batch: Any) -> None:
+    undo = training.wrap_optimizer_step(lambda update: None)
+    try:
+        training.step(batch)
+    finally:
+        undo()
+
+
+def _forward(training: TrainingView, batch: Any) -> None:
+    training.loss(batch)
+
+
+def _letting_go() -> AbstractContextManager[None]:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+
+
+def _fastest(
+    training: TrainingView, names: Collection[str], run: Callable[[], None]
+) -> tuple[dict[str, float], float]:
+    """The least seconds of each module, and of the whole, over a few runs."""
+    seconds: dict[str, float] = dict.fromkeys(names, inf)
+    whole_s = inf
+    for _ in range(TIMED_STEPS):
+        stopwatch = Stopwatch(training.model, names, training.device)
+        with stopwatch.running():
+            run()
+        for name, took in stopwatch.seconds().items():
+            seconds[name] = min(seconds[name], took)
+        whole_s = min(whole_s, stopwatch.whole_s())
+    return seconds, whole_s

@@ -1,0 +1,158 @@
+"""What one forward pass kept for the backward, in order, and what a placement makes of it.
+
+A timeline is a list of storages in the order they were first saved, and of calls of units over
+stretches of that list. From it follows what any set of checkpointed units would hold at every
+point of the backward pass: the model of a chain (activations pile up in the forward, and are let
+go from the end), with units whose activations come back one unit at a time. It orders placements
+well and says little about absolute bytes: what a plan needs is measured when it is probed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+GRADIENTS_IN_FLIGHT = 2
+"""In the backward of an operator, the gradients of what it returned and of what it was given."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory kept for the backward pass.
+
+    Attributes:
+        nbytes: its size.
+        first, last: when it was saved first and last, as positions among all savings; equal
+            positions with `saved` False mark memory that only a checkpointed unit would keep.
+        saved: whether plain training keeps it.
+    """
+
+    nbytes: int
+    first: int
+    last: int
+    saved: bool = True
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a unit.
+
+    Attributes:
+        unit: its name.
+        start, end: the savings made during the call, as a half-open range of positions.
+        inputs: indices of the storages that it was given.
+    """
+
+    unit: str
+    start: int
+    end: int
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The savings of one forward pass and the calls of units in it.
+
+    Attributes:
+        storages: sorted by `first`.
+        calls: of every unit, in the order they began.
+    """
+
+    storages: Sequence[Storage]
+    calls: Sequence[Call]
+
+    @cached_property
+    def calls_of(self) -> Mapping[str, Sequence[Call]]:
+        """Unit -> its calls, units in the order of their first calls."""
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.unit, []).append(call)
+        return found
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What plain training keeps for the backward pass."""
+        return sum(storage.nbytes for storage in self.storages if storage.saved)
+
+    def released(self, call: Call) -> torch.Tensor:
+        """Indices of the storages that are kept for this call alone, and are no input of it."""
+        stretch = self._stretch(call)
+        inside = [
+            index
+            for index in range(stretch.start, stretch.stop)
+            if self.storages[index].last < call.end
+            and self.storages[index].saved
+            and index not in call.inputs
+        ]
+        return torch.tensor(inside, dtype=torch.int64)
+
+    def gain(self, unit: str) -> int:
+        """Bytes that plain training keeps and training with this one unit checkpointed does not."""
+        return sum(self._released_bytes[c] - self._newly_kept(c) for c in self.calls_of[unit])
+
+    def held_until(self, position: int) -> int:
+        """Bytes that plain training has saved before this position."""
+        index = self._index_of(position)
+        return int(self._plain_held[index - 1]) if index else 0
+
+    def working_bytes(self, call: Call) -> int:
+        """The most that gradients in flight take within the call."""
+        stretch = self._stretch(call)
+        inside = self._in_flight[stretch.start : stretch.stop]
+        return int(inside.max()) if len(inside) else 0
+
+    def peak(self, units: Collection[str]) -> int:
+        """Most bytes of activations and their gradients at once, with these units checkpointed."""
+        held, returned = self._saved.clone(), torch.zeros_like(self._bytes)
+        calls = [call for unit in units for call in self.calls_of.get(unit, ())]
+        for call in calls:
+            held[self._released[call]] = 0
+        for call in calls:
+            held[list(call.inputs)] = 1
+            stretch = self._stretch(call)
+            returned[stretch.start : stretch.stop] += self._released_bytes[call]
+        if not len(held):
+            return 0
+        return int((torch.cumsum(held * self._bytes, 0) + returned + self._in_flight).max())
+
+    def _newly_kept(self, call: Call) -> int:
+        return sum(
+            self.storages[index].nbytes for index in call.inputs if not self.storages[index].saved
+        )
+
+    def _stretch(self, call: Call) -> slice:
+        return slice(self._index_of(call.start), self._index_of(call.end))
+
+    def _index_of(self, position: int) -> int:
+        return int(torch.searchsorted(self._firsts, position))
+
+    @cached_property
+    def _firsts(self) -> torch.Tensor:
+        return torch.tensor([storage.first for storage in self.storages], dtype=torch.int64)
+
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        return torch.tensor([storage.nbytes for storage in self.storages], dtype=torch.int64)
+
+    @cached_property
+    def _saved(self) -> torch.Tensor:
+        return torch.tensor([storage.saved for storage in self.storages], dtype=torch.int64)
+
+    @cached_property
+    def _plain_held(self) -> torch.Tensor:
+        return torch.cumsum(self._saved * self._bytes, 0)
+
+    @cached_property
+    def _in_flight(self) -> torch.Tensor:
+        return GRADIENTS_IN_FLIGHT * self._bytes
+
+    @cached_property
+    def _released(self) -> Mapping[Call, torch.Tensor]:
+        return {call: self.released(call) for call in self.calls}
+
+    @cached_property
+    def _released_bytes(self) -> Mapping[Call, int]:
+        return {call: int(self._bytes[index].sum()) for call, index in self._released.items()}
