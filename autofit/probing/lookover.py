@@ -122,9 +122,9 @@ def _loss_source(bench: Workbench, workload: Workload) -> str | None:
 
 def _dimensions(bench: Workbench) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
-    notes = []
+    notes: list[str] = []
     for strategy in bench.strategies:
-        context = _Context(bench)
+        context = _Context(bench, notes)
         try:
             dimensions |= strategy.dimensions(context)
         except Exception as error:
@@ -183,8 +183,9 @@ def _kept(why: str, way_out: str) -> str:
 class _Context:
     """What a strategy sees while it makes its dimensions; implements `autofit.strategy.Context`."""
 
-    def __init__(self, bench: Workbench) -> None:
+    def __init__(self, bench: Workbench, notes: list[str]) -> None:
         self._bench = bench
+        self._notes = notes
         self._training: Training | None = None
 
     @property
@@ -208,6 +209,9 @@ class _Context:
         with self._bench.training(workload, Plan(micro_batch)) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
             return run(training, batch)
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
 
     def close(self) -> None:
         if self._training is not None:
