@@ -83,9 +83,24 @@ class Record:
     difference: Mapping[str, Any] | None = None
     calibration: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        numbers = {trial.number for trial in self.trials}
+        missing = sorted({self.best_number, self.baseline_number} - numbers)
+        if missing:
+            raise InvalidRequest(
+                f"trial {missing[0]} is best or baseline, and not among the trials"
+            )
+
     def trial(self, number: int) -> Trial:
         """The trial of that number."""
         return next(trial for trial in self.trials if trial.number == number)
+
+    @property
+    def functions_given(self) -> tuple[str, ...]:
+        """Names of the functions that the search was given, such as "criterion"."""
+        loss = self.workload.get("loss")
+        by_loss = [loss] if loss in ("loss_fn", "criterion", "train_step") else []
+        return tuple(self.workload.get("given", by_loss))
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """What those values mean to their strategies, by setting."""

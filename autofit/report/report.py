@@ -159,7 +159,7 @@ class Report:
             if said.keys() & {"loss_fn", "criterion"}:
                 said = {"loss_fn": None, "criterion": None} | said
             return replace(self.recipe, **said)
-        missing = [name for name in self.record.workload.get("given", ()) if name not in said]
+        missing = [name for name in self.record.functions_given if name not in said]
         if said.keys() & _SAY_THE_LOSS:
             missing = [name for name in missing if name not in _SAY_THE_LOSS]
         if missing:

@@ -1,0 +1,90 @@
+"""A record such as a search leaves behind: a baseline, failures of several kinds, a winner."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Dimension, Plan
+from autofit.report.record import Record, SearchSummary, Skipped
+
+MIB = 2**20
+RAISED = "ValueError: level 2 needs\nan even number of tokens"
+
+
+def measured(milliseconds: float, reserved_mib: int) -> Measurement:
+    times = [milliseconds / 1000 * factor for factor in (1.0, 0.99, 1.01, 1.0, 1.0, 1.02, 0.98)]
+    return Measurement(
+        Outcome.OK,
+        step_times_s=times,
+        peak_allocated_bytes=(reserved_mib - 1) * MIB,
+        peak_reserved_bytes=reserved_mib * MIB,
+        non_torch_bytes=2 * MIB,
+        allocator_retries=0,
+        micro_batches_run=2,
+        loss=0.5,
+        seconds=1.5,
+    )
+
+
+def plan(micro_batch: int, level: int) -> Plan:
+    return Plan.split(32, micro_batch, {"folding.level": level})
+
+
+@pytest.fixture
+def record() -> Record:
+    trials = (
+        Trial(0, Role.BASELINE, plan(4, 0), measured(400, 24)),
+        Trial(
+            1,
+            Role.SEARCH,
+            plan(16, 0),
+            Measurement(Outcome.OOM, "CUDA out of memory. " * 20, peak_reserved_bytes=62 * MIB),
+            predicted_peak_bytes=60 * MIB,
+        ),
+        Trial(2, Role.SEARCH, plan(16, 2), Measurement(Outcome.UNSUPPORTED, RAISED)),
+        Trial(3, Role.SEARCH, plan(16, 1), measured(200, 42)),
+        Trial(4, Role.VETOED, plan(32, 0), Measurement(Outcome.OOM, "expected to need 120 MiB")),
+        Trial(5, Role.SEARCH, plan(8, 1), measured(260, 20)),
+        Trial(6, Role.CONFIRMED, plan(16, 1), measured(190, 42), predicted_peak_bytes=44 * MIB),
+    )
+    return Record(
+        version="0.1.0",
+        created="2026-01-02T03:04:05Z",
+        environment={
+            "device": "cpu",
+            "gpu": None,
+            "capability": None,
+            "total_bytes": 2**34,
+            "driver": None,
+            "cuda": None,
+            "torch": "2.13.0",
+            "python": "3.11.7",
+        },
+        workload={
+            "fingerprint": "f00d",
+            "parameters": 1000,
+            "global_batch": 32,
+            "loss": "criterion",
+            "given": ["criterion"],
+            "clip_grad_norm": 1.0,
+            "sample_shapes": {"[0]": "float32[4, 8]", "[1]": "int64[4]"},
+        },
+        vram_budget_bytes=64 * MIB,
+        search=SearchSummary(6, 1, 12.5, "no plan is expected to be 1% faster", 0),
+        dimensions={
+            "folding.level": Dimension([0, 1, 2], payloads={1: ["blocks.0"], 2: ["blocks"]})
+        },
+        trials=trials,
+        best_number=6,
+        baseline_number=0,
+        skipped=(Skipped({"folding.level": 2}, "level 1 does not run out of memory"),),
+        paste={
+            6: [
+                "micro_batch = 16  # samples in one forward and backward",
+                f"fold(model, {[f'blocks.{number}.attention' for number in range(12)]})",
+            ]
+        },
+        notes=("memory_format left out: nothing to lay out",),
+        difference={"loss": 9e-8, "gradient": 3.6e-7, "tolerance": 1e-3, "modules": []},
+    )

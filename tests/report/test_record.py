@@ -1,0 +1,149 @@
+"""The report file: its keys are the contract, and a later version's further keys are ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from autofit.errors import InvalidRequest
+from autofit.report.record import Record
+
+TRIAL_KEYS = {
+    "number",
+    "role",
+    "plan",
+    "outcome",
+    "detail",
+    "samples_per_second",
+    "samples_per_second_low",
+    "samples_per_second_high",
+    "step_times_s",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "non_torch_bytes",
+    "predicted_peak_bytes",
+    "allocator_retries",
+    "paste",
+}
+KEYS = {
+    "schema",
+    "autofit",
+    "created",
+    "environment",
+    "workload",
+    "vram_budget_bytes",
+    "search",
+    "dimensions",
+    "calibration",
+    "best",
+    "baseline",
+    "frontier",
+    "trials",
+    "skipped",
+}
+
+
+def through_json(record: Record) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(record.to_dict(), allow_nan=False))
+    return data
+
+
+def test_it_has_every_key_of_the_contract(record: Record) -> None:
+    data = through_json(record)
+    assert data.keys() >= KEYS
+    assert data["schema"] == 1
+    assert data["environment"].keys() >= {
+        "device",
+        "gpu",
+        "capability",
+        "total_bytes",
+        "driver",
+        "cuda",
+        "torch",
+        "python",
+    }
+    assert data["workload"].keys() >= {
+        "fingerprint",
+        "parameters",
+        "global_batch",
+        "loss",
+        "sample_shapes",
+    }
+    assert data["search"].keys() >= {"probes", "oom_probes", "seconds", "stopped_because", "seed"}
+    assert data["dimensions"]["folding.level"].keys() >= {"values", "payloads"}
+    assert data["skipped"][0].keys() >= {"settings", "why"}
+
+
+def test_every_trial_has_every_key_of_the_contract(record: Record) -> None:
+    data = through_json(record)
+    everywhere = [data["best"], data["baseline"], *data["frontier"], *data["trials"]]
+    assert len(everywhere) == 1 + 1 + 2 + 7
+    for trial in everywhere:
+        assert trial.keys() >= TRIAL_KEYS
+        assert trial["plan"].keys() == {
+            "micro_batch",
+            "accumulation_steps",
+            "global_batch",
+            "settings",
+        }
+
+
+def test_a_trial_says_what_was_measured(record: Record) -> None:
+    best = through_json(record)["best"]
+    assert best["number"] == 6
+    assert best["role"] == "confirmed"
+    assert best["outcome"] == "ok"
+    assert best["plan"] == {
+        "micro_batch": 16,
+        "accumulation_steps": 2,
+        "global_batch": 32,
+        "settings": {"folding.level": 1},
+    }
+    assert best["samples_per_second"] == pytest.approx(32 / 0.190)
+    assert best["samples_per_second_low"] < best["samples_per_second"]
+    assert best["samples_per_second"] < best["samples_per_second_high"]
+    assert len(best["step_times_s"]) == 7
+    assert best["paste"][0].startswith("micro_batch = 16")
+
+
+def test_what_is_unknown_is_null(record: Record) -> None:
+    out_of_memory = through_json(record)["trials"][1]
+    for name in ("samples_per_second", "peak_allocated_bytes", "allocator_retries"):
+        assert out_of_memory[name] is None
+
+
+def test_what_it_wrote_it_reads(record: Record) -> None:
+    again = Record.from_dict(through_json(record))
+    assert again.to_dict() == record.to_dict()
+    assert again.trials == record.trials
+    assert again.payloads({"folding.level": 1}) == {"folding.level": ["blocks.0"]}
+
+
+def test_keys_it_does_not_know_are_ignored(record: Record) -> None:
+    data = through_json(record)
+    parts = [data, data["environment"], data["search"], data["dimensions"]["folding.level"]]
+    for part in [*parts, *data["trials"], data["trials"][0]["plan"], data["skipped"][0]]:
+        part["of a later version"] = {"x": [1]}
+    assert Record.from_dict(data).trials == record.trials
+
+
+def test_another_schema_is_refused(record: Record) -> None:
+    with pytest.raises(InvalidRequest, match=r"schema 2.*reads 1"):
+        Record.from_dict(through_json(record) | {"schema": 2})
+
+
+@pytest.mark.parametrize("key", sorted(KEYS - {"schema", "frontier", "calibration"}))
+def test_a_report_that_lacks_a_key_is_refused_by_its_name(record: Record, key: str) -> None:
+    data = through_json(record)
+    del data[key]
+    with pytest.raises(InvalidRequest, match=key):
+        Record.from_dict(data)
+
+
+def test_a_best_trial_that_is_not_among_the_trials_is_refused(record: Record) -> None:
+    data = through_json(record)
+    data["best"]["number"] = 99
+    with pytest.raises(InvalidRequest, match="99"):
+        Record.from_dict(data)

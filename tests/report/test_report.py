@@ -1,0 +1,117 @@
+"""A report is saved, loaded, tabulated; what it cannot do it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.report.record import Record
+from autofit.report.report import Report, load
+
+
+def test_it_is_a_view_of_its_record(record: Record) -> None:
+    report = Report(record)
+    assert report.best is record.trials[6]
+    assert report.baseline is record.trials[0]
+    assert report.trials is record.trials
+    assert [trial.number for trial in report.frontier] == [6, 5]
+    assert report.speedup == pytest.approx(400 / 190)
+
+
+def test_a_saved_report_is_the_same_when_loaded(record: Record, tmp_path: Path) -> None:
+    path = Report(record).save(tmp_path / "report.json")
+    loaded = load(path)
+    assert loaded.to_dict() == record.to_dict()
+    assert str(loaded) == str(Report(record))
+
+
+def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
+    report = Report(record)
+    for suffix in (".json", ".txt", ".csv"):
+        report.save(tmp_path / f"report{suffix}")
+    assert json.loads((tmp_path / "report.json").read_text())["best"]["number"] == 6
+    assert (tmp_path / "report.txt").read_text() == str(report)
+    table = pd.read_csv(tmp_path / "report.csv")
+    assert list(table["number"]) == list(range(7))
+
+
+def test_another_suffix_is_refused(record: Record, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"\.json, \.txt, \.csv"):
+        Report(record).save(tmp_path / "report.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left_behind(
+    record: Record, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "no folder" / "report.json"
+    with pytest.raises(InvalidRequest, match=r"no folder/report\.json"):
+        Report(record).save(nowhere)
+    (tmp_path / "taken.json").mkdir()
+    with pytest.raises(InvalidRequest, match=r"taken\.json"):
+        Report(record).save(tmp_path / "taken.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.json"]
+
+
+def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) -> None:
+    table = Report(record).to_dataframe()
+    assert list(table["number"]) == list(range(7))
+    assert list(table["folding.level"]) == [0, 0, 2, 1, 0, 1, 1]
+    assert list(table["outcome"])[:3] == ["ok", "oom", "unsupported"]
+    for column in ("micro_batch", "accumulation_steps", "global_batch", "samples_per_second"):
+        assert column in table
+    assert table["samples_per_second"].idxmax() == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no JSON report"),
+        ("{", "no JSON report"),
+        ("[1, 2]", "holds a list"),
+        ("{}", "schema None"),
+        ('{"schema": 1}', "no complete autofit report"),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=words):
+        load(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"cannot read the report .*gone\.json"):
+        load(tmp_path / "gone.json")
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_bytes(b"\xff\xfe\x00PK")
+    with pytest.raises(InvalidRequest, match="no JSON report"):
+        load(path)
+
+
+def test_a_loaded_report_asks_for_the_functions_that_the_search_was_given(record: Record) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidRequest, match=r"criterion=\.\.\. to apply"):
+        Report(record).apply(model, optimizer)
+
+
+def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidRequest, match="no strategy 'folding'"):
+        Report(record).apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss())
+
+
+def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
+    shown = repr(Report(record))
+    assert "2.11 times the baseline" in shown
+    assert len(shown) < 200

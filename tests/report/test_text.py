@@ -1,0 +1,94 @@
+"""The report as text: what a person reads first comes first, and nothing is left out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Plan
+from autofit.report.record import Record
+from autofit.report.text import headline, render
+
+
+def test_the_best_plan_comes_first_and_against_the_baseline(record: Record) -> None:
+    first = render(record).splitlines()[0]
+    assert first.startswith("Best plan: micro-batch 16 x 2, folding.level=1: 168 samples/s")
+    assert "2.11 times the baseline's 80.0 samples/s" in first
+
+
+def test_the_parts_come_in_the_order_of_their_use(record: Record) -> None:
+    text = render(record)
+    heads = ["Best plan:", "headroom", "To train like this:", "7 trials", "Skipped"]
+    places = [text.index(head) for head in heads]
+    assert places == sorted(places)
+
+
+def test_lines_to_paste_are_never_broken(record: Record) -> None:
+    lines = render(record, width=80).splitlines()
+    for line in record.paste[6]:
+        assert f"    {line}" in lines
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_everything_else_keeps_to_the_width(record: Record, width: int) -> None:
+    pasted = {f"    {line}" for line in record.paste[6]}
+    lines = [line for line in render(record, width).splitlines() if line not in pasted]
+    assert max(map(len, lines)) <= width
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_every_trial_has_its_line_failures_included(record: Record) -> None:
+    table = render(record).partition("7 trials")[2].partition("Skipped")[0]
+    rows = [line for line in table.splitlines() if re.match(r"\d", line)]
+    assert [row.split()[0] for row in rows] == [str(trial.number) for trial in record.trials]
+    for row, trial in zip(rows, record.trials, strict=True):
+        assert trial.role.value in row
+        assert trial.measurement.outcome.value in row
+    assert re.search(r"baseline +4 x 8 +plain +ok +80\.0 ±\d\.\d% +26\.0 MiB +400 ms", rows[0])
+
+
+def test_an_outcome_that_bytes_do_not_explain_says_why_in_short(record: Record) -> None:
+    text = render(record)
+    assert "unsupported: ValueError: level 2 needs" in re.sub(r"\s+", " ", text)
+    assert "an even number" not in text
+    assert "CUDA out of memory" not in text  # the outcome says it, and the bytes held
+
+
+def test_what_was_skipped_stands_with_its_reason(record: Record) -> None:
+    assert "  folding.level=2: level 1 does not run out of memory\n" in render(record)
+
+
+def test_facts_that_the_answer_depends_on_are_said(record: Record) -> None:
+    text = render(record)
+    assert "Device: cpu, torch 2.13.0, autofit 0.1.0" in text
+    assert "Search: 6 probes, 1 out of memory, 12.5 s; stopped because no plan is" in text
+    assert "no longer than the sample batch's: [0]: float32[4, 8], [1]: int64[4]" in text
+    assert "loss differs by 9e-08 and gradients by 3.6e-07" in text
+    assert "Note: memory_format left out: nothing to lay out" in text
+    assert re.search(r"headroom +20\.0 MiB", text)
+
+
+def test_a_changed_global_batch_is_the_first_line(record: Record) -> None:
+    free = [replace(trial, plan=Plan(trial.plan.micro_batch)) for trial in record.trials]
+    first = render(replace(record, trials=tuple(free))).splitlines()[0]
+    assert first == ("The global batch changed from 4 to 16 samples: give global_batch to keep it.")
+
+
+def test_a_baseline_that_does_not_fit_is_no_yardstick(record: Record) -> None:
+    failed = Trial(0, Role.BASELINE, record.trials[0].plan, Measurement(Outcome.OOM))
+    line = headline(replace(record, trials=(failed, *record.trials[1:])))
+    assert "the baseline does not fit (oom)" in line
+    assert "times" not in line
+
+
+def test_a_best_plan_that_was_not_confirmed_says_so(record: Record) -> None:
+    assert "not confirmed" not in headline(record)
+    assert "not confirmed" in headline(replace(record, best_number=3))
+
+
+def test_the_baseline_as_the_best_plan_is_not_compared_with_itself(record: Record) -> None:
+    line = headline(replace(record, best_number=0))
+    assert "the baseline is the fastest plan" in line
