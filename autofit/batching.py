@@ -168,8 +168,9 @@ def _parts(leaf: Any) -> dict[Any, Any] | None:
 def _rebuilt(leaf: Any, parts: dict[Any, Any]) -> Any:
     """The same kind of mapping or dataclass with those parts; a dict where it cannot be made."""
     try:
-        return (
-            type(leaf)(parts) if isinstance(leaf, Mapping) else dataclasses.replace(leaf, **parts)
-        )
+        if not isinstance(leaf, Mapping):
+            return dataclasses.replace(leaf, **parts)
+        make: Any = leaf.__class__
+        return make(parts)
     except Exception:  # the class is the user's: what its constructor wants is anybody's guess
         return parts
