@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import pickle
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import IO, Any
+
+import cloudpickle
 
 from autofit.errors import AutofitError, WorkloadFailed
 from autofit.plan import Plan
@@ -16,6 +20,7 @@ from autofit.probing.prober import ProbeRequest
 
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal the worker prints its main thread's stack."""
+_MOST_PICKLED_BYTES = 2**20
 
 
 class WorkerTraceback(Exception):
@@ -53,15 +58,11 @@ def request_from_dict(data: Mapping[str, Any]) -> ProbeRequest:
 
 def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[str, Any]:
     """An exception as data: by value where it can be, as text always."""
-    try:
-        pickled = base64.b64encode(dumps(exception)).decode()
-    except Exception:  # an exception may hold anything; its text is kept all the same
-        pickled = None
     return {
         "type": f"{type(exception).__module__}.{type(exception).__qualname__}",
-        "message": str(exception)[:4096],
+        "message": _text_of(exception)[:4096],
         "traceback": (traceback or "")[-16384:],
-        "pickled": pickled,
+        "pickled": _pickled(exception),
     }
 
 
@@ -73,12 +74,71 @@ def exception_from_dict(data: Mapping[str, Any]) -> BaseException:
     exception: BaseException | None = None
     if data["pickled"] is not None:
         try:
-            loaded = pickle.loads(base64.b64decode(data["pickled"]))
-        except Exception:  # say, a class whose __init__ wants more than its args
-            loaded = None
-        exception = loaded if isinstance(loaded, BaseException) else None
+            exception = _loads(base64.b64decode(data["pickled"]))
+        except Exception:  # its class is the user's: unpickling it may do anything
+            exception = None
     if exception is None:
         exception = WorkloadFailed(f"{data['type']}: {data['message']}")
     if data["traceback"] and not isinstance(exception, AutofitError):
         exception.__cause__ = WorkerTraceback(data["traceback"])
     return exception
+
+
+def _pickled(exception: BaseException) -> str | None:
+    """As much of an exception as can be read back, None where not even its class can.
+
+    Many classes want more in `__init__` than `args` holds; those are made without calling it. What
+    an exception holds beside its text may be a whole batch, or may not pickle.
+    """
+    for state in (None, vars(exception), {}):
+        try:
+            whole = exception if state is None else _Bare(type(exception), exception.args, state)
+            data = dumps(whole)
+            if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is type(exception):
+                return base64.b64encode(data).decode()
+        except Exception:  # an exception may hold anything
+            continue
+    return None
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """An exception in parts."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    state: dict[str, Any]
+
+    def rebuild(self) -> BaseException:
+        exception = self.kind.__new__(self.kind, *self.args)
+        exception.args = self.args
+        vars(exception).update(self.state)
+        return exception
+
+
+class _Unpickler(pickle.Unpickler):
+    """Leaves classes alone that came from here: cloudpickle would set all their members anew."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _fill_class if found is cloudpickle.cloudpickle._class_setstate else found
+
+
+def _fill_class(kind: type, state: Any) -> Any:
+    is_filled = all(name in vars(kind) for name in state[0])
+    return kind if is_filled else cloudpickle.cloudpickle._class_setstate(kind, state)
+
+
+def _loads(data: bytes) -> BaseException:
+    loaded = _Unpickler(io.BytesIO(data)).load()
+    exception = loaded.rebuild() if isinstance(loaded, _Bare) else loaded
+    if not isinstance(exception, BaseException):
+        raise TypeError(f"a {type(exception).__name__} was sent for an exception")
+    return exception
+
+
+def _text_of(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:  # the user's __str__ may do anything
+        return "its text cannot be read"
