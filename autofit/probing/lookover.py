@@ -1,13 +1,14 @@
 """What is found out about a workload before its first probe, and when two plans are compared.
 
-The facts (size, shapes, fingerprint) come from a model in host memory. Loss, dimensions and
-gradients take trainings on the device; where one of those fails, the survey says so and goes on:
-the baseline's probe will meet the same fault and report it in full.
+The facts (size, shapes, fingerprint) come from the model where it lies. Loss, dimensions and
+gradients take trainings on the device, one at a time; where one of those fails, the survey says so
+and goes on: the baseline's probe will meet the same fault and report it in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
         InvalidRequest: the workload's functions make no model, optimizer or batch.
         Exception: what the user's code raised in making them.
     """
-    workload = bench.fresh_workload()
-    facts = _facts(bench, workload)
-    loss = _loss_source(bench, workload)
+    facts = _facts(bench)
+    loss = _loss_source(bench)
     dimensions, notes = _dimensions(bench)
+    # Without the model, which may lie on the device that the following trainings need.
+    workload = replace(bench.fresh_workload(), model=torch.nn.Identity(), optimizer=torch.optim.SGD)
     resplit, may_resplit, resplit_notes = _resplit(bench, workload)
     return Survey(
         environment=bench.device.environment,
@@ -93,8 +95,9 @@ def _pass(
         return gradients(training, workload.batch(samples), seed=bench.seed, calm=calm)
 
 
-def _facts(bench: Workbench, workload: Workload) -> dict[str, Any]:
+def _facts(bench: Workbench) -> dict[str, Any]:
     torch.manual_seed(bench.seed)
+    workload = bench.fresh_workload()
     model = workload.build_model()
     optimizer = workload.build_optimizer(model)
     parameters = list(model.parameters())
@@ -105,18 +108,20 @@ def _facts(bench: Workbench, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _loss_source(bench: Workbench, workload: Workload) -> str | None:
+def _loss_source(bench: Workbench) -> str | None:
+    workload = bench.fresh_workload()
     if workload.train_step is not None:
         return LossSource.TRAIN_STEP
     samples = min(workload.sample_batch_size, 2)
     try:
-        with bench.training(bench.fresh_workload(), Plan(samples)) as training, training.context():
+        with bench.training(workload, Plan(samples)) as training, training.context():
             batch, _ = next(training.micro_batches(workload.batch(samples)))
             return training.recipe.loss_and_source(training.model, batch)[1]
     except Exception as error:
         scrub(error)
         return None
     finally:
+        del workload
         bench.settle_memory_or_not()
 
 

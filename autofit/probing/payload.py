@@ -32,6 +32,12 @@ from autofit.workload import Workload
 _ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_names}
 
 
+_WAYS_OUT = (
+    "Either pass a function that builds the model instead of the model, or use "
+    'isolation="inprocess", which runs in this process and cannot survive hangs and device faults'
+)
+
+
 @dataclass(frozen=True)
 class Payload:
     """What a worker needs to build trainings.
@@ -77,10 +83,7 @@ def write_payload(payload: Payload, path: Path) -> None:
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise no_room(path, disk) from error
         raise InvalidRequest(
-            f"the workload cannot be sent to a worker process ({type(error).__name__}: {error}). "
-            "Either pass a function that builds the model instead of the model, or use "
-            'isolation="inprocess", which runs in this process and cannot survive hangs and '
-            "device faults"
+            f"the workload cannot be sent to a worker process ({_words(error)}). {_WAYS_OUT}"
         ) from error
 
 
@@ -92,16 +95,31 @@ def no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
     )
 
 
-def read_payload(path: Path, *, map_location: str = "cpu") -> Payload:
-    """A fresh copy of what `write_payload` wrote; tensors are mapped from the file until moved."""
-    # The file is the parent's own, written a moment ago: unpickling it runs only the user's code.
-    contents = torch.load(
-        path,
-        map_location=map_location,
-        pickle_module=pickle,
-        weights_only=False,
-        mmap=map_location == "cpu",
-    )
+def read_payload(path: Path, device: torch.device | None = None) -> Payload:
+    """A fresh copy of what `write_payload` wrote.
+
+    What lay in host memory is mapped from the file until it is moved. What the user had on a GPU
+    (a teacher model that the loss reaches, say) comes to `device`; None: to host memory.
+
+    Raises:
+        InvalidRequest: something in it cannot be unpickled here; the message names the ways out.
+    """
+
+    def place(storage: Any, location: str) -> Any:
+        stays = location == "cpu" or device is None or device.type == "cpu"
+        return storage if stays else storage.to(device=device)
+
+    try:
+        # The file is the parent's own, written a moment ago: it runs only the user's code.
+        contents = torch.load(
+            path, map_location=place, pickle_module=pickle, weights_only=False, mmap=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(
+            f"the workload cannot be read in the worker process ({_words(error)}). {_WAYS_OUT}"
+        ) from error
     return Payload(contents["workload"], contents["strategies"], contents["tamper"])
 
 
@@ -182,3 +200,7 @@ def dumps(value: Any) -> bytes:
 
 
 _PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
