@@ -50,7 +50,7 @@ class ProgressLine:
             self._live = Live(
                 line, console=self._console, transient=True, refresh_per_second=_FRAMES_PER_SECOND
             )
-            self._live.start()
+            self._live.start(refresh=True)
         return self
 
     def __exit__(

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from autofit.errors import InvalidRequest
 from autofit.workload import Workload
+
+_ASKED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
 
 
 def load_target(target: str) -> Workload:
@@ -34,13 +43,30 @@ def load_target(target: str) -> Workload:
             found = getattr(found, part)
     except AttributeError:
         raise InvalidRequest(f"{place} has no {name!r}; it has: {_offers(module)}") from None
-    made = found() if callable(found) and not isinstance(found, Workload) else found
+    made = _call(found, target) if callable(found) else found
     if not isinstance(made, Workload):
         raise InvalidRequest(
             f"{target} is neither a Workload nor a function that returns one, "
             f"but a {type(made).__name__}"
         )
     return made
+
+
+def _call(function: Callable[..., Any], target: str) -> Any:
+    wanted = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _ASKED]
+    if wanted:
+        raise InvalidRequest(
+            f"{target} needs arguments ({', '.join(wanted)}): name a function that makes a "
+            "Workload of none"
+        )
+    return function()
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C say nothing
+        return ()
 
 
 def _import(place: str) -> ModuleType:
@@ -61,7 +87,19 @@ def _import(place: str) -> ModuleType:
         raise InvalidRequest(
             f"{place} has the name of a module in use ({path.stem!r}): rename the file"
         )
-    return importlib.import_module(path.stem)
+    return importlib.import_module(path.stem) if "." not in path.stem else _import_file(path)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """A file whose name with a dot in it would mean a package."""
+    name = path.stem.replace(".", "_")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the suffix is .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _offers(module: ModuleType) -> str:
