@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from autofit.devices.base import Device
@@ -21,9 +23,8 @@ def open_device(name: str | None) -> Device:
         DeviceUnavailable: it is not there.
     """
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = chosen.partition(":")[0]
-    if kind == "cpu":
+    if chosen == "cpu":
         return CpuDevice()
-    if kind == "cuda":
+    if re.fullmatch(r"cuda(:\d+)?", chosen):
         return CudaDevice(chosen)
     raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')
