@@ -7,6 +7,7 @@ Importing this module imports no torch: each public name is loaded when it is fi
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,11 @@ def __getattr__(name: str) -> Any:
         return version("torch-autofit")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'autofit' has no attribute {name!r}")
-    value = getattr(import_module(_HOME_OF[name]), name)
+    drawn = random.getstate()
+    try:
+        value = getattr(import_module(_HOME_OF[name]), name)
+    finally:
+        random.setstate(drawn)  # rich draws a number when it is imported, and it is the user's
     globals()[name] = value
     return value
 

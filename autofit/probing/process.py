@@ -24,8 +24,10 @@ import json, sys
 told = json.loads(sys.argv[1])
 sys.path[:] = told["sys_path"]
 sys.argv[:] = [told["argv0"]]
+from autofit.probing.lifeline import die_with_parent
+die_with_parent(*told["lifeline"])  # before torch is imported, which takes seconds
 from autofit.probing.worker import main
-main(*told["main"])
+main(*told["pipes"])
 """
 _TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
@@ -57,7 +59,10 @@ class WorkerProcess:
         replies_read, replies_write = os.pipe()
         lifeline_read, self._lifeline = os.pipe()
         inherited = (requests_read, replies_write, lifeline_read)
-        told = environment_of_parent() | {"main": [os.getpid(), *inherited]}
+        told = environment_of_parent() | {
+            "lifeline": [os.getpid(), lifeline_read],
+            "pipes": [requests_read, replies_write],
+        }
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(told)],

@@ -1,19 +1,17 @@
 """The worker process: holds the device and the model, and does as it is told until told to stop.
 
-It never outlives its parent: the kernel kills it when the parent dies, and a lifeline pipe tells
-it where the kernel cannot. It answers on a pipe of its own, so user code may print what it likes.
+It never outlives its parent (`autofit.probing.lifeline`), and it answers on a pipe of its own, so
+user code may print what it likes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import json
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,12 +24,9 @@ from autofit.probing.payload import read_payload
 from autofit.probing.session import Session
 from autofit.probing.wire import STACK_SIGNAL, exception_to_dict, request_from_dict, send
 
-_PR_SET_PDEATHSIG = 1
 
-
-def main(parent_pid: int, requests_fd: int, replies_fd: int, lifeline_fd: int) -> None:
+def main(requests_fd: int, replies_fd: int) -> None:
     """Serve requests until the parent closes the pipe."""
-    _die_with_parent(parent_pid, lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
@@ -108,25 +103,3 @@ _ANSWERS: dict[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
     "compare": _compare,
     "rebudget": _rebudget,
 }
-
-
-def _die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
-    threading.Thread(target=_exit_at_end_of, args=(lifeline_fd,), daemon=True).start()
-    _offer_to_the_oom_killer()
-
-
-def _exit_at_end_of(lifeline_fd: int) -> None:
-    os.read(lifeline_fd, 1)
-    os._exit(1)
-
-
-def _offer_to_the_oom_killer() -> None:
-    """Where host memory ends, the worker goes before anything of the user's does."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,30 +62,42 @@ class Probing:
 Opens = Callable[..., Probing]
 
 
+@contextmanager
+def opener() -> Iterator[Opens]:
+    """A function that opens probers with short deadlines; they are closed at the end."""
+    with ExitStack() as opened:
+
+        def open_one(
+            model: Any,
+            *,
+            vram_budget: str | None = "64MiB",
+            shortest_s: float = 60.0,
+            tamper: Any = None,
+        ) -> Probing:
+            prober = WorkerProber(
+                Workload(model, torch.ones(CALM, 16)),
+                device="cpu",
+                vram_budget=vram_budget,
+                deadlines=Deadlines(shortest_s=shortest_s, unknown_s=60.0),
+                tamper=tamper,
+            )
+            return Probing(opened.enter_context(prober))
+
+        yield open_one
+
+
 @pytest.fixture
 def open_probing() -> Iterator[Opens]:
-    """Opens probers with short deadlines, and closes them afterwards."""
-    opened: list[WorkerProber] = []
+    """`opener`, for one test."""
+    with opener() as opens:
+        yield opens
 
-    def open_one(
-        model: Any,
-        *,
-        vram_budget: str = "64MiB",
-        shortest_s: float = 60.0,
-        tamper: Any = None,
-        **workload: Any,
-    ) -> Probing:
-        described = Workload(model, torch.ones(CALM, 16), **workload)
-        deadlines = Deadlines(shortest_s=shortest_s, unknown_s=60.0)
-        prober = WorkerProber(
-            described, device="cpu", vram_budget=vram_budget, deadlines=deadlines, tamper=tamper
-        )
-        opened.append(prober)
-        return Probing(prober)
 
-    yield open_one
-    for prober in opened:
-        prober.close()
+@pytest.fixture(scope="module")
+def open_module_probing() -> Iterator[Opens]:
+    """`opener`, for all tests of a module."""
+    with opener() as opens:
+        yield opens
 
 
 def is_running(pid: int) -> bool:

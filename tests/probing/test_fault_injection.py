@@ -135,7 +135,7 @@ def test_a_kill_by_the_kernel_is_host_memory() -> None:
 
 def floods(_: torch.Tensor) -> None:
     line = b"x" * 2**20  # one endless line to each stream, then many short ones
-    for _ in range(64):
+    for _repeat in range(64):
         os.write(1, line)
         os.write(2, line)
     for number in range(10_000):
@@ -208,7 +208,7 @@ def full_disk() -> Iterator[None]:
 
 @pytest.mark.usefixtures("full_disk")
 def test_a_disk_without_room_says_what_to_do(open_probing: Any) -> None:
-    with pytest.raises(WorkerFailed, match="could not be written .*TMPDIR"):
+    with pytest.raises(WorkerFailed, match=r"could not be written .*TMPDIR"):
         open_probing(nn.Linear(64, 64))
 
 
@@ -216,13 +216,13 @@ def test_a_temporary_folder_that_is_missing_says_what_to_do(
     open_probing: Any, trap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
-    with pytest.raises(WorkerFailed, match="could not be written .*TMPDIR"):
+    with pytest.raises(WorkerFailed, match=r"could not be written .*TMPDIR"):
         open_probing(trap(exits))
 
 
 def test_a_model_that_cannot_be_pickled_names_both_ways_out(open_probing: Any) -> None:
     model = nn.Linear(16, 16)
-    model.lock = threading.Lock()
-    with pytest.raises(InvalidRequest, match='a function that builds the model.*"inprocess"'):
+    vars(model)["lock"] = threading.Lock()
+    with pytest.raises(InvalidRequest, match=r'a function that builds the model.*"inprocess"'):
         open_probing(model)
     assert isinstance(Workload(model, torch.ones(2, 16)).model, nn.Linear)

@@ -1,0 +1,301 @@
+"""What a probe answers when something goes wrong in a worker that lives on, or must be replaced."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.devices.base import Device
+from autofit.errors import WorkloadFailed
+from autofit.measurement import Measurement, Outcome
+from autofit.units import GIB, MIB
+
+CALM = 2
+Model = Any
+
+
+class Minefield(nn.Module):
+    """A small model with another fault at each micro-batch that is listed."""
+
+    def __init__(self, mines: dict[int, Callable[[Model, torch.Tensor], object]]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.mines = mines
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs)
+        if len(inputs) in self.mines:
+            replaced = self.mines[len(inputs)](self, output)
+            return replaced if isinstance(replaced, torch.Tensor) else output
+        return output
+
+
+class OwnError(ValueError):
+    """An exception of the user's, with more than a text."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text, code)
+        self.code = code
+
+
+class Unsendable(ValueError):
+    """An exception that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("it holds a generator")
+        self.rows = (row for row in [1])
+
+
+def raises(make: Callable[[], BaseException]) -> Callable[[Model, torch.Tensor], object]:
+    def mine(model: Model, output: torch.Tensor) -> object:
+        raise make()
+
+    return mine
+
+
+def accelerator_error(code: int) -> Exception:
+    error = torch.AcceleratorError("CUDA error: see the code")
+    vars(error)["error_code"] = code
+    return error
+
+
+def wrapped_oom(model: Model, output: torch.Tensor) -> object:
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
+
+
+def exhausts_address_space(model: Model, output: torch.Tensor) -> object:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, limits[1]))
+    try:
+        return torch.empty(GIB, dtype=torch.uint8, device="cpu").sum()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def is_unlucky_once(model: Model, output: torch.Tensor) -> object:
+    if not hasattr(builtins, "was_unlucky"):
+        vars(builtins)["was_unlucky"] = True
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+    return output
+
+
+def keeps_the_graph(model: Model, output: torch.Tensor) -> object:
+    model.kept.append(output.sum())
+    return output
+
+
+def makes_cycles(model: Model, output: torch.Tensor) -> object:
+    gc.disable()  # else it depends on the mood of the collector what is seen
+    box: list[object] = [output * 2]
+    box.append(box)
+    return output
+
+
+def hoards(model: Model, output: torch.Tensor) -> object:
+    vars(builtins).setdefault("hoard", torch.zeros(4 * MIB))
+    return output
+
+
+LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
+    "wrapped OOM": (Outcome.OOM, wrapped_oom),
+    "code 2": (Outcome.OOM, raises(lambda: accelerator_error(2))),
+    "NVML assert": (
+        Outcome.OOM,
+        raises(lambda: RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at c10/cuda")),
+    ),
+    "cuBLAS with room left": (
+        Outcome.SIZE_LIMIT,
+        raises(lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `c`")),
+    ),
+    "grid": (
+        Outcome.SIZE_LIMIT,
+        raises(lambda: RuntimeError("CUDA error: invalid configuration argument")),
+    ),
+    "MemoryError": (Outcome.HOST_OOM, raises(MemoryError)),
+    "address space": (Outcome.HOST_OOM, exhausts_address_space),
+    "decoy": (Outcome.USER_ERROR, raises(lambda: ValueError("CUDA out of memory."))),
+    "exit": (Outcome.USER_ERROR, raises(lambda: SystemExit(2))),
+    "NaN": (Outcome.NONFINITE, lambda _, output: output * float("nan")),
+    "spurious OOM": (Outcome.OK, is_unlucky_once),
+    "leak": (Outcome.LEAK, keeps_the_graph),
+    "cycle": (Outcome.OK, makes_cycles),
+    "own error": (Outcome.USER_ERROR, raises(lambda: OwnError("no such token", 7))),
+    "unsendable": (Outcome.USER_ERROR, raises(Unsendable)),
+}
+SIZES = {name: size for size, name in enumerate(LIVES_ON, start=10)}
+
+
+@pytest.fixture(scope="module")
+def probing(open_module_probing: Any) -> Any:
+    """One model, and one worker, for all faults that a worker survives."""
+    minefield = Minefield({SIZES[name]: mine for name, (_, mine) in LIVES_ON.items()})
+    return open_module_probing(minefield, vram_budget="256MiB")
+
+
+@pytest.mark.parametrize("fault", LIVES_ON)
+def test_a_fault_is_told_by_its_name_and_the_worker_lives_on(probing: Any, fault: str) -> None:
+    before = probing.at(CALM)
+    worker = probing.worker
+    measurement: Measurement = probing.at(SIZES[fault])
+    assert measurement.outcome is LIVES_ON[fault][0], measurement.detail
+    after = probing.at(CALM)
+    assert after.outcome is Outcome.OK
+    assert after.peak_allocated_bytes == before.peak_allocated_bytes, "something was left behind"
+    assert probing.worker == worker
+
+
+def test_the_users_own_error_arrives_as_it_was_raised(probing: Any) -> None:
+    probing.at(SIZES["own error"])
+    error = probing.prober.user_exception()
+    assert type(error) is OwnError
+    assert error.args == ("no such token", 7)
+    assert error.code == 7
+    assert "in mine" in str(error.__cause__), "the worker's traceback comes along"
+
+
+def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
+    probing.at(SIZES["unsendable"])
+    error = probing.prober.user_exception()
+    assert type(error) is WorkloadFailed
+    assert "Unsendable: it holds a generator" in str(error)
+
+
+def test_a_leak_says_how_much_and_how_long(probing: Any) -> None:
+    detail = probing.at(SIZES["leak"]).detail
+    assert "are held after every step" in detail
+    assert "the budget is reached in about" in detail
+
+
+def test_a_cycle_is_told_from_a_leak(probing: Any) -> None:
+    assert "reference cycle" in probing.at(SIZES["cycle"]).detail
+
+
+class AllocatesInBackward(torch.autograd.Function):
+    """Needs 128 MiB in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.zeros(32 * MIB).sum()
+
+
+class Hungry(nn.Module):
+    """Runs out of 64 MiB in the phase that it is told to, from a micro-batch of 8 on."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase = phase
+        self.layer = nn.Linear(16, 300_000 if phase == "optimizer" else 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs).sum(dim=1, keepdim=True)
+        if len(inputs) < 8:
+            return output
+        if self.phase == "forward":
+            return output + torch.zeros(32 * MIB).sum()
+        return AllocatesInBackward.apply(output) if self.phase == "backward" else output  # type: ignore[no-untyped-call]  # torch left it so
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_out_of_memory_in_any_phase(open_probing: Any, phase: str) -> None:
+    probing = open_probing(Hungry(phase))
+    worker = probing.worker
+    measurement = probing.at(8)
+    assert measurement.outcome is Outcome.OOM
+    assert "Tried to allocate" in measurement.detail
+    if phase != "optimizer":  # whose state does not fit at any micro-batch
+        assert probing.at(CALM).ok
+    assert probing.worker == worker
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [(raises(lambda: accelerator_error(710)), Outcome.POISONED), (hoards, Outcome.OK)],
+    ids=["device assert", "retained memory"],
+)
+def test_what_a_probe_leaves_behind_costs_the_worker(
+    open_probing: Any, fault: Any, outcome: Outcome
+) -> None:
+    probing = open_probing(Minefield({8: fault}), vram_budget="1GiB")
+    worker = probing.worker
+    assert probing.at(8).outcome is outcome
+    assert probing.worker is None
+    assert probing.at(CALM).ok
+    assert probing.worker != worker
+
+
+def dies_unseen(device: Any) -> Device:
+    """The first probe's steps succeed; only the look at the device afterwards shows the fault."""
+    checks = iter(["before the probe", "after it"])
+
+    def check_health() -> None:
+        if next(checks, None) != "before the probe":
+            raise accelerator_error(700)
+
+    device.check_health = check_health
+    return device  # type: ignore[no-any-return]  # it is what was given
+
+
+def test_a_device_that_died_unseen_is_found_before_ok_is_said(open_probing: Any) -> None:
+    probing = open_probing(Minefield({}), tamper=dies_unseen)
+    measurement = probing.at(CALM)
+    assert measurement.outcome is Outcome.POISONED
+    assert measurement.step_times_s == ()
+    assert probing.worker is None
+
+
+def shared(*foreign_gib: int) -> Callable[[Any], Device]:
+    """A device of 32 GiB beside whose worker others hold this much, one reading after the other."""
+
+    def tamper(device: Any) -> Device:
+        readings = list(foreign_gib)
+        device.total_bytes = 32 * GIB
+        device.foreign_bytes = lambda: (readings.pop(0) if len(readings) > 1 else readings[0]) * GIB
+        return device  # type: ignore[no-any-return]  # it is what was given
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    ("foreign_gib", "contended", "outcome"),
+    [
+        ((2, 2), False, Outcome.OK),
+        ((2, 4, 4, 4), True, Outcome.OK),
+        ((2, 4, 2, 4, 2, 4, 2), True, Outcome.OK),
+        ((32, 32), False, Outcome.OVER_BUDGET),
+    ],
+    ids=["calm", "moved once", "moves on and on", "spilled"],
+)
+def test_other_processes_on_the_device(
+    open_probing: Any, foreign_gib: tuple[int, ...], contended: bool, outcome: Outcome
+) -> None:
+    probing = open_probing(Minefield({}), tamper=shared(*foreign_gib))
+    measurement = probing.at(CALM)
+    assert measurement.outcome is outcome
+    assert measurement.contended is contended
+
+
+def test_a_search_may_run_in_a_thread(open_probing: Any) -> None:
+    """The kernel ties a worker's life to the thread that started it."""
+    seen: list[Measurement] = []
+    thread = threading.Thread(target=lambda: seen.append(open_probing(Minefield({})).at(CALM)))
+    thread.start()
+    thread.join()
+    assert [measurement.ok for measurement in seen] == [True]

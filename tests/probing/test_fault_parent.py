@@ -1,0 +1,181 @@
+"""The parent is killed or interrupted: no worker is left, and nothing of the user's has changed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+SECONDS_A_WORKER_MAY_OUTLIVE_ITS_PARENT = 2.0
+SECONDS_TO_WAIT = 60.0
+
+MODEL = """
+import ctypes, os, signal, sys, time
+import torch
+from torch import nn
+
+def sleeps(): time.sleep(600)
+def holds_the_interpreter(): ctypes.PyDLL(None).sleep(600)
+def unties_itself(): ctypes.CDLL(None).prctl(1, 0); time.sleep(600)
+
+class Hangs(nn.Module):
+    def __init__(self, way, above):
+        super().__init__()
+        self.way, self.above, self.layer = way, above, nn.Linear(16, 16)
+    def forward(self, inputs):
+        if len(inputs) > self.above and "CALM" not in os.environ:
+            print("hanging", flush=True)
+            self.way()
+        return self.layer(inputs)
+"""
+
+PROBES = """
+from autofit.plan import Plan
+from autofit.probing.client import WorkerProber
+from autofit.probing.prober import ProbeRequest
+from autofit.workload import Workload
+
+workload = Workload(Hangs({way}, above=1), torch.ones(2, 16))
+with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
+    print("ready", flush=True)
+    prober.probe(ProbeRequest(Plan(2)))
+"""
+
+STARTS = """
+import autofit.probing.process
+process = autofit.probing.process.WorkerProcess()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+SEARCHES = """
+import autofit
+from autofit.probing.snapshot import differences, digest
+
+model = Hangs(sleeps, above=2)
+torch.manual_seed(3)
+before = digest({"model": model})
+try:
+    report = autofit.search(
+        model, torch.ones(2, 16), device="cpu", vram_budget="64MiB", strategies=[],
+        progress=lambda event: print(type(event).__name__, event.progress.probes, flush=True),
+    )
+    print("report:", report.record.search.stopped_because, report.best.plan.micro_batch)
+except KeyboardInterrupt:
+    print("interrupted")
+finally:
+    print("changed:", differences(before, digest({"model": model})), flush=True)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a script as a process of its own, and kills what is left of it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(script: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MODEL + script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SECONDS_TO_WAIT)
+
+
+def read_until(stream: IO[str] | None, words: str) -> None:
+    assert stream is not None
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"{words!r} was never printed, but:\n{''.join(lines)}")
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        STARTS,
+        PROBES.format(way="sleeps"),
+        PROBES.format(way="holds_the_interpreter"),
+        PROBES.format(way="unties_itself"),
+    ],
+    ids=["starting", "asleep", "interpreter locked", "by the pipe alone"],
+)
+def test_a_parent_that_is_killed_leaves_no_worker(
+    start: Any, running: Callable[[int], bool], script: str
+) -> None:
+    parent = start(script)
+    read_until(parent.stdout, "ready")
+    (worker,) = children_of(parent.pid)
+    if script is not STARTS:
+        time.sleep(3.0)  # for the probe to have come to its hang
+    assert running(worker)
+    parent.kill()
+    assert wait_for(lambda: not running(worker), SECONDS_A_WORKER_MAY_OUTLIVE_ITS_PARENT)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_the_search_and_leaves_nothing(
+    start: Any, running: Callable[[int], bool], times: int
+) -> None:
+    parent = start(SEARCHES)
+    read_until(parent.stdout, "ProbeStarted 1")
+    (worker,) = children_of(parent.pid)
+    time.sleep(3.0)  # for the second probe to have come to its hang
+    for _ in range(times):
+        parent.send_signal(signal.SIGINT)
+    output = parent.communicate(timeout=SECONDS_TO_WAIT)[0]
+    assert "changed: []" in output
+    assert "report: interrupted 2" in output or (times == 2 and "interrupted" in output)
+    assert not running(worker)
+
+
+def test_a_search_that_was_killed_is_resumed_without_repeating(
+    start: Any,
+    running: Callable[[int], bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    study = tmp_path / "study.log"
+    searches = SEARCHES.replace("strategies=[],", f"strategies=[], max_probes=4, study={str(study)!r},")
+    parent = start(searches)
+    read_until(parent.stdout, "ProbeStarted 1")
+    (worker,) = children_of(parent.pid)
+    parent.kill()
+    assert wait_for(lambda: not running(worker), SECONDS_A_WORKER_MAY_OUTLIVE_ITS_PARENT)
+    monkeypatch.setenv("CALM", "yes")
+    resumed = start(searches)
+    output = resumed.communicate(timeout=SECONDS_TO_WAIT)[0]
+    assert "ProbeStarted 0" not in output, "the baseline was run again"
+    assert "report:" in output
+    assert "changed: []" in output
