@@ -8,12 +8,12 @@ limits, as DESIGN's "required bytes" is defined: no flush in the last steps, war
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import Block
+from autofit.memory.blocks import ROUNDING_BYTES, Block, round_up
 from autofit.units import MIB
 
 Event: TypeAlias = tuple[int, int]
@@ -30,10 +30,14 @@ class Recording:
     Attributes:
         events: in the order in which they happened.
         step_ends: for each recorded optimizer step, how many events had happened at its end.
+        optional: allocations that code can do without, by id, and what they are for. Where one is
+            refused, whatever it is for goes without from then on: so PyTorch treats the
+            workspaces of convolution algorithms.
     """
 
     events: Sequence[Event]
     step_ends: Sequence[int]
+    optional: Mapping[int, Hashable] = field(default_factory=dict)
 
     def steps(self, count: int) -> Iterator[Sequence[Event]]:
         """The events of `count` steps, those of building among the first's.
@@ -48,6 +52,11 @@ class Recording:
         if count > len(self.step_ends):
             yield from self._repetitions(count - len(self.step_ends))
 
+    @property
+    def largest_number(self) -> int:
+        """The largest id; repeated steps count on from it."""
+        return max((event for event, _ in self.events), default=0)
+
     def _repetitions(self, count: int) -> Iterator[Sequence[Event]]:
         start = self.step_ends[-2] if len(self.step_ends) > 1 else 0
         last = self.events[start : self.step_ends[-1]]
@@ -59,7 +68,7 @@ class Recording:
             [(event, sizes[event]) for event in dead if event not in born],
             [(event, born[event]) for event in survivors],
         )
-        shift = max(sizes | born, default=0)
+        shift = self.largest_number
         for turn in range(1, count + 1):
             renumbered = (_renumbered(event, born, heirs, turn, shift) for event in last)
             yield [event for event in renumbered if event is not None]
@@ -89,10 +98,14 @@ def replay(
         OutOfBudget: the limit is too small for it.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
+    run = _Run(allocator, recording) if recording.optional else None
     live: dict[int, Block] = {}
     retries = []
     for events in recording.steps(STEPS):
-        _run(allocator, live, events)
+        if run is None:
+            _run(allocator, live, events)
+        else:
+            run.step(events)
         retries.append(allocator.retries)
     return Replay(
         allocator.peak_allocated_bytes,
@@ -113,7 +126,7 @@ def required_bytes(
     """
     free = replay(recording, expandable_segments=expandable_segments)
     resolution = resolution_bytes or max(2 * MIB, free.peak_reserved_bytes // 500)
-    works, fails = free.peak_reserved_bytes, free.peak_allocated_bytes - 1
+    works, fails = free.peak_reserved_bytes, _indispensable_bytes(recording) - 1
     while works - fails > resolution:
         limit = (works + fails) // 2
         held = _held_calmly(recording, limit, expandable_segments)
@@ -140,6 +153,49 @@ def _run(allocator: CachingAllocator, live: dict[int, Block], events: Sequence[E
             live[event] = allocate(size)
         else:
             free(live.pop(-event))
+
+
+class _Run:
+    """A run of a recording with optional allocations, and what it has learned to do without."""
+
+    def __init__(self, allocator: CachingAllocator, recording: Recording) -> None:
+        self._allocator = allocator
+        self._optional = recording.optional
+        self._shift = recording.largest_number
+        self._live: dict[int, Block] = {}
+        self._given_up: set[Hashable] = set()
+
+    def step(self, events: Sequence[Event]) -> None:
+        for event, size in events:
+            if event > 0:
+                self._allocate(event, size)
+            elif -event in self._live:
+                self._allocator.free(self._live.pop(-event))
+
+    def _allocate(self, number: int, size: int) -> None:
+        purpose = self._optional.get((number - 1) % self._shift + 1)
+        if purpose is not None and purpose in self._given_up:
+            return
+        try:
+            self._live[number] = self._allocator.allocate(size)
+        except OutOfBudget:
+            if purpose is None:
+                raise
+            self._given_up.add(purpose)
+
+
+def _indispensable_bytes(recording: Recording) -> int:
+    """The most bytes in live blocks if nothing optional is allocated."""
+    live: dict[int, int] = {}
+    held = most = 0
+    for event, size in recording.events[: recording.step_ends[-1]]:
+        if event < 0:
+            held -= live.pop(-event, 0)
+        elif event not in recording.optional:
+            live[event] = round_up(size, ROUNDING_BYTES)
+            held += live[event]
+            most = max(most, held)
+    return most
 
 
 def _renumbered(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._device_type = device_type
         self._record = record
         self._step_ends: list[int] = []
+        self._optional: dict[int, Hashable] = {}
         self._storages: dict[int, _Storage] = {}
         self._last_number = _FOREIGN
         self._dead: deque[_Storage] = deque()
@@ -67,8 +68,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self._meet(given)
         result = self.compute(func, args, kwargs or {})
         try:
-            self._settle([*given, *tensors_in(result)])
-            self.use_kernel_memory(func, args, kwargs or {}, result)
+            self._settle(given)
+            self.account(func, args, kwargs or {}, result)
         except OutOfBudget as refusal:
             # The traceback must not keep alive what did not fit.
             del given, result
@@ -79,11 +80,13 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Run an operator; a subclass may stand in for operators that the device lacks."""
         return func(*args, **kwargs)
 
-    def use_kernel_memory(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Called after an operator's results were allocated: what its kernel takes besides.
+    def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Allocate what an operator returned; a subclass may add what its kernel takes besides.
 
-        Nothing, for operators that were really run; a subclass may use `scratch` and `keep`.
+        Raises:
+            OutOfBudget: there is no room for it.
         """
+        self._settle(tensors_in(result))
 
     def register_foreign(self, value: Any) -> None:
         """Never count the storages in `value`: a tensor, or tensors in lists, tuples and dicts."""
@@ -96,7 +99,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     @property
     def recording(self) -> Recording:
         """What was recorded, up to the end of the last step."""
-        return Recording(self.events, tuple(self._step_ends))
+        return Recording(self.events, tuple(self._step_ends), self._optional)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage in the events; None where it does not count."""
@@ -106,19 +109,36 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 return tracked.number
         return None
 
-    def scratch(self, sizes: Iterable[int]) -> None:
-        """Allocate memory of those sizes in turn, then release it: a kernel's own scratch.
+    def allocate_in_order(
+        self, items: Iterable[int | torch.Tensor | None], *, optional_for: Hashable = None
+    ) -> None:
+        """Allocate in turn what a kernel takes.
+
+        Args:
+            items: a number is scratch memory of that many bytes, a tensor is a result; None
+                releases the scratch memory so far, and so does the end.
+            optional_for: what could do without the scratch (see `Recording.optional`).
 
         Raises:
             OutOfBudget: there is no room for it.
         """
-        held = []
+        held: list[tuple[int, Block | None]] = []
         try:
-            for nbytes in sizes:
-                held.append(self._allocate(nbytes))
+            for item in items:
+                if isinstance(item, torch.Tensor):
+                    self._settle([item])
+                elif item is None:
+                    self._release_all(held)
+                else:
+                    held.append(self._allocate(item))
+                    if optional_for is not None:
+                        self._optional[held[-1][0]] = optional_for
         finally:
-            for number, block in reversed(held):
-                self._release(number, block)
+            self._release_all(held)
+
+    def _release_all(self, held: list[tuple[int, Block | None]]) -> None:
+        while held:
+            self._release(*held.pop())
 
     def keep(self, nbytes: int) -> int:
         """Allocate memory that is never released, such as a library's workspace.
@@ -139,7 +159,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                     if storage._cdata not in self._storages:
                         self._track(storage)
 
-    def _settle(self, tensors: list[torch.Tensor]) -> None:
+    def _settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Allocate what an operator brought into being, and follow storages that it resized."""
         for tensor in tensors:
             if tensor.device.type != self._device_type:

@@ -14,7 +14,16 @@ import torch
 
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.tracer import MemoryTracer
+from autofit.prediction.convolutions import (
+    Direction,
+    copied_operands,
+    in_layout_of_cudnn,
+    of_backward,
+    of_forward,
+    workspace_bytes,
+)
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.recurrent import cudnn_rnn, cudnn_rnn_backward
 from autofit.prediction.scratch import scratch_bytes
 from autofit.units import MIB
 
@@ -30,6 +39,9 @@ _IN_PLACE_ON_LISTS = frozenset(
         "_amp_foreach_non_finite_check_and_unscale_",
     }
 )
+
+
+_STAND_INS = {"_cudnn_rnn": cudnn_rnn, "_cudnn_rnn_backward": cudnn_rnn_backward}
 
 
 class NeedsValues(Exception):
@@ -55,30 +67,57 @@ class CudaTracer(MemoryTracer):
         """Numbers of the workspaces in the events."""
         self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
+        self._order: list[int | torch.Tensor | None] = []
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run it on meta tensors, or stand in for it."""
         name = _name(func)
         if name in _VALUES and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             raise NeedsValues(f"aten::{name} needs the values of a tensor")
+        if name in _STAND_INS:
+            result, self._order = _STAND_INS[name](args)
+            return result
         if name in _IN_PLACE_ON_LISTS:
             return None
         if name == "_amp_update_scale_":
             return args[0]
-        return super().compute(func, args, kwargs)
+        result = super().compute(func, args, kwargs)
+        return in_layout_of_cudnn(args, result) if name == "convolution" else result
 
-    def use_kernel_memory(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Workspaces that are needed for the first time, then the kernel's scratch."""
+    def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Workspaces that are needed for the first time, results, and the kernel's scratch."""
         name = _name(func)
+        if self._order:
+            order, self._order = self._order, []
+            self.allocate_in_order(order)
+        super().account(func, args, kwargs, result)
         if not self._on_device(result):
             return
         if name in _PRODUCTS:
             self._use_workspace("cublas", self._workspace_bytes)
             if name == "addmm" and args[0].dim() == 1:
                 self._use_workspace("cublaslt", CUBLASLT_WORKSPACE_BYTES)
-        sizes = scratch_bytes(name, args, result, self.gpu)
-        if sizes:
-            self.scratch(sizes)
+        if name in ("convolution", "convolution_backward"):
+            self._convolve(name, args, result)
+        else:
+            self.allocate_in_order(scratch_bytes(name, args, result, self.gpu))
+
+    def _convolve(self, name: str, args: Any, result: Any) -> None:
+        """Copies of arguments in another layout, and cuDNN's workspaces."""
+        if name == "convolution":
+            directions, operands = [Direction.FORWARD], args[:2]
+            convolution = of_forward(args, result)
+        else:
+            convolution, operands = of_backward(args), args[:3]
+            wanted = zip((Direction.DATA, Direction.WEIGHT), args[-1], strict=False)
+            directions = [direction for direction, wants in wanted if wants]
+        self.allocate_in_order(copied_operands(convolution, operands))
+        for direction in directions:
+            nbytes = workspace_bytes(convolution, direction, self.gpu)
+            if nbytes:
+                self.allocate_in_order([nbytes], optional_for=(convolution, direction))
+        if name == "convolution_backward" and args[-1][2]:
+            self.allocate_in_order(scratch_bytes("sum", (args[0],), result[2], self.gpu))
 
     def _use_workspace(self, library: str, nbytes: int) -> None:
         """One for the thread of the forward pass, and one for autograd's thread."""

@@ -123,12 +123,14 @@ def test_sparse_gradients_count() -> None:
 
 def test_scratch_memory_counts_while_it_is_used_and_kept_memory_for_good() -> None:
     tracer = MemoryTracer(CachingAllocator(limit_bytes=50 * MIB))
-    tracer.scratch([20 * MIB, 10 * MIB])
+    tracer.allocate_in_order([20 * MIB, 10 * MIB])
     assert tracer.allocator.peak_allocated_bytes == 30 * MIB
     assert tracer.allocator.allocated_bytes == 0
     with pytest.raises(OutOfBudget):
-        tracer.scratch([20 * MIB, 40 * MIB])
+        tracer.allocate_in_order([20 * MIB, 40 * MIB])
     assert tracer.allocator.allocated_bytes == 0
+    tracer.allocate_in_order([20 * MIB, None, 40 * MIB])
+    assert tracer.allocator.peak_allocated_bytes == 40 * MIB
     tracer.keep(10 * MIB)
     assert tracer.allocator.allocated_bytes == 10 * MIB
 

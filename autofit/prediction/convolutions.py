@@ -1,0 +1,199 @@
+"""The workspaces that cuDNN takes for convolutions.
+
+cuDNN documents neither which algorithm its heuristics take nor how much memory one needs, but the
+mechanism explains what recorded trainings show to the byte:
+
+- Tensor cores (16-bit types, and float32 where TF32 is allowed) want channels last, with a
+  multiple of 8 channels for 16-bit types; other layouts are copied over, results copied back.
+- Without TF32, float32 runs in the contiguous layout, and it is channels last that is copied.
+  Convolutions of 3x3 with stride 1 multiply transformed tiles (Winograd), which are stored.
+- A pointwise convolution is a plain matrix product where its rows are aligned; its weight gradient
+  is then summed over the samples' products, each stored in float32.
+
+A workspace is a wish: where there is no memory for it, PyTorch runs the next algorithm and stays
+with that one. `autofit.memory.replay` treats it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+
+from autofit.prediction.gpus import Gpu
+
+_ALIGNMENT_BYTES = 16
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dimensions."""
+
+
+class Direction(Enum):
+    """What is computed: the output, or a gradient."""
+
+    FORWARD = "forward"
+    DATA = "data gradient"
+    WEIGHT = "weight gradient"
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution's shapes: data (samples, channels, ...), weight, result, as for `conv2d`."""
+
+    data: tuple[int, ...]
+    weight: tuple[int, ...]
+    result: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def item_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def pointwise(self) -> bool:
+        return prod(self.weight[2:]) == 1 and set(self.stride) == {1}
+
+    @property
+    def depthwise(self) -> bool:
+        """Run by PyTorch's own kernels."""
+        return self.groups > 1 and self.groups == self.data[1]
+
+    def copies(self, multiple: int) -> tuple[int, int, int]:
+        """Bytes of data, weight and result with their channels padded to a multiple."""
+        data = _padded(self.data, {1}, multiple)
+        weight = _padded(self.weight, {0, 1}, multiple) if prod(self.weight[2:]) > 1 else 0
+        result = _padded(self.result, {1}, multiple)
+        return data * self.item_bytes, weight * self.item_bytes, result * self.item_bytes
+
+
+def workspace_bytes(convolution: Convolution, direction: Direction, gpu: Gpu) -> int:
+    """What cuDNN takes for it where memory is free."""
+    if convolution.depthwise:
+        return 0
+    if _on_tensor_cores(convolution.dtype, gpu):
+        return _tensor_cores(convolution, direction)
+    data, weight, result = convolution.copies(1)
+    moved = data + weight + result if convolution.channels_last else 0
+    return moved + _winograd(convolution, direction)
+
+
+def _on_tensor_cores(dtype: torch.dtype, gpu: Gpu) -> bool:
+    if dtype == torch.float32:
+        return gpu.tf32 and _tf32_allowed()
+    return gpu.capability >= (7, 0)
+
+
+def _tf32_allowed() -> bool:
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # only the newer switch was set, and differs from the older one
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]  # untyped
+
+
+def _tensor_cores(convolution: Convolution, direction: Direction) -> int:
+    multiple = 8 if convolution.item_bytes == 2 else 1
+    data, weight, result = convolution.copies(multiple)
+    if convolution.channels_last:
+        return data + weight if convolution.data[1] % multiple else 0
+    if not convolution.pointwise:
+        return data + weight + result
+    sums = 4 * convolution.data[0] * prod(convolution.weight)
+    row_bytes = prod(convolution.data[2:]) * convolution.item_bytes
+    if row_bytes % _ALIGNMENT_BYTES:
+        return data + result
+    return min(sums, data + result) if direction is Direction.WEIGHT else 0
+
+
+def _winograd(convolution: Convolution, direction: Direction) -> int:
+    """Tiles of 4x4 results for weight gradients, else of 6x6, with a border of 2, in float32."""
+    plain = set(convolution.stride) == {1} == set(convolution.dilation)
+    if convolution.weight[2:] != (3, 3) or not plain or convolution.groups != 1:
+        return 0
+    tile = 4 if direction is Direction.WEIGHT else 6
+    height, width = convolution.result[2:]
+    tiles = convolution.data[0] * -(-height // tile) * -(-width // tile)
+    points = (tile + 2) ** 2
+    channels, out = convolution.data[1], convolution.result[1]
+    return 4 * points * (tiles * (channels + out) + channels * out)
+
+
+def _padded(shape: tuple[int, ...], dims: set[int], multiple: int) -> int:
+    return prod(
+        -(-size // multiple) * multiple if at in dims else size for at, size in enumerate(shape)
+    )
+
+
+def in_layout_of_cudnn(args: Any, result: torch.Tensor) -> torch.Tensor:
+    """The result of `aten::convolution` in the layout that cuDNN gives it; meta has its own."""
+    layout = _layout(args[0], args[1])
+    if layout is torch.contiguous_format or result.is_contiguous(memory_format=layout):
+        return result
+    return torch.empty_like(result, memory_format=layout)
+
+
+def copied_operands(convolution: Convolution, operands: Any) -> list[int]:
+    """Sizes of the operands that PyTorch copies to the layout that the convolution runs in."""
+    layout = torch.contiguous_format
+    if convolution.channels_last:
+        layout = _CHANNELS_LAST[len(convolution.data)]
+    return [
+        tensor.numel() * tensor.element_size()
+        for tensor in operands
+        if not tensor.is_contiguous(memory_format=layout)
+    ]
+
+
+def of_forward(args: Any, result: torch.Tensor) -> Convolution:
+    """The convolution that `aten::convolution` was called for."""
+    data, weight, _, stride, _, dilation, transposed, _, groups = args
+    if (
+        transposed
+    ):  # the forward pass of a transposed one is a data gradient, result and data swapped
+        return _convolution(result, weight, data, stride, dilation, groups)
+    return _convolution(data, weight, result, stride, dilation, groups)
+
+
+def of_backward(args: Any) -> Convolution:
+    """The convolution that `aten::convolution_backward` was called for."""
+    gradient, data, weight, _, stride, _, dilation, transposed, _, groups = args[:10]
+    if transposed:
+        return _convolution(gradient, weight, data, stride, dilation, groups)
+    return _convolution(data, weight, gradient, stride, dilation, groups)
+
+
+def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Channels last if data or weight are (`cudnn_conv_suggest_memory_format`)."""
+    last = _CHANNELS_LAST.get(data.dim())
+    if last is not None and any(
+        tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+        for tensor in (data, weight)
+    ):
+        return last
+    return torch.contiguous_format
+
+
+def _convolution(
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    result: torch.Tensor,
+    stride: Any,
+    dilation: Any,
+    groups: int,
+) -> Convolution:
+    channels_last = _layout(data, weight) is not torch.contiguous_format
+    return Convolution(
+        tuple(data.shape),
+        tuple(weight.shape),
+        tuple(result.shape),
+        data.dtype,
+        channels_last,
+        tuple(stride),
+        tuple(dilation),
+        groups,
+    )
