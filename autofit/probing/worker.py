@@ -68,12 +68,20 @@ def _open(message: Mapping[str, Any]) -> Session:
         seed=message["seed"],
     )
     del payload
-    gc.freeze()  # torch's own objects need not be gone through at every collection of a probe's
+    _spare_collections()
     return session
 
 
 def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"survey": session.survey().to_dict()}
+    reply = {"survey": session.survey().to_dict()}
+    _spare_collections()  # of what the first training imported
+    return reply
+
+
+def _spare_collections() -> None:
+    """Have later garbage collections pass over what is there now: torch's own many objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def _probe(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
