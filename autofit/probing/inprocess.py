@@ -7,6 +7,7 @@ end. A hang, a crash or a poisoned device context here is the whole process's; a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -65,6 +66,8 @@ class InProcessProber:
         self._survey: Survey | None = None
         self._user_exception: BaseException | None = None
         self._poisoned_by: str | None = None
+        self._spares_collections = gc.get_freeze_count() == 0  # else thawing would undo the user's
+        self._spare_collections()
 
     def __enter__(self) -> InProcessProber:
         return self
@@ -94,6 +97,7 @@ class InProcessProber:
                 self._survey = self._session.survey()
             finally:
                 self._snapshot.restore()
+                self._spare_collections()  # of what the first training imported
         return self._survey
 
     def probe(self, request: ProbeRequest) -> Measurement:
@@ -140,6 +144,14 @@ class InProcessProber:
         self._snapshot.restore()
         if self._poisoned_by is None:
             self._device.release_cache()
+        if self._spares_collections:
+            gc.unfreeze()
+
+    def _spare_collections(self) -> None:
+        """Collections around probes pass over what is there now; in a notebook that is a lot."""
+        if self._spares_collections:
+            gc.collect()
+            gc.freeze()
 
     def _restored(self) -> Workload:
         self._snapshot.restore()
