@@ -13,14 +13,19 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import ROUNDING_BYTES, Block, round_up
-from autofit.units import MIB
+from autofit.memory.blocks import (
+    OWN_SEGMENT_ROUNDING_BYTES,
+    ROUNDING_BYTES,
+    Block,
+    round_up,
+)
 
 Event: TypeAlias = tuple[int, int]
 """(id, bytes) for an allocation, ids being whole numbers from 1, and (-id, 0) for its release."""
 
 STEPS = 4
 CALM_STEPS = 2
+_FALL = 0.02
 
 
 @dataclass(frozen=True)
@@ -115,23 +120,28 @@ def replay(
 
 
 def required_bytes(
-    recording: Recording, *, expandable_segments: bool = False, resolution_bytes: int | None = None
+    recording: Recording, *, expandable_segments: bool = False, resolution: float = 0.002
 ) -> int:
     """The smallest limit under which four steps run, the last two of them without a flush.
+
+    A smaller limit can work by chance where a larger one does not, since a flush at another moment
+    leaves other segments behind. So the limit falls from where nothing is flushed, by 2 % at a
+    time, and is bisected between the last that worked and the first that did not.
 
     Args:
         recording: the allocations.
         expandable_segments: whether the process asks for them.
-        resolution_bytes: how closely to bisect; None: 0.2 %, and never under 2 MiB.
+        resolution: how closely to bisect, as a share of the limit; never under 2 MiB.
     """
-    free = replay(recording, expandable_segments=expandable_segments)
-    resolution = resolution_bytes or max(2 * MIB, free.peak_reserved_bytes // 500)
-    works, fails = free.peak_reserved_bytes, _indispensable_bytes(recording) - 1
-    while works - fails > resolution:
-        limit = (works + fails) // 2
+    works = replay(recording, expandable_segments=expandable_segments).peak_reserved_bytes
+    fails = _indispensable_bytes(recording) - 1
+    falling = True
+    while works - fails > max(OWN_SEGMENT_ROUNDING_BYTES, works * resolution):
+        step = max(int(works * _FALL), OWN_SEGMENT_ROUNDING_BYTES)
+        limit = max(works - step, fails + 1) if falling else (works + fails) // 2
         held = _held_calmly(recording, limit, expandable_segments)
         if held is None:
-            fails = limit
+            fails, falling = limit, False
         else:
             works = held
     return works
