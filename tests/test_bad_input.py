@@ -1,0 +1,260 @@
+"""What cannot work is refused in words: what it was, which value, and what to do about it."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.searching.events import Event, ProbeFinished
+
+HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"global_batch": 0}, r"global_batch must be at least 1, got 0"),
+        ({"global_batch": -8}, r"global_batch must be at least 1, got -8"),
+        ({"max_micro_batch": 0}, r"max_micro_batch must be at least 1, got 0"),
+        ({"max_probes": 0}, r"max_probes must be at least 1, the baseline, got 0"),
+        ({"timeout": 0}, r"timeout must be above zero seconds, got 0"),
+        ({"vram_budget": "plenty"}, r"cannot read 'plenty' as a size: write it like 24GiB"),
+        ({"vram_budget": "24G"}, r"cannot read '24G' as a size: write it like 24GiB"),
+        ({"vram_budget": 0}, r"above zero bytes, got 0"),
+        ({"vram_budget": 1.5}, r"fraction must be in \(0, 1\], got 1\.5"),
+        ({"vram_budget": "4000TiB"}, r"budget of 4000 TiB is larger than the device, which has"),
+        ({"strategies": ["precison"]}, r"no strategy 'precison'; installed are: checkpointing, "),
+        ({"numerics": "sloppy"}, r"numerics must be one of exact, .*got 'sloppy'"),
+        (
+            {"numerics": "exact", "strategies": ["precision"]},
+            r"'precision' may change .*'reduced_precision', and numerics='exact' was asked for",
+        ),
+        ({"device": "tpu"}, r'device must be "cuda", "cuda:N" or "cpu", got \'tpu\''),
+        ({"isolation": "thread"}, r"isolation must be one of process, inprocess, got 'thread'"),
+        ({"clip_grad_norm": 0.0}, r"clip_grad_norm must be above zero, got 0\.0"),
+        (
+            {"loss_fn": lambda m, b: m(b).mean(), "criterion": nn.MSELoss()},
+            r"give loss_fn or criterion, not both",
+        ),
+        (
+            {"optimizer": {"": torch.optim.SGD}},
+            r"a mapping of optimizers needs train_step=",
+        ),
+        ({"sample_batch": None}, r"give a sample batch: autofit\.search\(model, sample_batch\)"),
+        ({"sample_batch": {"text": "a"}}, r"\(a dict\) has no tensor .*pass a callable n -> batch"),
+        ({"sample_batch": torch.tensor(1.0)}, r"has no tensor with a dimension for samples"),
+        ({"sample_batch": torch.zeros(0, 8)}, r"is empty: its first tensor has 0 samples"),
+        (
+            {"sample_batch": (torch.zeros(1, 8), torch.zeros(1))},
+            r"one sample, and 2 of its tensors have size 1 .*pass a callable n -> batch",
+        ),
+        ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"asked for 1 samples and returned 2"),
+        ({"model": "resnet50"}, r"model must be an nn\.Module or a function .*got 'resnet50'"),
+        ({"model": lambda: 7}, r"the model function returned a int, no nn\.Module"),
+        ({"optimizer": lambda parameters: None}, r"must make a torch\.optim\.Optimizer .*NoneType"),
+        (
+            {"optimizer": torch.optim.SGD(model().parameters(), lr=0.1)},
+            r"a live optimizer belongs to the parameters of a live model",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_mean_anything(said: dict[str, Any], words: str) -> None:
+    arguments = {"model": model, "sample_batch": batch(), **HERE, **said}
+    with pytest.raises(autofit.InvalidRequest, match=words):
+        autofit.search(arguments.pop("model"), arguments.pop("sample_batch"), **arguments)
+
+
+def test_a_workload_says_all_of_it() -> None:
+    workload = autofit.Workload(model, batch())
+    with pytest.raises(autofit.InvalidRequest, match=r"give sample_batch, criterion to the Work"):
+        autofit.search(workload, batch(), criterion=nn.MSELoss(), **HERE)
+
+
+class Integers(nn.Module):
+    """An output that is no loss and cannot be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        classes: torch.Tensor = self.linear(x).argmax(-1)
+        return classes
+
+
+def test_an_output_that_is_no_loss_and_cannot_be_averaged() -> None:
+    with pytest.raises(
+        autofit.InvalidRequest, match=r"no floating tensor to average: give loss_fn"
+    ):
+        autofit.search(Integers, batch(), **HERE)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    with pytest.raises(autofit.InvalidRequest, match=r"loss_fn must return one number .*\[4, 3\]"):
+        autofit.search(model, batch(), loss_fn=lambda m, b: m(b), **HERE)
+
+
+def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
+    probes: list[Event] = []
+    with pytest.raises(autofit.WorkloadFailed, match=r"loss of the plain workload is not finite"):
+        autofit.search(
+            model,
+            batch(),
+            loss_fn=lambda m, b: m(b).mean() * float("inf"),
+            progress=probes.append,
+            **HERE,
+        )
+    assert sum(isinstance(event, ProbeFinished) for event in probes) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_a_cuda_device_where_there_is_none(isolation: str) -> None:
+    with pytest.raises(autofit.DeviceUnavailable, match="torch finds no CUDA device here"):
+        autofit.search(model, batch(), device="cuda", isolation=isolation)
+
+
+def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
+    probes: list[Event] = []
+    nowhere = tmp_path / "no folder" / "study.log"
+    with pytest.raises(autofit.StudyRefused, match=r"cannot write the study .*no folder/study"):
+        autofit.search(model, batch(), study=nowhere, progress=probes.append, **HERE)
+    assert probes == []
+
+
+def test_a_file_that_is_no_study_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("two years of work\n")
+    with pytest.raises(autofit.StudyRefused, match=r"thesis\.txt is not a study"):
+        autofit.search(model, batch(), study=path, **HERE)
+    assert path.read_text() == "two years of work\n"
+
+
+# -- nothing fits -----------------------------------------------------------------------------
+
+
+def test_a_budget_smaller_than_the_weights_costs_no_probe() -> None:
+    probes: list[Event] = []
+    with pytest.raises(
+        autofit.NoFeasiblePlan, match=r"parameters alone take .*budget is"
+    ) as caught:
+        autofit.search(
+            lambda: nn.Linear(1024, 1024),
+            torch.randn(4, 1024),
+            progress=probes.append,
+            **(HERE | {"vram_budget": "1MiB"}),
+        )
+    assert caught.value.required_bytes == 4 * (1024 * 1024 + 1024)
+    assert caught.value.allowed_bytes == 2**20
+    assert probes == []
+
+
+def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
+    with pytest.raises(autofit.NoFeasiblePlan, match=r"smallest plan tried .*1 x \d+") as caught:
+        autofit.search(
+            lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
+            torch.randn(4, 512),
+            global_batch=8,
+            **(HERE | {"vram_budget": "4MiB"}),
+        )
+    assert caught.value.plan.micro_batch == 1
+    assert caught.value.allowed_bytes == 4 * 2**20
+    assert "4.00 MiB were allowed" in str(caught.value)
+    assert "raise the VRAM budget" in str(caught.value)
+
+
+# -- the user's own code raises ---------------------------------------------------------------
+
+
+class OutOfCoffee(Exception):
+    """The user's own error, whose text must not be taken for a lack of memory."""
+
+
+class Raising(nn.Module):
+    """A model that refuses to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise OutOfCoffee("out of memory of what to do with " + str(tuple(x.shape)))
+
+
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_what_the_users_code_raises_reaches_the_user(isolation: str) -> None:
+    probes: list[Event] = []
+    with pytest.raises(OutOfCoffee, match="out of memory of what to do") as caught:
+        autofit.search(
+            Raising(), batch(), progress=probes.append, **(HERE | {"isolation": isolation})
+        )
+    finished = [event for event in probes if isinstance(event, ProbeFinished)]
+    assert len(finished) <= 2
+    assert all(e.trial.measurement.outcome is autofit.Outcome.USER_ERROR for e in finished)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "test_bad_input.py" in shown
+    assert 'raise OutOfCoffee("out of memory' in shown
+
+
+def raising_factory() -> nn.Module:
+    raise OutOfCoffee("no model today")
+
+
+def test_what_a_factory_raises_reaches_the_user() -> None:
+    with pytest.raises(OutOfCoffee, match="no model today") as caught:
+        autofit.search(raising_factory, batch(), **HERE)
+    assert "raising_factory" in "".join(traceback.format_exception(caught.value))
+
+
+def test_what_an_optimizer_raises_reaches_the_user() -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=-1.0)
+
+    with pytest.raises(ValueError, match=r"Invalid learning rate: -1\.0"):
+        autofit.search(model, batch(), optimizer=optimizer, **HERE)
+
+
+def test_a_probe_raises_what_the_users_code_raised() -> None:
+    with pytest.raises(OutOfCoffee, match="out of memory of what"):
+        autofit.probe(autofit.Workload(Raising(), batch()), **HERE)
+
+
+def test_after_an_error_the_users_model_is_as_it_was() -> None:
+    class Breaking(nn.Module):
+        """Works in one step and breaks in the next, half way through an update."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 4:
+                raise OutOfCoffee("the fourth forward")
+            out: torch.Tensor = self.linear(x)
+            return out
+
+    live, samples = Breaking(), batch()
+    before = {name: value.clone() for name, value in live.state_dict().items()}
+    random_state = torch.get_rng_state()
+    with pytest.raises(OutOfCoffee):
+        autofit.search(live, samples, **HERE)
+    assert live.calls == 0
+    assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
+    assert all(parameter.grad is None for parameter in live.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)

@@ -1,0 +1,490 @@
+"""`autofit.search` and `autofit.probe` as a user calls them: real trainings on the CPU device.
+
+Most of them run in this process, which is quick; the road through a worker process is walked for
+what only it can show.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.plan import Scalar
+from autofit.searching.events import Event, ProbeFinished, ProbeStarted
+from autofit.strategy import Context, TrainingView
+
+HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
+"""A search on the CPU device, in this process."""
+
+
+def classifier(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def labelled(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return inputs, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def cross_entropy_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class WithLoss(nn.Module):
+    """Takes keywords and returns an object with a loss, as many libraries' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = classifier()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.layers(inputs)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+# -- what can be searched ---------------------------------------------------------------------
+
+
+def live_model_with_loss_fn() -> autofit.Report:
+    return autofit.search(classifier(), labelled(), loss_fn=cross_entropy_of, max_probes=1, **HERE)
+
+
+def factory_with_criterion() -> autofit.Report:
+    criterion = nn.CrossEntropyLoss()
+    return autofit.search(classifier, labelled(), criterion=criterion, max_probes=1, **HERE)
+
+
+def mapping_and_output_loss() -> autofit.Report:
+    inputs, labels = labelled()
+    batch = {"inputs": inputs, "labels": labels}
+    return autofit.search(WithLoss, batch, max_probes=1, **HERE)
+
+
+def tensor_without_a_loss() -> autofit.Report:
+    return autofit.search(classifier(), labelled()[0], max_probes=1, **HERE)
+
+
+def workload_alone() -> autofit.Report:
+    workload = autofit.Workload(classifier, labelled(), loss_fn=cross_entropy_of)
+    return autofit.search(workload, max_probes=1, **HERE)
+
+
+def function_that_makes_batches() -> autofit.Report:
+    return autofit.search(classifier, labelled, loss_fn=cross_entropy_of, max_probes=1, **HERE)
+
+
+def live_optimizer() -> autofit.Report:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return autofit.search(
+        model,
+        labelled(),
+        criterion=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        max_probes=1,
+        **HERE,
+    )
+
+
+def own_train_step() -> autofit.Report:
+    def train_step(training: autofit.Training, batch: Any) -> torch.Tensor:
+        (micro_batch, weight) = next(iter(training.micro_batches(batch)))
+        loss = cross_entropy_of(training.model, micro_batch)
+        training.backward(loss, weight)
+        training.optimizer_step()
+        return loss
+
+    return autofit.search(classifier, labelled(), train_step=train_step, max_probes=1, **HERE)
+
+
+@pytest.mark.parametrize(
+    ("run", "loss", "n"),
+    [
+        (live_model_with_loss_fn, "loss_fn", 4),
+        (factory_with_criterion, "criterion", 4),
+        (mapping_and_output_loss, "the model's own loss", 4),
+        (tensor_without_a_loss, "the mean of the model's floating outputs", 4),
+        (workload_alone, "loss_fn", 4),
+        (function_that_makes_batches, "loss_fn", 1),
+        (live_optimizer, "criterion", 4),
+        (own_train_step, "train_step", 4),
+    ],
+)
+def test_every_way_to_say_what_is_trained(
+    run: Callable[[], autofit.Report], loss: str, n: int
+) -> None:
+    report = run()
+    assert report.baseline.ok, report.baseline.measurement
+    assert report.baseline.plan.micro_batch == n
+    assert report.baseline.samples_per_second
+    assert report.record.workload["loss"].startswith(loss)
+    assert report.record.search.stopped_because == "max_probes=1 reached"
+
+
+# -- one search through a worker process, looked at from all sides ----------------------------
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search that was run once, and what stood around it."""
+
+    report: autofit.Report
+    events: list[Event]
+    model: nn.Module
+    weights_before: dict[str, torch.Tensor]
+    states_before: tuple[Any, ...]
+    states_after: tuple[Any, ...]
+
+
+def states() -> tuple[Any, ...]:
+    """What a search must leave as it was."""
+    return (
+        gc.get_freeze_count(),
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [str(part) for part in np.random.get_state()],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.matmul.allow_tf32,
+        optuna.logging.get_verbosity(),
+        os.getcwd(),
+        signal.getsignal(signal.SIGINT),
+    )
+
+
+@pytest.fixture(scope="module")
+def searched() -> Searched:
+    class LocalBlock(nn.Module):
+        """No module of this name can be imported: it exists in this function alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mixed: torch.Tensor = x + self.linear(x).relu()
+            return mixed
+
+    blocks = [LocalBlock() for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    events: list[Event] = []
+    before = states()
+    report = autofit.search(
+        model,
+        labelled(4),
+        criterion=nn.CrossEntropyLoss(),
+        clip_grad_norm=1.0,
+        global_batch=12,
+        vram_budget="32MiB",
+        device="cpu",
+        max_probes=4,
+        progress=events.append,
+    )
+    return Searched(report, events, model, weights, before, states())
+
+
+def test_the_best_plan_was_run_twice_and_keeps_the_global_batch(searched: Searched) -> None:
+    report = searched.report
+    assert report.best.ok
+    assert report.best.role is autofit.Role.CONFIRMED
+    assert report.best.plan.samples_per_step == 12
+    assert report.baseline.number == 0
+    assert report.baseline.role is autofit.Role.BASELINE
+    assert report.baseline.plan.micro_batch == 4
+    assert report.baseline.plan.accumulation_steps == 3
+    assert all(trial.plan.samples_per_step == 12 for trial in report.trials)
+
+
+def test_it_stays_within_its_limits(searched: Searched) -> None:
+    assert searched.report.record.search.probes == len(searched.report.trials) <= 4
+    held = [trial.measurement.held_bytes or 0 for trial in searched.report.trials if trial.ok]
+    assert 0 < max(held) <= 32 * 2**20
+
+
+def test_whoever_watches_sees_each_probe_start_and_finish(searched: Searched) -> None:
+    started = [event.plan for event in searched.events if isinstance(event, ProbeStarted)]
+    finished = [event.trial for event in searched.events if isinstance(event, ProbeFinished)]
+    assert finished == list(searched.report.trials)
+    assert started == [trial.plan for trial in finished]
+
+
+def test_a_search_changes_nothing_of_the_users(searched: Searched) -> None:
+    assert searched.states_after == searched.states_before
+    assert searched.model.state_dict().keys() == searched.weights_before.keys()
+    for name, value in searched.model.state_dict().items():
+        assert torch.equal(value, searched.weights_before[name])
+    assert all(parameter.grad is None for parameter in searched.model.parameters())
+
+
+def test_its_file_is_strict_json_and_reads_back(searched: Searched, tmp_path: Path) -> None:
+    path = searched.report.save(tmp_path / "report.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    data = json.loads(path.read_text(), parse_constant=refuse)
+    assert data["workload"]["given"] == ["criterion"]
+    assert data["workload"]["global_batch"] == 12
+    assert data["environment"]["device"] == "cpu"
+    assert data["best"]["paste"]
+    loaded = autofit.load(path)
+    assert loaded.best == searched.report.best
+    assert str(loaded) == str(searched.report)
+    table = loaded.to_dataframe()
+    assert set(loaded.best.plan.settings) <= set(table.columns)
+    assert len(table) == len(loaded.trials)
+
+
+def gradients_of_a_plain_step(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    cross_entropy_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_apply_trains_with_the_best_plan_and_gives_everything_back(
+    searched: Searched, tmp_path: Path, loaded: bool
+) -> None:
+    report, criterion = searched.report, None
+    if loaded:
+        report = autofit.load(report.save(tmp_path / "report.json"))
+        criterion = nn.CrossEntropyLoss()
+    torch.manual_seed(0)
+    blocks = [nn.Linear(64, 64) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = labelled(12)
+    loss_before = float(cross_entropy_of(model, batch).detach())
+    keys_before = {name: set(vars(module)) for name, module in model.named_modules()}
+    weights_before = {name: value.clone() for name, value in model.state_dict().items()}
+    with report.apply(model, optimizer, criterion=criterion) as training:
+        losses = [float(training.step(batch)) for _ in range(20)]
+        short = training.step(labelled(5))
+    assert losses[0] == pytest.approx(loss_before, rel=0.02)  # the plan may use bfloat16
+    assert losses[-1] < losses[0]
+    assert short.shape == ()
+    assert not short.requires_grad
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == keys_before
+    assert any(not torch.equal(v, weights_before[n]) for n, v in model.state_dict().items())
+
+
+def test_apply_clips_as_the_search_did(searched: Searched) -> None:
+    model = searched_copy(searched)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    batch = tuple(part * 100 if part.is_floating_point() else part for part in labelled(12))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    raw = gradients_of_a_plain_step(model, batch)
+    assert float(torch.stack([g.norm() for g in raw.values()]).norm()) > 2.0
+    with searched.report.apply(model, optimizer) as training:
+        training.step(batch)
+    moved = [(p.detach() - before[name]).norm() for name, p in model.named_parameters()]
+    assert float(torch.stack(moved).norm()) == pytest.approx(1.0, rel=0.02)
+
+
+def searched_copy(searched: Searched) -> nn.Module:
+    blocks = [nn.Linear(64, 64) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 3))
+    weights = searched.weights_before.values()
+    model.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
+    return model
+
+
+def test_apply_takes_another_loss_than_the_search_had(searched: Searched) -> None:
+    model = searched_copy(searched)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return 0 * cross_entropy_of(model, batch) + 7.0
+
+    with searched.report.apply(model, optimizer, loss_fn=loss_fn) as training:
+        assert float(training.step(labelled(12))) == pytest.approx(7.0)
+
+
+# -- stopping and resuming --------------------------------------------------------------------
+
+
+def search_here(**more: Any) -> autofit.Report:
+    """A search of a classifier in this process."""
+    said = {"criterion": nn.CrossEntropyLoss(), "global_batch": 16, **HERE, **more}
+    model = said.pop("model", classifier)
+    return autofit.search(model, said.pop("sample_batch", labelled()), **said)
+
+
+def test_ctrl_c_returns_the_report_of_what_was_measured() -> None:
+    def press_ctrl_c(event: Event) -> None:
+        if isinstance(event, ProbeStarted) and event.progress.probes == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    report = search_here(progress=press_ctrl_c)
+    assert report.record.search.stopped_because == "interrupted"
+    assert len(report.trials) == 2
+    assert report.best.ok
+    assert report.best in report.trials
+    assert "not confirmed" in report.to_text(width=1000).splitlines()[0]
+
+
+def test_ctrl_c_before_anything_was_measured_is_ctrl_c() -> None:
+    def press_ctrl_c(event: Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        search_here(progress=press_ctrl_c)
+
+
+def test_a_timeout_returns_what_was_measured_by_then() -> None:
+    report = search_here(timeout=0.01)
+    assert "timeout of 0.01 s" in report.record.search.stopped_because
+    assert report.best.ok
+    assert len(report.trials) == 1
+
+
+def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    study = tmp_path / "study.log"
+    first = search_here(study=study, max_probes=2)
+    started: list[autofit.Plan] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, ProbeStarted):
+            started.append(event.plan)
+
+    second = search_here(study=study, max_probes=4, progress=watch)
+    assert second.trials[: len(first.trials)] == first.trials
+    assert len(started) == len(second.trials) - len(first.trials)
+    assert len(second.trials) <= 4
+    third = search_here(study=study, max_probes=4, progress=watch)
+    assert third.trials == second.trials
+    assert third.best == second.best
+
+
+def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
+    study = tmp_path / "study.log"
+    search_here(study=study, max_probes=1)
+    with pytest.raises(autofit.StudyRefused, match=r"study\.log belongs to another.*workload"):
+        search_here(study=study, max_probes=1, model=lambda: classifier(width=17))
+    with pytest.raises(autofit.StudyRefused, match="numerics: reduced_precision there, exact here"):
+        search_here(study=study, max_probes=1, numerics="exact")
+
+
+def test_another_sampler_may_search(tmp_path: Path) -> None:
+    sampler = optuna.samplers.RandomSampler(seed=3)
+    report = search_here(sampler=sampler, max_probes=4)
+    probed = [trial for trial in report.trials if trial.role is not autofit.Role.VETOED]
+    assert len(probed) == 4
+    assert report.best.ok
+
+
+def test_numerics_limits_what_is_tried() -> None:
+    report = search_here(numerics="exact", max_probes=2)
+    assert all(strategy.numerics is autofit.Numerics.EXACT for strategy in report.strategies)
+    assert not any(name.startswith("precision.") for name in report.record.dimensions)
+
+
+def test_a_free_global_batch_is_said_to_have_changed() -> None:
+    report = search_here(global_batch=None, max_probes=6, max_micro_batch=64)
+    assert all(trial.plan.accumulation_steps == 1 for trial in report.trials)
+    assert report.best.plan.micro_batch > 4
+    assert str(report).startswith(
+        f"The global batch changed from 4 to {report.best.plan.micro_batch} samples"
+    )
+
+
+# -- a single probe ---------------------------------------------------------------------------
+
+
+def test_a_probe_without_a_plan_runs_the_baseline() -> None:
+    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
+    trial = autofit.probe(workload, **HERE)
+    assert trial.ok
+    assert trial.role is autofit.Role.BASELINE
+    assert trial.plan.micro_batch == 4
+    assert trial.measurement.micro_batches_run == 1
+
+
+def test_a_probe_runs_the_plan_it_is_given_in_full() -> None:
+    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
+    trial = autofit.probe(workload, plan=autofit.Plan(8, accumulation_steps=5), **HERE)
+    assert trial.ok
+    assert trial.measurement.micro_batches_run == 5
+    assert trial.measurement.held_bytes
+
+
+def test_a_probe_that_does_not_fit_says_so_and_does_not_raise() -> None:
+    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
+    trial = autofit.probe(workload, plan=autofit.Plan(100_000), **(HERE | {"vram_budget": "4MiB"}))
+    assert trial.measurement.outcome is autofit.Outcome.OOM
+    assert trial.samples_per_second is None
+
+
+class Naming:
+    """A strategy of the user's own, given as an object: it names the model and nothing else."""
+
+    name = "naming"
+    phase = autofit.Phase.MODEL
+    numerics = autofit.Numerics.EXACT
+
+    def dimensions(self, context: Context) -> Mapping[str, autofit.Dimension]:
+        return {"naming.word": autofit.Dimension(["none", "Anna"], payloads={"Anna": [1, 2]})}
+
+    @contextmanager
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[None]:
+        if settings["naming.word"] == "none":
+            yield
+            return
+        assert payloads == {"naming.word": [1, 2]}
+        training.model.named = "Anna"  # type: ignore[assignment]  # torch: modules and tensors
+        yield
+        del training.model.named
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        return [f"model.named = {settings['naming.word']!r}"]
+
+
+def test_a_strategy_may_be_given_as_an_object() -> None:
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    report = search_here(strategies=[Naming()], sampler=sampler, max_probes=8)
+    assert list(report.record.dimensions) == ["naming.word"]
+    assert all(trial.measurement.outcome is autofit.Outcome.OK for trial in report.trials)
+    probed = {trial.plan.settings["naming.word"] for trial in report.trials}
+    assert probed == {"none", "Anna"}
+    lines = report.record.paste[report.best.number]
+    assert lines[-1] == f"model.named = {report.best.plan.settings['naming.word']!r}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"naming.wort": "Anna"}, r"no setting 'naming\.wort' here; there are: naming\.word"),
+        ({"naming.word": "Bob"}, r"naming\.word cannot be 'Bob' here; .* \['none', 'Anna'\]"),
+    ],
+)
+def test_a_probe_of_a_setting_that_is_not_there_says_which_there_are(
+    settings: dict[str, Scalar], words: str
+) -> None:
+    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
+    plan = autofit.Plan(4, settings=settings)
+    with pytest.raises(autofit.InvalidRequest, match=words):
+        autofit.probe(workload, plan=plan, strategies=[Naming()], **HERE)
