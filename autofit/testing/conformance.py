@@ -25,7 +25,8 @@ import torch
 from autofit.plan import Dimension, Plan, Scalar
 from autofit.probing.snapshot import Digest, differences, digest
 from autofit.registry import collect_dimensions, load_strategies
-from autofit.strategy import Capabilities, Numerics, Strategy, TrainingView
+from autofit.strategy import Capabilities, Numerics, Strategy
+from autofit.testing.context import PlainContext
 from autofit.testing.samples import attention, convolutions
 from autofit.training import Training
 from autofit.workload import Optimizers, Workload
@@ -68,12 +69,11 @@ def check_strategy(
     """
     (checked,) = load_strategies([strategy])
     torch_device = torch.device(device)
-    able = capabilities or Capabilities(torch_device.type, bfloat16=True, float16=True, tf32=True)
     problems: list[str] = []
     tried = 0
     with _one_thread():
         for build in workloads:
-            case = _Case(checked, build, torch_device, able)
+            case = _Case(checked, build, torch_device, capabilities)
             for settings, payloads in case.variants():
                 tried += 1
                 found = case.problems(settings, payloads)
@@ -111,13 +111,13 @@ class _Case:
         strategy: Strategy,
         build: Callable[[], Workload],
         device: torch.device,
-        capabilities: Capabilities,
+        capabilities: Capabilities | None,
     ) -> None:
         self._strategy = strategy
         self._build = build
         self._device = device
-        self._context = _Context(build, device, capabilities)
-        self._dimensions = collect_dimensions([strategy], self._context)
+        context = PlainContext(build, device, capabilities)
+        self._dimensions = collect_dimensions([strategy], context)
         self._plain = self._steps({}, {})
 
     def variants(self) -> Iterator[tuple[dict[str, Scalar], dict[str, Any]]]:
@@ -242,30 +242,6 @@ class _Case:
         workload = self._build()
         model = workload.build_model().to(self._device)
         return workload, model, workload.build_optimizer(model)
-
-
-class _Context:
-    """What the strategy sees while it looks for its dimensions."""
-
-    def __init__(
-        self, build: Callable[[], Workload], device: torch.device, capabilities: Capabilities
-    ) -> None:
-        self._build = build
-        self.device = device
-        self.capabilities = capabilities
-        self.model = build().build_model().to(device)
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
-        workload = self._build()
-        model = workload.build_model().to(self.device)
-        optimizer, plan = workload.build_optimizer(model), Plan(micro_batch)
-        with Training(model, optimizer, workload.recipe, plan, device=self.device) as training:
-            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
-            return run(training, batch)
 
 
 class _Deliberate(Exception):

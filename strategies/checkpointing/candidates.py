@@ -19,6 +19,7 @@ from .timeline import Call, Timeline
 from .units import Unit, is_plain_sequential, names_of_children
 
 LEAST_SHARE_GIVEN_BACK = 0.25
+LEAST_SHARE_OF_ALL = 1 / 5000
 SHORTEST_SEQUENTIAL = 4
 MOST_UNITS = 1000
 
@@ -70,7 +71,7 @@ def find_candidates(
 
 
 def restricted(model: nn.Module, timeline: Timeline, units: Collection[str]) -> Timeline:
-    """The timeline with the calls of these units only; runs are put together from their children."""
+    """The timeline with these units' calls only; runs are put together from their children."""
     calls = [call for call in timeline.calls if call.unit in units]
     for unit in map(Unit.parse, units):
         if unit.run is not None:
@@ -96,7 +97,11 @@ def _worthy(timeline: Timeline) -> set[str]:
     return {
         unit
         for unit, calls in timeline.calls_of.items()
-        if timeline.gain(unit) > LEAST_SHARE_GIVEN_BACK * _saved_in(timeline, calls)
+        if timeline.gain(unit)
+        > max(
+            LEAST_SHARE_GIVEN_BACK * _saved_in(timeline, calls),
+            LEAST_SHARE_OF_ALL * timeline.saved_bytes,
+        )
     }
 
 
@@ -130,9 +135,8 @@ def _runs(
 ) -> Iterator[Call]:
     """Calls of runs of a flat Sequential's children: about sqrt(n) runs, and halves of them."""
     children = names_of_children(name, module)
-    if len(children) < SHORTEST_SEQUENTIAL or 2 * sum(c in worthy for c in children) > len(
-        children
-    ):
+    is_flat = 2 * sum(child in worthy for child in children) <= len(children)
+    if len(children) < SHORTEST_SEQUENTIAL or not is_flat:
         return
     if any(len(timeline.calls_of.get(c, ())) != _times(name, timeline) for c in children):
         return  # a child that also runs elsewhere, or one module standing twice in the list

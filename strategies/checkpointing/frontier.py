@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 
 from .knapsack import Item, cheapest
 from .timeline import Timeline
 
-CEILINGS = 48
+CEILINGS = 40
 MAX_LEVELS = 12
+LEAST_STEP = 0.01
+"""Share of what plain training holds that a level must save beyond the one before it."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +44,38 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
         seconds: forward time of each unit, over all its calls.
     """
     names = [unit for unit in timeline.calls_of if timeline.gain(unit) > 0]
-    items = [_item(timeline, name, seconds[name]) for name in names]
+    items = _items(timeline, names, seconds)
     peak = timeline.peak(())
     ceilings = [peak * (number + 1) / CEILINGS for number in range(CEILINGS)]
-    chosen = {(), *cheapest(items, timeline.saved_bytes, ceilings)}
-    return undominated(_placement(timeline, names, seconds, indices) for indices in chosen)
+    solutions = cheapest(items, timeline.saved_bytes, ceilings)
+    chosen = {(), *(tuple(items[i].name for i in solution) for solution in solutions)}
+    return undominated(
+        Placement(units, timeline.peak(units), sum(seconds[unit] for unit in units))
+        for units in chosen
+    )
 
 
-def _item(timeline: Timeline, unit: str, seconds: float) -> Item:
-    call = timeline.calls_of[unit][0]
-    within_bytes = timeline.held_until(call.end) + timeline.working_bytes(call)
-    return Item(seconds, timeline.gain(unit), within_bytes, call.start, call.end)
-
-
-def _placement(
-    timeline: Timeline, names: Sequence[str], seconds: Mapping[str, float], indices: Sequence[int]
-) -> Placement:
-    units = tuple(names[index] for index in indices)
-    return Placement(units, timeline.peak(units), sum(seconds[unit] for unit in units))
+def _items(timeline: Timeline, names: Sequence[str], seconds: Mapping[str, float]) -> list[Item]:
+    """The units by their first calls, and the stretches between them, which must fit as well."""
+    firsts = {name: timeline.calls_of[name][0] for name in names}
+    items = [
+        Item(
+            name,
+            seconds[name],
+            timeline.gain(name),
+            timeline.most_within(call.start, call.end),
+            call.start,
+            call.end,
+        )
+        for name, call in firsts.items()
+    ]
+    cuts = sorted({0, timeline.end, *(i.start for i in items), *(i.end for i in items)})
+    of_units = {(item.start, item.end) for item in items}
+    for start, end in pairwise(cuts):
+        within_bytes = timeline.most_within(start, end)
+        if within_bytes and (start, end) not in of_units:
+            items.append(Item("", inf, 0, within_bytes, start, end))
+    return sorted(items, key=lambda item: (item.start, -item.end, not item.name))
 
 
 def undominated(placements: Iterable[Placement]) -> list[Placement]:
@@ -66,6 +84,20 @@ def undominated(placements: Iterable[Placement]) -> list[Placement]:
     for placement in sorted(placements, key=lambda p: (p.recompute_s, p.peak_bytes)):
         if not kept or placement.peak_bytes < kept[-1].peak_bytes:
             kept.append(placement)
+    return kept
+
+
+def spread(placements: Sequence[Placement]) -> list[Placement]:
+    """A frontier without the placements that save next to nothing beyond the one before."""
+    if not placements:
+        return []
+    least_step = LEAST_STEP * placements[0].peak_bytes
+    kept = [placements[0]]
+    for placement in placements[1:]:
+        if kept[-1].peak_bytes - placement.peak_bytes >= least_step:
+            kept.append(placement)
+    if kept[-1] != placements[-1] and len(kept) > 1:
+        kept[-1] = placements[-1]
     return kept
 
 

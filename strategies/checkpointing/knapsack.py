@@ -25,12 +25,14 @@ class Item:
     """Something that may be recomputed.
 
     Attributes:
-        seconds: what recomputing it costs.
+        name: for the caller.
+        seconds: what recomputing it costs; infinite where it cannot be.
         released_bytes: what need not be held if it is.
         within_bytes: what is there at once in its backward pass if nothing before is released.
         start, end: where it runs, as a half-open stretch; stretches are nested or apart.
     """
 
+    name: str
     seconds: float
     released_bytes: int
     within_bytes: int
@@ -96,8 +98,8 @@ def _time_or_never(seconds: torch.Tensor, possible: torch.Tensor) -> torch.Tenso
 
 def _moved(seconds: torch.Tensor, quanta: int) -> torch.Tensor:
     """Column q of the result is column q + quanta, or the last one beyond it."""
-    columns = (torch.arange(QUANTA) + quanta).clamp(max=QUANTA - 1)
-    return seconds[:, columns]
+    beyond = min(quanta, QUANTA - 1)
+    return torch.cat([seconds[:, beyond:], seconds[:, -1:].expand(-1, beyond)], 1)
 
 
 def _next_outside(items: Sequence[Item], index: int) -> int:

@@ -1,9 +1,10 @@
-"""From surveys of a model to the levels of the dimension: what each checkpoints, costs and saves."""
+"""From surveys of a model to the dimension's levels: what each checkpoints, costs and saves."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -11,9 +12,10 @@ from torch import nn
 from autofit.plan import Dimension, Hint, Scalar
 
 from .candidates import restricted
-from .frontier import Placement, frontier, thinned
+from .frontier import Placement, frontier, spread, thinned
 from .patch import owner_of
 from .survey import Survey
+from .timeline import Storage, Timeline
 from .units import Unit
 
 
@@ -36,18 +38,11 @@ def make_dimension(
         small, large: two surveys, so that bytes are a line in the micro-batch; times are those
             of the large one.
     """
-    seconds = {unit: large.survey.seconds_of(unit, model) for unit in units}
-    timeline = restricted(model, large.survey.timeline, units)
-    placements = thinned(frontier(timeline, seconds))
-    slopes = [_bytes_per_sample(model, placement, small, large) for placement in placements]
+    placements = find_placements(model, units, small, large)
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, Hint] = {}
-    for level, (placement, slope) in enumerate(zip(placements, slopes, strict=True)):
-        step_s = large.survey.step_s
-        hints[level] = Hint(
-            bytes_per_sample=slope / slopes[0] if slopes[0] > 0 else None,
-            seconds_per_sample=(step_s + placement.recompute_s) / step_s if step_s > 0 else None,
-        )
+    for level, placement in enumerate(placements):
+        hints[level] = _hint(placement, placements[0], large.survey.step_s)
         if placement.units:
             payloads[level] = {
                 "units": list(placement.units),
@@ -56,13 +51,47 @@ def make_dimension(
     return Dimension(range(len(placements)), payloads=payloads, hints=hints)
 
 
-def _bytes_per_sample(
-    model: nn.Module, placement: Placement, small: Measured, large: Measured
-) -> float:
-    if large is small:
-        return placement.peak_bytes / large.micro_batch
-    fewer = restricted(model, small.survey.timeline, placement.units).peak(placement.units)
-    return (placement.peak_bytes - fewer) / (large.micro_batch - small.micro_batch)
+def find_placements(
+    model: nn.Module, units: Sequence[str], small: Measured, large: Measured
+) -> list[Placement]:
+    """The placements that become levels; their bytes are bytes per sample."""
+    timeline = restricted(model, _per_sample(small, large), units)
+    seconds = {unit: large.survey.seconds_of(unit, model) for unit in units}
+    return thinned(spread(frontier(timeline, _evened(model, timeline, seconds))))
+
+
+def _per_sample(small: Measured, large: Measured) -> Timeline:
+    """The large survey's timeline with the slope of each storage over the micro-batch."""
+    fewer, more = small.survey.timeline, large.survey.timeline
+    added = large.micro_batch - small.micro_batch
+    if not added or [s.first for s in fewer.storages] != [s.first for s in more.storages]:
+        slopes = [storage.nbytes / large.micro_batch for storage in more.storages]
+    else:
+        pairs = zip(fewer.storages, more.storages, strict=True)
+        slopes = [max(0.0, (many.nbytes - few.nbytes) / added) for few, many in pairs]
+    storages = [
+        Storage(round(slope), storage.first, storage.last, storage.saved)
+        for slope, storage in zip(slopes, more.storages, strict=True)
+    ]
+    return Timeline(storages, more.calls)
+
+
+def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> dict[str, float]:
+    """Units of one make take the same time: that of all of them together, less noisy than each."""
+    kinds: dict[Any, list[str]] = {}
+    for unit in seconds:
+        parts = [model.get_submodule(part) for part in Unit.parse(unit).parts(model)]
+        make = tuple((type(part), sum(p.numel() for p in part.parameters())) for part in parts)
+        kinds.setdefault((make, timeline.gain(unit)), []).append(unit)
+    means = {tuple(alike): fmean(seconds[unit] for unit in alike) for alike in kinds.values()}
+    return {unit: mean for alike, mean in means.items() for unit in alike}
+
+
+def _hint(placement: Placement, plain: Placement, step_s: float) -> Hint:
+    return Hint(
+        bytes_per_sample=placement.peak_bytes / plain.peak_bytes if plain.peak_bytes else None,
+        seconds_per_sample=(step_s + placement.recompute_s) / step_s if step_s > 0 else None,
+    )
 
 
 def _within(buffers: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:

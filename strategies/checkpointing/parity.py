@@ -127,9 +127,7 @@ class _Gate:
         except torch.OutOfMemoryError:
             if not self._always:
                 raise
-            return (
-                "not tried: without it a step does not fit into memory" if len(units) == 1 else ""
-            )
+            return "not tried: without it a step does not fit into memory"
         except Exception as error:  # whatever a recomputation raises speaks against the unit
             return f"it cannot run twice ({type(error).__name__}: {_first_line(error)})"
         return _first_difference(self._plain, outcome, self._noise)

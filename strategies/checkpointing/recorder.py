@@ -151,9 +151,9 @@ class Recorder:
         return self._keys[key]
 
     def _reference(self, tensor: torch.Tensor) -> set[int]:
-        """The identity of a tensor's storage, kept from being given out anew; none if it has none."""
+        """The identity of a tensor's storage, which stays its own; {} where it has none."""
         try:
-            reference = StorageWeakRef(tensor.untyped_storage())
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not annotate it
         except (NotImplementedError, RuntimeError):  # sparse tensors and such have no storage
             return set()
         self._references.append(reference)

@@ -126,7 +126,7 @@ def _random_states() -> dict[str, Any]:
         "torch's random state": torch.get_rng_state(),
         "Python's random state": random.getstate(),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not annotate it
         states["CUDA's random state"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -67,7 +67,7 @@ class Stopwatch:
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
         event.record(torch.cuda.current_stream(self._device))
         return event
 

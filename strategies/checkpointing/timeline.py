@@ -77,9 +77,14 @@ class Timeline:
         """What plain training keeps for the backward pass."""
         return sum(storage.nbytes for storage in self.storages if storage.saved)
 
+    @cached_property
+    def end(self) -> int:
+        """One past the last position."""
+        return 1 + max((storage.last for storage in self.storages), default=-1)
+
     def released(self, call: Call) -> torch.Tensor:
         """Indices of the storages that are kept for this call alone, and are no input of it."""
-        stretch = self._stretch(call)
+        stretch = self._stretch(call.start, call.end)
         inside = [
             index
             for index in range(stretch.start, stretch.stop)
@@ -98,24 +103,24 @@ class Timeline:
         index = self._index_of(position)
         return int(self._plain_held[index - 1]) if index else 0
 
-    def working_bytes(self, call: Call) -> int:
-        """The most that gradients in flight take within the call."""
-        stretch = self._stretch(call)
-        inside = self._in_flight[stretch.start : stretch.stop]
-        return int(inside.max()) if len(inside) else 0
+    def most_within(self, start: int, end: int) -> int:
+        """The most that plain training holds while its backward pass is at these positions."""
+        stretch = self._stretch(start, end)
+        held = self._plain_held[stretch] + self._in_flight[stretch]
+        return int(held.max()) if len(held) else 0
 
     def peak(self, units: Collection[str]) -> int:
         """Most bytes of activations and their gradients at once, with these units checkpointed."""
+        if not self.storages:
+            return 0
         held, returned = self._saved.clone(), torch.zeros_like(self._bytes)
         calls = [call for unit in units for call in self.calls_of.get(unit, ())]
         for call in calls:
             held[self._released[call]] = 0
         for call in calls:
             held[list(call.inputs)] = 1
-            stretch = self._stretch(call)
-            returned[stretch.start : stretch.stop] += self._released_bytes[call]
-        if not len(held):
-            return 0
+            stretch, back = self._returned[call]
+            returned[stretch] += back
         return int((torch.cumsum(held * self._bytes, 0) + returned + self._in_flight).max())
 
     def _newly_kept(self, call: Call) -> int:
@@ -123,8 +128,8 @@ class Timeline:
             self.storages[index].nbytes for index in call.inputs if not self.storages[index].saved
         )
 
-    def _stretch(self, call: Call) -> slice:
-        return slice(self._index_of(call.start), self._index_of(call.end))
+    def _stretch(self, start: int, end: int) -> slice:
+        return slice(self._index_of(start), self._index_of(end))
 
     def _index_of(self, position: int) -> int:
         return int(torch.searchsorted(self._firsts, position))
@@ -152,6 +157,17 @@ class Timeline:
     @cached_property
     def _released(self) -> Mapping[Call, torch.Tensor]:
         return {call: self.released(call) for call in self.calls}
+
+    @cached_property
+    def _returned(self) -> Mapping[Call, tuple[slice, torch.Tensor]]:
+        """What a call's recomputation has brought back, up to each position of its stretch."""
+        return {call: self._returned_by(call) for call in self.calls}
+
+    def _returned_by(self, call: Call) -> tuple[slice, torch.Tensor]:
+        stretch, released = self._stretch(call.start, call.end), self._released[call]
+        back = torch.zeros(stretch.stop - stretch.start, dtype=torch.int64)
+        back[released - stretch.start] = self._bytes[released]
+        return stretch, torch.cumsum(back, 0)
 
     @cached_property
     def _released_bytes(self) -> Mapping[Call, int]:

@@ -1,0 +1,318 @@
+"""Ten small networks that trip up plain checkpointing, each built alike every time."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from autofit.plan import Dimension, Plan
+from autofit.registry import load_strategies
+from autofit.strategy import Strategy
+from autofit.testing.context import PlainContext
+from autofit.training import Training
+from autofit.workload import Workload
+
+SETTING = "checkpointing.level"
+
+
+class Normed(nn.Module):
+    """A residual block with BatchNorm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.conv(x))) + torch.tanh(x)
+
+
+class Encoder(nn.Module):
+    """Transformer layers with dropout, called with keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(src=x)
+        return x.square().mean()
+
+
+class MovingAverage(nn.Module):
+    """Scales by a moving average that it updates in its forward pass, kept in a buffer."""
+
+    average: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)
+        )
+        self.register_buffer("average", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        return torch.sin(self.inner(x) * self.average) + x
+
+
+class Spectral(nn.Module):
+    """Two layers whose weights are normalized by power iteration."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one = spectral_norm(nn.Linear(width, 4 * width))
+        self.two = spectral_norm(nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = x + self.two(torch.tanh(self.one(torch.sin(x))))
+        return mixed
+
+
+class Recurrent(nn.Module):
+    """Stacked LSTMs, which return tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(12, 12, batch_first=True) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            output, (hidden, _) = layer(x)
+            x = x + output + hidden[-1].unsqueeze(1)
+        return x.square().mean()
+
+
+class Shared(nn.Module):
+    """One layer called eight times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = self.layer(x)
+        return x.square().mean()
+
+
+class Dense(nn.Module):
+    """A layer that is given the list of all earlier features."""
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(inputs)
+        self.wide = nn.Conv2d(inputs, 4 * growth, 1)
+        self.narrow = nn.Conv2d(4 * growth, growth, 3, padding=1)
+
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.relu(self.norm(torch.cat(features, 1)))
+        grown: torch.Tensor = self.narrow(torch.relu(self.wide(x)))
+        return grown
+
+
+class DenseNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Dense(4 + 4 * index, 4) for index in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(features))
+        return torch.cat(features, 1).square().mean()
+
+
+def stage(inputs: int, outputs: int) -> nn.Sequential:
+    """Three convolutions at one resolution."""
+    layers: list[nn.Module] = []
+    for channels in (inputs, outputs, outputs):
+        layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class Up(nn.Module):
+    """Enlarges, joins with what was kept on the way down, and convolves."""
+
+    def __init__(self, inputs: int, kept: int) -> None:
+        super().__init__()
+        self.stage = stage(inputs + kept, kept)
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        enlarged = nn.functional.interpolate(x, scale_factor=2.0)
+        joined: torch.Tensor = self.stage(torch.cat([enlarged, kept], 1))
+        return joined
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([stage(2, 6), stage(6, 12), stage(12, 24)])
+        self.up = nn.ModuleList([Up(24, 12), Up(12, 6)])
+        self.out = nn.Conv2d(6, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+        for level in self.down:
+            x = level(nn.functional.max_pool2d(x, 2) if kept else x)
+            kept.append(x)
+        x = kept.pop()
+        for level in self.up:
+            x = level(x, kept.pop())
+        loss: torch.Tensor = self.out(x).square().mean()
+        return loss
+
+
+class Unrolled(nn.Module):
+    """Twelve gradient steps towards A x = b, each with a small learned regularizer."""
+
+    operator: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("operator", torch.randn(40, 144, generator=generator) / 12)
+        self.steps = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 3, padding=1))
+            for _ in range(12)
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        measured = image.flatten(1) @ self.operator.T
+        x = torch.zeros_like(image)
+        for regularizer in self.steps:
+            misfit = (x.flatten(1) @ self.operator.T - measured) @ self.operator
+            x = x - 0.1 * misfit.view_as(x) + regularizer(x)
+        return (x - image).square().mean()
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor | None = None
+
+
+class Exchange(nn.Module):
+    """Dataclasses, None, dicts and keyword arguments go in, a dict comes out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(3 * width, width)
+
+    def forward(
+        self, pair: Pair, *, options: dict[str, Any], mask: torch.Tensor | None = None
+    ) -> dict[str, Pair]:
+        assert pair.right is not None
+        x = torch.tanh(self.left(pair.left)) * torch.sin(self.right(pair.right))
+        x = self.merge(x * options["scale"]) * options["factor"]
+        return {"pair": Pair(pair.right, x if mask is None else x * mask)}
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Exchange(16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pair = Pair(x, torch.cos(x))
+        for index, block in enumerate(self.blocks):
+            mask = torch.ones_like(x) if index % 2 else None
+            options = {"scale": x.mean(), "factor": 1.5}
+            pair = block(pair, options=options, mask=mask)["pair"]
+        assert pair.right is not None
+        return pair.right.square().mean()
+
+
+def _images(channels: int = 4, size: int = 12) -> torch.Tensor:
+    return torch.randn(4, channels, size, size)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "batch norm": (lambda: nn.Sequential(*(Normed(4) for _ in range(6))), _images),
+    "dropout transformer": (Encoder, lambda: torch.randn(4, 10, 16)),
+    "moving average": (
+        lambda: nn.Sequential(*(MovingAverage(8) for _ in range(6))),
+        lambda: torch.randn(64, 8),
+    ),
+    "spectral norm": (
+        lambda: nn.Sequential(*(Spectral(8) for _ in range(6))),
+        lambda: torch.randn(64, 8),
+    ),
+    "lstm": (Recurrent, lambda: torch.randn(4, 6, 12)),
+    "shared layer": (Shared, lambda: torch.randn(4, 10, 16)),
+    "dense net": (DenseNet, _images),
+    "u-net": (UNet, lambda: _images(2, 16)),
+    "unrolled reconstruction": (Unrolled, lambda: _images(1)),
+    "structured arguments": (Structured, lambda: torch.randn(32, 16)),
+}
+
+
+def workload(name: str) -> Workload:
+    """The workload of one of the networks; the same weights and batch each time."""
+    make_model, make_batch = NETS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make_model()
+        return Workload(model, make_batch(), optimizer=lambda p: torch.optim.AdamW(p, 1e-2))
+
+
+@pytest.fixture(params=list(NETS))
+def build(request: pytest.FixtureRequest) -> Callable[[], Workload]:
+    """A function that builds the workload of each network in turn."""
+    name: str = request.param
+    return lambda: workload(name)
+
+
+@pytest.fixture
+def checkpointing() -> Strategy:
+    return load_strategies(["checkpointing"])[0]
+
+
+@pytest.fixture
+def part(checkpointing: Strategy) -> Callable[[str], Any]:
+    """A module of the strategy's package, by its last name."""
+    package = type(checkpointing).__module__.rpartition(".")[0]
+    return lambda name: importlib.import_module(f"{package}.{name}")
+
+
+@pytest.fixture
+def find_levels(checkpointing: Strategy) -> Callable[[Callable[[], Workload]], Dimension]:
+    """The dimension that the strategy finds for a workload."""
+
+    def find(build: Callable[[], Workload]) -> Dimension:
+        return checkpointing.dimensions(PlainContext(build))[SETTING]
+
+    return find
+
+
+@pytest.fixture
+def train_at(checkpointing: Strategy) -> Callable[..., Training]:
+    """A training of a workload with a level's payload; None: plain."""
+
+    def make(
+        workload: Workload, payload: Mapping[str, Any] | None, micro_batch: int | None = None
+    ) -> Training:
+        model = workload.build_model()
+        settings = {SETTING: 0 if payload is None else 1}
+        return Training(
+            model,
+            workload.build_optimizer(model),
+            workload.recipe,
+            Plan(micro_batch or workload.sample_batch_size, settings=settings),
+            device=torch.device("cpu"),
+            strategies=[checkpointing],
+            payloads={} if payload is None else {SETTING: payload},
+        )
+
+    return make
