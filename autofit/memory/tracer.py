@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._last_number = _FOREIGN
         self._dead: deque[_Storage] = deque()
         self._busy = False
+        self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(_unwraps_itself, types)):
@@ -67,6 +69,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if func is not _LIFT_FRESH:
             self._meet(given)
         result = self.compute(func, args, kwargs or {})
+        if self._aside:
+            self._meet(tensors_in(result))
+            return result
         try:
             self._settle(given)
             self.account(func, args, kwargs or {}, result)
@@ -91,6 +96,15 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def register_foreign(self, value: Any) -> None:
         """Never count the storages in `value`: a tensor, or tensors in lists, tuples and dicts."""
         self._meet(tensors_in(value))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is born inside is foreign: it stands for memory elsewhere, such as the host's."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
 
     def end_step(self) -> None:
         """Note that an optimizer step ends here (see `recording`)."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autofit.memory.allocator import CachingAllocator
+from autofit.memory.blocks import Block
 from autofit.memory.tracer import MemoryTracer
 from autofit.prediction.convolutions import (
     Direction,
@@ -65,6 +66,8 @@ class CudaTracer(MemoryTracer):
         self.gpu = gpu
         self.workspaces: set[int] = set()
         """Numbers of the workspaces in the events."""
+        self.forward: set[int] = set()
+        """Numbers of what was allocated with gradients to come, outside a backward pass."""
         self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
@@ -118,6 +121,12 @@ class CudaTracer(MemoryTracer):
                 self.allocate_in_order([nbytes], optional_for=(convolution, direction))
         if name == "convolution_backward" and args[-1][2]:
             self.allocate_in_order(scratch_bytes("sum", (args[0],), result[2], self.gpu))
+
+    def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
+        number, block = super()._allocate(nbytes)
+        if torch.is_grad_enabled() and not in_backward():
+            self.forward.add(number)
+        return number, block
 
     def _use_workspace(self, library: str, nbytes: int) -> None:
         """One for the thread of the forward pass, and one for autograd's thread."""

@@ -56,10 +56,10 @@ def test_a_limit_that_forces_a_flush_in_every_step_is_not_enough() -> None:
     step = [(5, 30 * MIB), (6, 30 * MIB), (-5, 0), (-6, 0), (7, 40 * MIB), (8, 20 * MIB)]
     events += [*step, (-7, 0), (-8, 0)]
     recording = Recording(events, [7, len(events)])
-    required = required_bytes(recording, resolution_bytes=1)
+    required = required_bytes(recording)
     assert replay(recording, limit_bytes=required).late_retries == 0
     try:
-        below = replay(recording, limit_bytes=required - 1)
+        below = replay(recording, limit_bytes=required - 2 * MIB)
     except OutOfBudget:
         return
     assert below.late_retries > 0

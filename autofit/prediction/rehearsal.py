@@ -1,0 +1,148 @@
+"""A rehearsal: the very `Training` that a probe runs, on the meta device, two optimizer steps long.
+
+Optimizer state appears in the first step, and the peak is often in the second; further steps are
+like it. From the second micro-batch on gradients are resident, so two stand for any number.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autofit
+from autofit.errors import AutofitError, CannotTell
+from autofit.memory.replay import Recording
+from autofit.plan import Plan
+from autofit.prediction import attention, autocast, fused, recurrent
+from autofit.prediction.breakdown import Labels
+from autofit.prediction.cuda_tracer import CudaTracer, NeedsValues
+from autofit.prediction.dispatch import emulation
+from autofit.prediction.gpus import Gpu
+from autofit.prediction.meta_device import MetaDevice
+from autofit.prediction.pretence import pretence
+from autofit.prediction.twin import twin_of
+from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
+from autofit.probing.snapshot import preserved
+from autofit.probing.workbench import Workbench
+from autofit.strategy import Strategy
+from autofit.training import Training
+from autofit.workload import Workload
+
+STEPS = 2
+EMULATED = (attention, autocast, fused, recurrent)
+"""Imported for what they register with `autofit.prediction.dispatch`."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal allocated.
+
+    Attributes:
+        recording: every allocation and release.
+        labels: what the allocations were for.
+    """
+
+    recording: Recording
+    labels: Labels
+
+
+def rehearse(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    strategies: Sequence[Strategy] = (),
+    payloads: Mapping[str, Any] | None = None,
+    expandable_segments: bool = False,
+    workspace_bytes: int | None = None,
+) -> Rehearsal:
+    """Run two optimizer steps of a plan on the meta device as if it were that GPU.
+
+    The user's model, optimizer, random states and flags are not touched.
+
+    Raises:
+        CannotTell: something in the user's step cannot be run without values; the message names
+            the line.
+        Exception: whatever else the user's own code raised.
+    """
+    tracer = CudaTracer(
+        gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
+    )
+    attention.set_gpu(gpu)
+    labels = Labels(tracer)
+    with _on_meta(gpu, tracer), _explained():
+        twin = twin_of(workload, tracer)
+        bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
+        with bench.training(twin, plan, payloads) as training, labels.watching(training):
+            _steps(training, twin, plan, tracer, labels)
+            recording = tracer.recording
+            kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))
+    return Rehearsal(kept, labels)
+
+
+def _steps(
+    training: Training, workload: Workload, plan: Plan, tracer: CudaTracer, labels: Labels
+) -> None:
+    samples = plan.samples_per_step
+    if workload.train_step is None:
+        samples = sum(plan.micro_batch_sizes[:MICRO_BATCHES_OF_A_SEARCH])
+    with tracer.aside():
+        batch = workload.batch(samples)
+    for _ in range(STEPS):
+        training.step(batch)
+        labels.note_state(training)
+        tracer.end_step()
+
+
+@contextmanager
+def _on_meta(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(preserved({}))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the user hears them when the step really runs
+        for context in (emulation(), pretence(gpu), autocast.cast_cache(), tracer):
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What a rehearsal cannot do, as an error that names the user's line."""
+    try:
+        yield
+    except (AutofitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not _is_ours(error):
+            error.add_note("raised while autofit rehearsed the training on the meta device")
+            raise
+        raise CannotTell(
+            f"memory cannot be predicted: {_reason(error)} ({_users_line(error)}). Run it with "
+            'autofit.probe, or method="probe", on a machine with the GPU'
+        ) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the meta device is to blame, and not the user's code."""
+    return isinstance(error, (NeedsValues, NotImplementedError)) or "meta" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def _users_line(error: Exception) -> str:
+    """The innermost line that is neither torch's nor autofit's."""
+    ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, autofit))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*ours, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "in the backward pass, or in torch's own code"

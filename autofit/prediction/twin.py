@@ -1,0 +1,80 @@
+"""A workload's twin: the same modules and optimizers, whose tensors have shapes and no values.
+
+A live model is copied with every tensor replaced by a meta tensor; a model function is called with
+the meta device as the default one, and only where it needs values (`.item()` while it builds) does
+it run on the CPU first. So a model of any size costs no memory, and the user's objects are only
+read. Tensors of a twin stand for host memory: they count when they are moved to the device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autofit.batching import map_tensors
+from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.probing.object_state import walk
+from autofit.workload import Workload
+
+_COPIED = ("model", "optimizer", "loss_fn", "criterion")
+_STATEFUL = (torch.nn.Module, torch.optim.Optimizer, Mapping)
+
+
+def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
+    """The workload with a built model, all its tensors on the meta device and not counted.
+
+    Call it inside the pretence and the tracer.
+    """
+    with tracer.aside():
+        if not isinstance(workload.model, torch.nn.Module):
+            workload = replace(workload, model=_built(workload))
+        parts = {
+            name: part for name in _COPIED if isinstance(part := getattr(workload, name), _STATEFUL)
+        }
+        twins = copy.deepcopy(parts, _memo(parts))
+        return replace(workload, **twins, sample_batch=_batch_twin(workload))
+
+
+def _built(workload: Workload) -> torch.nn.Module:
+    state = torch.get_rng_state()
+    try:
+        with torch.device("meta"):
+            return workload.build_model()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        torch.set_rng_state(state)
+        return workload.build_model()
+
+
+def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
+    """What `deepcopy` is to put in place of each tensor."""
+    memo: dict[int, Any] = {}
+    for name, part in parts.items():
+        for _, node in walk(part, name):
+            if isinstance(node, torch.Tensor) and _needs_twin(node, parts):
+                memo[id(node)] = _twin(node)
+    return memo
+
+
+def _needs_twin(tensor: torch.Tensor, parts: Mapping[str, Any]) -> bool:
+    """Step counts of optimizers stay numbers on the host."""
+    return tensor.dim() > 0 or tensor.device.type != "cpu" or tensor.requires_grad
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    data = torch.empty_like(tensor.detach(), device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data.requires_grad_(tensor.requires_grad)
+
+
+def _batch_twin(workload: Workload) -> Any:
+    """The sample batch; with its values only where the user's `loss_weight` reads them."""
+    if workload.makes_batches or workload.loss_weight is not None:
+        return workload.sample_batch
+    return map_tensors(
+        lambda tensor: torch.empty_like(tensor, device="meta"), workload.sample_batch
+    )
