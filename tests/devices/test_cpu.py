@@ -1,0 +1,170 @@
+"""The CPU device: real computation, accounted for and bounded as a GPU's."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autofit.devices.cpu import CpuDevice
+
+MIB = 2**20
+
+
+@pytest.fixture
+def device() -> CpuDevice:
+    opened = CpuDevice()
+    opened.limit(64 * MIB)
+    return opened
+
+
+def _allocated(device: CpuDevice) -> int:
+    gc.collect()
+    return device.allocated_bytes()
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+
+def test_a_placed_tensor_is_a_copy_that_counts_until_it_dies(device: CpuDevice) -> None:
+    outside = torch.ones(MIB, dtype=torch.uint8)
+    with device.accounting():
+        inside = device.place(outside)
+    assert device.read().allocated_bytes == MIB
+    assert inside.data_ptr() != outside.data_ptr()
+    del inside
+    assert _allocated(device) == 0
+    assert device.read().peak_allocated_bytes == MIB
+
+
+def test_a_placed_model_is_the_same_module_with_parameters_that_count(device: CpuDevice) -> None:
+    model = _net()
+    identities = [id(parameter) for parameter in model.parameters()]
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    with device.accounting():
+        assert device.place_model(model) is model
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+    assert device.allocated_bytes() == sum(4 * p.numel() for p in model.parameters())
+
+
+def test_tied_weights_are_placed_once(device: CpuDevice) -> None:
+    model = _net()
+    model[1].weight = model[0].weight
+    with device.accounting():
+        device.place_model(model)
+    assert model[1].weight is model[0].weight
+    assert device.allocated_bytes() == sum(4 * p.numel() for p in model.parameters())
+
+
+def test_activations_gradients_and_optimizer_state_count(device: CpuDevice) -> None:
+    with device.accounting():
+        model = device.place_model(_net())
+        weights = device.allocated_bytes()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        loss = model(device.place(torch.randn(64, 512))).mean()
+        assert device.allocated_bytes() > weights + 4 * 64 * 512 * 4
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    assert 3 * weights <= _allocated(device) < 3 * weights + 64 * 1024
+    assert device.read().peak_allocated_bytes >= 4 * weights
+
+
+def _phase_of_the_end(budget: int, rows: int, checkpointed: bool) -> str:
+    """Where a training step of a model of 4 MiB with activations of 2 KiB a row runs out."""
+    device = CpuDevice()
+    device.limit(budget)
+    with device.accounting():
+        model = device.place_model(_net())
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        phase = "forward"
+        try:
+            inputs = device.place(torch.randn(rows, 512))
+            outputs = checkpoint(model, inputs, use_reentrant=False) if checkpointed else None
+            loss = (model(inputs) if outputs is None else outputs).mean()
+            phase = "backward"
+            loss.backward()
+            phase = "step"
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            return phase
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "rows", "checkpointed", "phase"),
+    [
+        (60, 8192, False, "forward"),
+        (60, 8192, True, "backward"),
+        (12, 1, False, "step"),
+        (120, 8192, False, "none"),
+    ],
+)
+def test_memory_ends_where_the_budget_does_in_every_phase(
+    budget_mib: int, rows: int, checkpointed: bool, phase: str
+) -> None:
+    assert _phase_of_the_end(budget_mib * MIB, rows, checkpointed) == phase
+
+
+def test_after_memory_ended_everything_is_given_back_and_computing_goes_on(
+    device: CpuDevice,
+) -> None:
+    with device.accounting():
+        model = device.place_model(_net())
+        before = device.allocated_bytes()
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError, match=r"64\.0 MiB are allowed"):
+                model(device.place(torch.randn(2**15, 512)))
+            assert _allocated(device) == before
+        model(device.place(torch.randn(64, 512))).mean().backward()
+    model.zero_grad()
+    device.release_cache()
+    device.reset_peaks()
+    assert device.read().peak_allocated_bytes == _allocated(device) == before
+    device.check_health()
+
+
+def test_reserved_bytes_are_whole_segments_and_go_back_on_release(device: CpuDevice) -> None:
+    with device.accounting():
+        small = device.place(torch.ones(10))
+    reading = device.read()
+    assert reading.allocated_bytes == 512
+    assert reading.reserved_bytes == 2 * MIB
+    assert reading.non_torch_bytes == 0
+    del small
+    gc.collect()
+    assert device.read().reserved_bytes == 2 * MIB
+    device.release_cache()
+    assert device.read().reserved_bytes == 0
+
+
+def test_what_is_made_outside_does_not_count(device: CpuDevice) -> None:
+    kept = torch.ones(MIB)
+    with device.accounting():
+        view = kept[10:20]
+        assert device.allocated_bytes() == 0
+        assert view.add_(1.0) is view
+    assert device.read().peak_allocated_bytes == 0
+
+
+def test_marks_measure_time_in_order(device: CpuDevice) -> None:
+    first = device.mark()
+    torch.randn(256, 256) @ torch.randn(256, 256)
+    device.synchronize()
+    assert device.mark().seconds_since(first) > 0
+
+
+def test_it_says_what_it_is(device: CpuDevice) -> None:
+    assert device.environment.device == "cpu"
+    assert device.environment.torch == torch.__version__
+    assert device.capabilities.device_type == "cpu"
+    assert not device.capabilities.tf32
+    assert 0 < device.free_bytes <= device.total_bytes
+    assert device.foreign_bytes() == 0

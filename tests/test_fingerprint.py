@@ -1,0 +1,193 @@
+"""The fingerprint changes with what changes memory or speed, and with nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.devices.base import Environment
+from autofit.fingerprint import fingerprint
+from autofit.workload import Workload
+
+HERE = Environment("cpu", None, None, 2**34, None, None, "2.13.0", "3.11")
+
+
+class Net(nn.Module):
+    """Settings that no parameter shows: how often a layer is repeated, and whether it drops."""
+
+    def __init__(
+        self, width: int = 8, repeats: int = 2, gated: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, width)
+        self.register_buffer("mask", torch.ones(width))
+        self.repeats, self.gated, self.dropout = repeats, gated, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        for _ in range(self.repeats):
+            hidden = self._again(hidden)
+        return hidden
+
+    def _again(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(hidden))
+
+
+def _helper_of_another_kind(self: Net, hidden: torch.Tensor) -> torch.Tensor:
+    again: torch.Tensor = self.second(hidden)
+    return again.relu().exp()
+
+
+def _loss(steps: int, temperature: float = 1.0) -> Callable[..., torch.Tensor]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = sum((model(batch) for _ in range(steps)), torch.zeros(()))
+        return value.mean() / temperature
+
+    return loss
+
+
+def _workload(model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Workload:
+    torch.manual_seed(0)
+    return Workload(**{"model": model or Net(), "sample_batch": torch.randn(3, 4), **more})
+
+
+def _digest(workload: Workload, environment: Environment = HERE) -> str:
+    model = workload.build_model()
+    return fingerprint(workload, model, workload.build_optimizer(model), environment)
+
+
+def _prepared(change: Callable[[Net], object]) -> Net:
+    model = Net()
+    change(model)
+    return model
+
+
+def _adam(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **options)
+
+
+def _two_groups(model: Net) -> torch.optim.Optimizer:
+    parts = (model.first, model.second)
+    return torch.optim.AdamW([{"params": list(part.parameters())} for part in parts])
+
+
+def _tied() -> Net:
+    model = Net(width=4)
+    model.second.weight = model.first.weight
+    return model
+
+
+MODEL = Net()
+CHANGES: dict[str, Callable[[], Workload]] = {
+    "width": lambda: _workload(Net(width=9)),
+    "repeats": lambda: _workload(Net(repeats=3)),
+    "flag": lambda: _workload(Net(gated=True)),
+    "dropout from none": lambda: _workload(Net(dropout=0.1)),
+    "dtype": lambda: _workload(Net().double(), sample_batch=torch.randn(3, 4).double()),
+    "one frozen": lambda: _workload(_prepared(lambda m: m.first.bias.requires_grad_(False))),
+    "evaluation mode of a part": lambda: _workload(_prepared(lambda m: m.second.eval())),
+    "buffer": lambda: _workload(_prepared(lambda m: m.register_buffer("mask", torch.ones(9)))),
+    "forward of the instance": lambda: _workload(
+        _prepared(lambda m: setattr(m.second, "forward", lambda x: x.exp()))
+    ),
+    "part of another class": lambda: _workload(
+        _prepared(lambda m: setattr(m, "second", nn.Sequential(nn.Linear(8, 8), nn.GELU())))
+    ),
+    "longer samples": lambda: _workload(sample_batch=torch.randn(3, 5, 4)),
+    "more samples": lambda: _workload(sample_batch=torch.randn(4, 4)),
+    "sample type": lambda: _workload(sample_batch=torch.randn(3, 4).double()),
+    "sample structure": lambda: _workload(sample_batch={"x": torch.randn(3, 4)}),
+    "optimizer": lambda: _workload(optimizer=torch.optim.SGD),
+    "optimizer option": lambda: _workload(optimizer=functools.partial(_adam, amsgrad=True)),
+    "optimizer groups": lambda: _workload(MODEL, optimizer=_two_groups(MODEL)),
+    "loss": lambda: _workload(loss_fn=_loss(1)),
+    "criterion": lambda: _workload(criterion=nn.functional.mse_loss),
+    "clipping": lambda: _workload(clip_grad_norm=1.0),
+    "before_step": lambda: _workload(before_step=lambda m, o: None),
+    "loss_weight": lambda: _workload(loss_weight=len),
+    "global batch": lambda: _workload(global_batch=12),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_cost_changes_it(what: str) -> None:
+    assert _digest(CHANGES[what]()) != _digest(_workload())
+
+
+def test_all_of_these_differ_from_each_other() -> None:
+    digests = {what: _digest(make()) for what, make in CHANGES.items()}
+    assert len(set(digests.values())) == len(CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"loss_fn": _loss(1)}, {"loss_fn": _loss(2)}),
+        ({"criterion": nn.CrossEntropyLoss()}, {"criterion": nn.MSELoss()}),
+        (
+            {"criterion": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)},
+            {"criterion": nn.functional.cross_entropy},
+        ),
+        ({"loss_fn": lambda m, b: m(b).mean()}, {"loss_fn": lambda m, b: m(b).sum()}),
+        ({"loss_fn": lambda m, b, k=1: m(b)}, {"loss_fn": lambda m, b, k=2: m(b)}),
+    ],
+)
+def test_losses_differ_by_code_defaults_and_what_they_close_over(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert _digest(_workload(**one)) != _digest(_workload(**other))
+
+
+def test_a_method_that_forward_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _digest(_workload())
+    monkeypatch.setattr(Net, "_again", _helper_of_another_kind)
+    assert _digest(_workload()) != before
+
+
+def test_tied_weights_cost_less_than_equal_ones() -> None:
+    untied = Net(width=4)
+    assert _digest(_workload(_tied())) != _digest(_workload(untied))
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"torch": "2.12.0"}, {"device": "cuda:0", "gpu": "NVIDIA H200"}]
+)
+def test_torch_and_device_count(elsewhere: dict[str, str]) -> None:
+    assert _digest(_workload(), replace(HERE, **elsewhere)) != _digest(_workload())  # type: ignore[arg-type]  # all are texts
+
+
+def test_values_do_not_count() -> None:
+    torch.manual_seed(5)
+    other = Net()
+    assert not torch.equal(other.first.weight, Net().first.weight)
+    same = [
+        _workload(other),
+        _workload(sample_batch=torch.zeros(3, 4)),
+        _workload(optimizer=functools.partial(torch.optim.AdamW, lr=0.5)),
+        _workload(lambda: Net()),
+    ]
+    assert {_digest(workload) for workload in same} == {_digest(_workload())}
+    dropping = [_digest(_workload(Net(dropout=p))) for p in (0.1, 0.2)]
+    assert dropping[0] == dropping[1]
+    hotter = [_digest(_workload(loss_fn=_loss(1, t))) for t in (0.5, 2.0)]
+    assert hotter[0] == hotter[1]
+    clipped = [_digest(_workload(clip_grad_norm=norm)) for norm in (0.5, 2.0)]
+    assert clipped[0] == clipped[1]
+
+
+def test_state_that_an_optimizer_gathered_does_not_count() -> None:
+    def digest_after(steps: int) -> str:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.randn(2, 4)).mean().backward()
+            optimizer.step()
+        return _digest(_workload(model, optimizer=optimizer))
+
+    assert digest_after(0) == digest_after(2)

@@ -1,0 +1,89 @@
+"""Statistics of raw step times, and measurements that survive JSON."""
+
+from __future__ import annotations
+
+import json
+import random
+from math import comb
+
+import pytest
+
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Plan
+
+
+def _measured(times: list[float]) -> Measurement:
+    return Measurement(Outcome.OK, step_times_s=times)
+
+
+@pytest.mark.parametrize("count", range(1, 31))
+def test_the_interval_covers_the_median_with_95_percent_and_is_no_wider_than_it_must_be(
+    count: int,
+) -> None:
+    interval = _measured([float(i) for i in range(count)]).step_time_interval_s
+    assert interval is not None
+    cut = int(interval[0])
+    assert interval[1] == count - 1 - cut
+
+    def missed(ranks: int) -> float:
+        """The chance that the median lies outside what is left when `ranks` are cut off."""
+        return float(2 * sum(comb(count, rank) for rank in range(ranks + 1)) / 2**count)
+
+    assert missed(cut) <= 0.05 or cut == 0
+    assert missed(cut + 1) > 0.05
+
+
+def test_the_interval_holds_the_true_median_as_often_as_it_says() -> None:
+    dice = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        interval = _measured([dice.lognormvariate(0, 0.5) for _ in range(15)]).step_time_interval_s
+        assert interval is not None
+        held += interval[0] <= 1.0 <= interval[1]
+    assert held / 2000 >= 0.94
+
+
+def test_rates_come_from_the_global_batch_and_the_median_step() -> None:
+    trial = Trial(0, Role.BASELINE, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]))
+    assert trial.samples_per_second == 5.0
+    assert trial.samples_per_second_low == 2.5
+    assert trial.samples_per_second_high == 10.0
+
+
+def test_what_was_not_timed_has_no_rate_and_no_interval() -> None:
+    trial = Trial(1, Role.SEARCH, Plan(4), Measurement(Outcome.OOM))
+    assert not trial.ok
+    assert trial.samples_per_second is None
+    assert trial.samples_per_second_low is None
+    assert trial.measurement.step_time_interval_s is None
+    assert trial.measurement.held_bytes is None
+
+
+def test_held_bytes_are_what_is_compared_with_the_budget() -> None:
+    held = Measurement(Outcome.OK, peak_reserved_bytes=100, non_torch_bytes=20)
+    assert held.held_bytes == 120
+    assert Measurement(Outcome.OK, peak_reserved_bytes=100).held_bytes == 100
+
+
+def test_only_three_outcomes_are_about_memory() -> None:
+    about = {outcome for outcome in Outcome if outcome.about_memory}
+    assert about == {Outcome.OOM, Outcome.OVER_BUDGET, Outcome.RETRIES}
+
+
+def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:
+    measured = Measurement(
+        Outcome.RETRIES,
+        "the allocator flushed its cache 2 times",
+        step_times_s=[0.1, 0.2],
+        peak_allocated_bytes=1,
+        peak_reserved_bytes=2,
+        non_torch_bytes=3,
+        allocator_retries=2,
+        micro_batches_run=2,
+        loss=0.5,
+        contended=True,
+        seconds=1.5,
+    )
+    data = json.loads(json.dumps(measured.to_dict()))
+    assert Measurement.from_dict(data | {"from": "a later version"}) == measured
+    assert isinstance(Measurement.from_dict(data).outcome, Outcome)

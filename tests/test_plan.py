@@ -1,0 +1,107 @@
+"""The arithmetic of batches, and plans and dimensions that survive JSON and pickling."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Dimension, Hint, Plan, split_evenly, steps_for, variant_key
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 10, 64, 97])
+def test_every_split_keeps_all_samples_in_sizes_that_differ_by_at_most_one(samples: int) -> None:
+    for micro_batch in range(1, samples + 2):
+        steps = steps_for(samples, micro_batch)
+        sizes = split_evenly(samples, steps)
+        assert sum(sizes) == samples
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= micro_batch
+        assert sizes == tuple(sorted(sizes, reverse=True))
+
+
+@pytest.mark.parametrize("samples", [1, 7, 10, 97])
+def test_no_fewer_micro_batches_would_do(samples: int) -> None:
+    for micro_batch in range(1, samples + 1):
+        steps = steps_for(samples, micro_batch)
+        assert steps == 1 or -(-samples // (steps - 1)) > micro_batch
+
+
+def test_a_split_plan_has_the_micro_batch_that_it_really_runs() -> None:
+    plan = Plan.split(10, 4)
+    assert (plan.micro_batch, plan.accumulation_steps, plan.global_batch) == (4, 3, 10)
+    assert plan.micro_batch_sizes == (4, 3, 3)
+    assert Plan.split(10, 9).micro_batch == 5
+    assert Plan.split(3, 8).micro_batch_sizes == (3,)
+
+
+def test_without_a_global_batch_all_micro_batches_are_whole() -> None:
+    plan = Plan(4, accumulation_steps=3)
+    assert plan.samples_per_step == 12
+    assert plan.micro_batch_sizes == (4, 4, 4)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+def test_counts_are_whole_numbers_from_one(value: int) -> None:
+    with pytest.raises(InvalidRequest, match="micro_batch must be a whole number from 1"):
+        Plan(value)
+    with pytest.raises(InvalidRequest, match="accumulation_steps must be"):
+        Plan(1, accumulation_steps=value)
+
+
+def test_a_global_batch_that_cannot_be_made_says_which_micro_batch_could() -> None:
+    with pytest.raises(InvalidRequest, match="give a micro_batch of 4"):
+        Plan(5, accumulation_steps=3, global_batch=10)
+    with pytest.raises(InvalidRequest, match="global batch of 2 in 3 micro-batches"):
+        Plan(1, accumulation_steps=3, global_batch=2)
+
+
+def test_settings_have_no_order_and_cannot_be_changed() -> None:
+    one = Plan(4, settings={"b.x": 1, "a.y": "z"})
+    other = Plan(4, settings={"a.y": "z", "b.x": 1})
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.variant == variant_key({"b.x": 1, "a.y": "z"})
+    with pytest.raises(TypeError):
+        one.settings["b.x"] = 2  # type: ignore[index]  # that it cannot be done is what is tested
+    assert str(one) == "4 x 1, a.y=z, b.x=1"
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(3), Plan.split(10, 4, {"precision.dtype": "bfloat16", "checkpointing.level": 2})]
+)
+def test_plans_survive_json_and_pickling(plan: Plan) -> None:
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert Plan.from_dict(plan.to_dict() | {"from": "a later version"}) == plan
+
+
+def test_dimensions_survive_json() -> None:
+    dimension = Dimension(
+        [0, 1, 2],
+        payloads={1: {"units": ["a"]}, 2: {"units": ["a", "b"]}},
+        hints={2: Hint(bytes_per_sample=0.4)},
+        when={"precision.dtype": ["bfloat16"]},
+        trial_cost_s=20.0,
+        fresh_worker=True,
+    )
+    assert Dimension.from_dict(json.loads(json.dumps(dimension.to_dict()))) == dimension
+    assert Dimension.from_dict({"values": ["as_is"]}) == Dimension(["as_is"])
+
+
+def test_values_of_a_dimension_differ_and_there_is_one() -> None:
+    with pytest.raises(InvalidRequest, match="at least one value"):
+        Dimension([])
+    with pytest.raises(InvalidRequest, match="must differ"):
+        Dimension(["a", "a"])
+    with pytest.raises(InvalidRequest, match="hints name values the dimension lacks: \\['3'\\]"):
+        Dimension([1, 2], hints={3: Hint(0.5)})
+
+
+def test_when_limits_a_dimension_to_settings_of_others() -> None:
+    dimension = Dimension([0, 1], when={"a.x": ["on"], "b.y": [1, 2]})
+    assert dimension.allowed_with({"a.x": "on", "b.y": 2})
+    assert not dimension.allowed_with({"a.x": "off", "b.y": 2})
+    assert not dimension.allowed_with({"a.x": "on"})

@@ -1,0 +1,95 @@
+"""Which plans a search may choose."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Dimension, Plan
+from autofit.space import Space
+
+DIMENSIONS = {
+    "precision.dtype": Dimension(["as_is", "bfloat16"]),
+    "checkpointing.level": Dimension([0, 1, 2], payloads={1: ["a"], 2: ["a", "b"]}),
+    "compile.mode": Dimension(
+        ["off", "default"],
+        when={"precision.dtype": ["bfloat16"]},
+        trial_cost_s=30.0,
+        fresh_worker=True,
+    ),
+}
+
+
+def test_every_variant_comes_once_the_plain_one_first_and_conditions_hold() -> None:
+    variants = list(Space(DIMENSIONS, 4).variants())
+    assert variants[0] == Space(DIMENSIONS, 4).plain_settings
+    assert len({tuple(sorted(variant.items())) for variant in variants}) == len(variants) == 9
+    assert all(
+        variant["precision.dtype"] == "bfloat16"
+        for variant in variants
+        if variant["compile.mode"] == "default"
+    )
+
+
+def test_without_a_global_batch_the_baseline_is_the_sample_batch() -> None:
+    assert Space(DIMENSIONS, 4).baseline == Plan(4, settings=Space(DIMENSIONS, 4).plain_settings)
+    assert Space({}, 4).largest_micro_batch == 2**20
+
+
+@pytest.mark.parametrize(
+    ("samples", "global_batch", "sizes"),
+    [(4, 10, (4, 3, 3)), (4, 8, (4, 4)), (5, 8, (4, 4)), (4, 3, (3,)), (1, 3, (1, 1, 1))],
+)
+def test_with_one_the_baseline_is_the_split_nearest_below_it(
+    samples: int, global_batch: int, sizes: tuple[int, ...]
+) -> None:
+    baseline = Space({}, samples, global_batch=global_batch).baseline
+    assert baseline.micro_batch_sizes == sizes
+    assert baseline.global_batch == global_batch
+
+
+def test_a_plan_never_exceeds_what_was_asked_nor_the_bounds() -> None:
+    free = Space({}, 4, max_micro_batch=6)
+    assert free.plan(100, {}).micro_batch == 6
+    assert free.plan(0, {}).micro_batch == 1
+    assert Space({}, 9, max_micro_batch=6).baseline.micro_batch == 6
+    kept = Space({}, 4, global_batch=10, max_micro_batch=6)
+    assert kept.plan(100, {}) == Plan.split(10, 6)
+    assert kept.largest_micro_batch == 6
+
+
+def test_where_splitting_changes_the_gradients_the_count_stays() -> None:
+    space = Space({}, 4, global_batch=10, may_resplit=False)
+    assert {space.plan(micro_batch, {}) for micro_batch in (1, 4, 10)} == {space.baseline}
+    assert space.largest_micro_batch == space.baseline.micro_batch
+
+
+def test_settings_are_completed_and_checked() -> None:
+    space = Space(DIMENSIONS, 4)
+    assert space.complete({"checkpointing.level": 2}) == {
+        "precision.dtype": "as_is",
+        "checkpointing.level": 2,
+        "compile.mode": "off",
+    }
+    with pytest.raises(InvalidRequest, match=r"there is no setting 'precision\.type'"):
+        space.complete({"precision.type": "x"})
+    with pytest.raises(InvalidRequest, match="cannot be 'float8' here; it can be one of"):
+        space.complete({"precision.dtype": "float8"})
+
+
+def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
+    space = Space(DIMENSIONS, 4)
+    plain = space.plain_settings
+    compiled = {**plain, "precision.dtype": "bfloat16", "compile.mode": "default"}
+    assert space.is_costly(compiled)
+    assert space.needs_fresh_worker(compiled)
+    assert not space.is_costly(plain)
+    assert not space.needs_fresh_worker(plain)
+    assert space.payloads({**plain, "checkpointing.level": 1}) == {"checkpointing.level": ["a"]}
+    assert space.payloads(plain) == {}
+
+
+@pytest.mark.parametrize("name", ["global_batch", "max_micro_batch"])
+def test_bounds_below_one_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be at least 1, got 0"):
+        Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number

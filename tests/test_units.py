@@ -1,0 +1,84 @@
+"""Sizes are read as people write them, and numbers become text that keeps three digits."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.errors import InvalidRequest
+from autofit.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        (" 512 mib ", 512 * 2**20),
+        ("1.5 TiB", 3 * 2**39),
+        ("80GB", 80 * 10**9),
+        (".5kB", 500),
+        ("1000000", 1_000_000),
+        ("7 b", 7),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["24G", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan"])
+def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="24GiB") as refusal:
+        parse_bytes(text)
+    assert repr(text) in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "0.4"])
+def test_a_size_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="above zero"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "?"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536 * 2**20, "1.50 GiB"),
+        (2**20, "1.00 MiB"),
+        (100 * 2**30, "100 GiB"),
+        (-3 * 2**30, "-3.00 GiB"),
+        (12.34 * 2**40, "12.3 TiB"),
+    ],
+)
+def test_bytes_as_text(size: float | None, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_what_is_written_can_be_read_back() -> None:
+    for size in (2**20, 3 * 2**30, 100 * 2**30):
+        assert parse_bytes(format_bytes(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "?"),
+        (0.0123, "12.3 ms"),
+        (1.0, "1.00 s"),
+        (95, "1 min 35 s"),
+        (59.96, "60.0 s"),
+        (3600, "1 h 0 min"),
+        (2.5e-6, "2.50 us"),
+        (3e-9, "3e-09 s"),
+    ],
+)
+def test_seconds_as_text(seconds: float | None, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(None, "?"), (1234.5, "1234 samples/s"), (0.52, "0.52 samples/s"), (43.21, "43.2 samples/s")],
+)
+def test_rates_as_text(rate: float | None, text: str) -> None:
+    assert format_rate(rate) == text
