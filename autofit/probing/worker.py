@@ -61,7 +61,7 @@ def _open(message: Mapping[str, Any]) -> Session:
     )
 
     session = Session(
-        lambda: read_payload(path).workload,
+        lambda: read_payload(path, device.torch_device).workload,
         payload.strategies,
         device,
         vram_budget_bytes=budget,
