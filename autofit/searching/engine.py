@@ -16,11 +16,13 @@ from autofit.errors import NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.probing.prober import Prober, ProbeRequest
-from autofit.searching import events, ledger, planner
+from autofit.searching import confirming, events, ledger, planner
+from autofit.searching.beliefs import beliefs_of
 from autofit.searching.facts import SearchFacts
-from autofit.searching.planner import Skip
 from autofit.searching.sampler import OnePlan, PlannerSampler
+from autofit.searching.skips import Skip, skips
 from autofit.searching.store import Store
+from autofit.searching.tally import oom_probes_of, probes_of
 from autofit.units import format_bytes
 
 MOST_VETOES = 50
@@ -56,12 +58,12 @@ class SearchResult:
     @property
     def probes(self) -> int:
         """Plans that were run, baseline and confirmations counted."""
-        return len(planner.probes_of(self.trials))
+        return len(probes_of(self.trials))
 
     @property
     def oom_probes(self) -> int:
         """Probes that ran out of memory."""
-        return planner.oom_probes_of(self.trials)
+        return oom_probes_of(self.trials)
 
 
 def run_search(
@@ -126,13 +128,15 @@ class _Run:
         """Search, confirm, and put together what came out."""
         try:
             stopped_because = self._search()
-            self._tell(events.Confirming(stopped_because, self._progress()))
-            self._confirm()
+            while not self._confirmed(stopped_because):
+                stopped_because = self._search()
+            if self._limit_reached() is None:
+                self._store.mark_ended(stopped_because)
         except KeyboardInterrupt:
             if not any(trial.ok for trial in self._trials):
                 raise
             stopped_because = INTERRUPTED
-        best = planner.best_of(self._facts, self._trials)
+        best = confirming.best_of(self._facts, self._trials)
         if best is None:
             raise self._nothing_fits()
         return SearchResult(
@@ -140,7 +144,7 @@ class _Run:
             self._trials,
             best,
             self._trials[0],
-            self._planner.decide(self._facts, self._trials).skipped,
+            skips(beliefs_of(self._facts, self._trials)),
             stopped_because,
             time.monotonic() - self._began,
         )
@@ -155,11 +159,11 @@ class _Run:
             if not self._trials:
                 self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
                 continue
+            if self._store.ended is not None and not self._goes_on_regardless():
+                return self._store.ended
             decision = self._planner.decide(self._facts, self._trials)
             if decision.plan is None and not self._goes_on_regardless():
-                reason = decision.stopped_because or "nothing is left to try"
-                self._store.mark_ended(reason)
-                return reason
+                return decision.stopped_because or "nothing is left to try"
             vetoes = 0 if self._probe(self._sampler, Role.SEARCH) else vetoes + 1
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
@@ -170,8 +174,6 @@ class _Run:
 
     def _limit_reached(self) -> str | None:
         """Why no further plan may be searched; None where one may."""
-        if self._store.ended is not None and not self._goes_on_regardless():
-            return self._store.ended
         if not self._trials:
             return None
         if self._probes_left(reserved=1) == 0:
@@ -180,14 +182,23 @@ class _Run:
             return f"timeout of {self._timeout_s:g} s reached"
         return None
 
-    def _confirm(self) -> None:
-        """Run the leading plans again, in a fresh worker, at their full accumulation."""
+    def _confirmed(self, stopped_because: str) -> bool:
+        """Run the leading plans again, in a fresh worker, at their full accumulation.
+
+        False where one did not fit after all: then there may be a plan just below it to search.
+        """
+        begun = False
         while True:
-            plan = planner.confirm(self._facts, self._trials)
+            plan = confirming.confirm(self._facts, self._trials)
             if plan is None or self._probes_left() == 0 or self._time_is_short(probes=1):
-                return
-            self._prober.renew()
+                return True
+            if not begun:
+                begun = True
+                self._tell(events.Confirming(stopped_because, self._progress()))
+                self._prober.renew()
             self._probe(OnePlan(plan), Role.CONFIRMED)
+            if not self._trials[-1].ok and self._limit_reached() is None:
+                return False
 
     def _probe(self, sampler: BaseSampler, role: Role) -> bool:
         """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
@@ -211,7 +222,7 @@ class _Run:
         return veto is None
 
     def _run(self, plan: Plan, role: Role, known: planner.Forecast) -> Measurement:
-        leader = None if role is Role.CONFIRMED else planner.best_of(self._facts, self._trials)
+        leader = None if role is Role.CONFIRMED else confirming.best_of(self._facts, self._trials)
         measurement = self._prober.probe(
             ProbeRequest(
                 plan,
@@ -255,7 +266,7 @@ class _Run:
             )
 
     def _nothing_fits(self) -> Exception:
-        tried = planner.probes_of(self._trials)
+        tried = probes_of(self._trials)
         about_memory = [t for t in tried if t.measurement.outcome.about_memory]
         if not about_memory:
             last = tried[-1]
@@ -263,7 +274,9 @@ class _Run:
                 f"not one plan could be run; the last, {last.plan}, ended "
                 f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
             )
-        smallest = min(about_memory, key=planner.least_demanding)
+        smallest = min(
+            about_memory, key=lambda t: (t.plan.micro_batch, t.measurement.held_bytes or 2**62)
+        )
         required, allowed = smallest.measurement.held_bytes, self._facts.vram_budget_bytes
         needed = f"needed {format_bytes(required)}" if required else "ran out of memory"
         return NoFeasiblePlan(
@@ -278,14 +291,14 @@ class _Run:
     def _probes_left(self, reserved: int = 0) -> int | None:
         if self._max_probes is None:
             return None
-        return max(0, self._max_probes - reserved - len(planner.probes_of(self._trials)))
+        return max(0, self._max_probes - reserved - len(probes_of(self._trials)))
 
     def _time_is_short(self, probes: int) -> bool:
         """Whether so many more probes, as long as those before, would end after the timeout."""
         left = self._seconds_left()
         if left is None:
             return False
-        lengths = [t.measurement.seconds or 0.0 for t in planner.probes_of(self._trials)]
+        lengths = [t.measurement.seconds or 0.0 for t in probes_of(self._trials)]
         return left <= probes * sum(lengths) / max(1, len(lengths))
 
     def _seconds_left(self) -> float | None:
@@ -295,9 +308,9 @@ class _Run:
 
     def _progress(self) -> events.Progress:
         return events.Progress(
-            len(planner.probes_of(self._trials)),
-            planner.oom_probes_of(self._trials),
-            planner.best_of(self._facts, self._trials),
+            len(probes_of(self._trials)),
+            oom_probes_of(self._trials),
+            confirming.best_of(self._facts, self._trials),
             time.monotonic() - self._began,
             self._seconds_left(),
             self._probes_left(),

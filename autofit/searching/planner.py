@@ -1,7 +1,7 @@
-"""What to run next: a pure function of the facts of a search and its trials.
+"""What to run next, and why no more: pure functions of a search's facts and trials.
 
-`decide` is asked while the search goes on, `confirm` when it is over. Neither keeps state, so the
-same trials always give the same answer, in whatever process.
+`decide` is asked while the search goes on, `confirm` (in `autofit.searching.confirming`) when it is
+over. Neither keeps state, so the same trials always give the same answer, in whatever process.
 """
 
 from __future__ import annotations
@@ -9,30 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
-from autofit.plan import Plan, Settings
+import numpy as np
+
+from autofit.measurement import Measurement, Outcome, Trial
+from autofit.plan import Plan
+from autofit.searching.beliefs import Beliefs, beliefs_of
 from autofit.searching.facts import SearchFacts
+from autofit.searching.proposals import WORTH_A_PROBE, Mask, propose
+from autofit.searching.skips import Skip, skips
+from autofit.searching.tally import probes_of
+from autofit.units import format_bytes
 
+VETO_RISK = 0.1
+"""A foreign proposal that is more likely than this to run out of memory is not run."""
 
-@dataclass(frozen=True)
-class Skip:
-    """A variant that was not run, or not at its ceiling, and why."""
-
-    settings: Settings
-    why: str
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What is expected of a plan; None: unknown.
-
-    Attributes:
-        peak_bytes: what it will hold.
-        seconds: what the probe will take.
-    """
-
-    peak_bytes: int | None
-    seconds: float | None
+_LEADERS = 2  # costly values are tried on so many of the fastest other variants
 
 
 @dataclass(frozen=True)
@@ -41,88 +32,92 @@ class Decision:
 
     Attributes:
         plan: what to run next; None: stop.
-        role: why it is run.
-        predicted_peak_bytes: what it is expected to hold; None: unknown.
         stopped_because: why nothing more is run; None where there is a plan.
-        skipped: what was left out so far, and why.
+        skipped: where there is no plan, what was left out, and why.
     """
 
     plan: Plan | None
-    role: Role = Role.SEARCH
-    predicted_peak_bytes: int | None = None
     stopped_because: str | None = None
     skipped: tuple[Skip, ...] = ()
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a plan; None: unknown.
+
+    Attributes:
+        peak_bytes: what it will hold.
+        seconds: what its probe will take.
+    """
+
+    peak_bytes: int | None
+    seconds: float | None
+
+
 def decide(facts: SearchFacts, trials: Sequence[Trial]) -> Decision:
     """The plan to probe next, or the reason why none can be expected to win."""
-    if not trials:
-        return Decision(facts.space.baseline, role=Role.BASELINE)
-    settings = facts.space.plain_settings
-    tried = {t.plan for t in trials}
-    fits = [t for t in trials if t.ok]
-    largest = max((t.plan.micro_batch for t in fits), default=0)
-    too_large = min(
-        (t.plan.micro_batch for t in trials if not t.ok),
-        default=2 * facts.space.largest_micro_batch,
+    if not probes_of(trials):
+        return Decision(facts.space.baseline)
+    beliefs = beliefs_of(facts, trials)
+    costly = np.array([facts.space.is_costly(settings) for settings in beliefs.variants])
+    plan = propose(beliefs, beliefs.usable & ~costly)
+    if plan is None and costly.any():
+        plan = propose(beliefs, beliefs.usable & costly & _beside_leaders(beliefs))
+    if plan is not None:
+        return Decision(plan)
+    fits = any(trial.ok for trial in beliefs.probes)
+    why = (
+        f"no plan left is worth a probe: expected to gain {WORTH_A_PROBE:.1%} or less"
+        if fits
+        else "not one plan that was tried fits"
     )
-    if not fits:
-        plan = facts.space.plan(too_large // 2, settings)
-    elif too_large <= 2 * largest:
-        plan = facts.space.plan((largest + too_large) // 2, settings)
-    else:
-        plan = facts.space.plan(largest * 2, settings)
-    if plan in tried or plan.micro_batch <= largest or plan.micro_batch >= too_large:
-        return Decision(None, stopped_because="the largest micro-batch that fits is known")
-    rates = [t.samples_per_second or 0.0 for t in fits]
-    if len(rates) > 1 and rates[-1] < 1.02 * max(rates[:-1]):
-        return Decision(None, stopped_because="a larger micro-batch brings less than 2 %")
-    return Decision(plan)
-
-
-def confirm(facts: SearchFacts, trials: Sequence[Trial]) -> Plan | None:
-    """The leading plan to measure again next; None when the answer is confirmed."""
-    confirmed = {t.plan for t in trials if t.role is Role.CONFIRMED}
-    if any(t.ok for t in trials if t.role is Role.CONFIRMED):
-        return None
-    leading = sorted((t for t in trials if t.ok), key=lambda t: -(t.samples_per_second or 0.0))
-    return next((t.plan for t in leading if t.plan not in confirmed), None)
-
-
-def best_of(facts: SearchFacts, trials: Sequence[Trial]) -> Trial | None:
-    """The trial to return: the fastest confirmed one, else the fastest that fits."""
-    fits = [t for t in trials if t.ok]
-    confirmed = [t for t in fits if t.role is Role.CONFIRMED]
-    return max(confirmed or fits, key=lambda t: t.samples_per_second or 0.0, default=None)
+    return Decision(None, stopped_because=why, skipped=skips(beliefs))
 
 
 def veto(facts: SearchFacts, trials: Sequence[Trial], plan: Plan) -> Measurement | None:
     """What stands for a proposal that must not run; None where it may.
 
-    A plan that was measured before is answered from that trial; one whose upper bound is over the
-    budget is answered with the bound.
+    A plan that was measured before is answered from that trial. One that is set aside, refused at
+    this size, or whose upper bound is over the budget, is answered as not run.
     """
-    for trial in trials:
-        if trial.plan == plan and trial.role is not Role.VETOED:
-            return trial.measurement
-    return None
+    beliefs = beliefs_of(facts, trials)
+    before = next((trial for trial in beliefs.probes if trial.plan == plan), None)
+    if before is not None:
+        return before.measurement
+    why = beliefs.exclusions.why(plan.settings)
+    if why is not None:
+        return Measurement(Outcome.UNSUPPORTED, detail=f"not run: {why}")
+    variant = beliefs.index(plan)
+    if plan.micro_batch > beliefs.bound[variant]:
+        return Measurement(Outcome.OVER_BUDGET, detail="not run: a smaller one did not fit")
+    if (beliefs.room[:, variant] < plan.micro_batch).mean() <= VETO_RISK:
+        return None
+    bound = float(np.quantile(beliefs.held(plan), 1 - VETO_RISK))
+    allowed = format_bytes(facts.vram_budget_bytes)
+    return Measurement(
+        Outcome.OVER_BUDGET,
+        detail=f"not run: may hold up to {format_bytes(bound)} where {allowed} are allowed",
+    )
 
 
 def forecast(facts: SearchFacts, trials: Sequence[Trial], plan: Plan) -> Forecast:
     """What a plan is expected to need."""
-    return Forecast(None, None)
+    beliefs = beliefs_of(facts, trials)
+    peak = round(float(np.median(beliefs.held(plan)))) if beliefs.knows_memory else None
+    timed = [t.measurement for t in beliefs.probes if t.measurement.step_times_s]
+    lengths = [m.seconds - sum(m.step_times_s) for m in timed if m.seconds is not None]
+    if not lengths:
+        return Forecast(peak, None)
+    step_time_s = plan.samples_per_step / float(np.exp(np.median(beliefs.speed(plan))))
+    return Forecast(peak, max(lengths) + max(5.0, 10 * step_time_s))
 
 
-def probes_of(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that were run."""
-    return [trial for trial in trials if trial.role is not Role.VETOED]
-
-
-def oom_probes_of(trials: Sequence[Trial]) -> int:
-    """How many probes ran out of memory."""
-    return sum(trial.measurement.outcome is Outcome.OOM for trial in probes_of(trials))
-
-
-def least_demanding(trial: Trial) -> tuple[int, int]:
-    """Sorts the plan that asks for least memory first: by what it held, else by micro-batch."""
-    return trial.plan.micro_batch, trial.measurement.held_bytes or 2**62
+def _beside_leaders(beliefs: Beliefs) -> Mask:
+    """Variants that differ from one of the fastest in nothing but costly values."""
+    space = beliefs.facts.space
+    cheap = [t for t in beliefs.probes if t.ok and not space.is_costly(t.plan.settings)]
+    cheap.sort(key=lambda trial: -float(beliefs.speed(trial.plan).mean()))
+    leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
+    costly = {name for name, dimension in space.dimensions.items() if dimension.trial_cost_s > 0}
+    rests = [{pair for pair in variant if pair[0] not in costly} for variant in leaders]
+    return np.array([any(rest <= set(v.items()) for rest in rests) for v in beliefs.variants])

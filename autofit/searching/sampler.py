@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial
 from autofit.errors import InvalidRequest
 from autofit.measurement import Trial
 from autofit.plan import Plan
-from autofit.searching import ledger, planner, store
+from autofit.searching import confirming, ledger, planner, store
 from autofit.searching.facts import SearchFacts
 
 
@@ -89,5 +89,5 @@ class PlannerSampler(_PlanSampler):
         plan = self.decide(facts, trials).plan
         if plan is not None:
             return plan
-        best = planner.best_of(facts, trials)
+        best = confirming.best_of(facts, trials)
         return facts.space.baseline if best is None else best.plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
@@ -32,9 +33,9 @@ class SimulatedProber:
         memory: plan -> bytes that it holds at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
         memory_noise: standard deviation of the logarithm of what one probe holds.
-        time_noise: plan -> standard deviation of the logarithm of step times. A probe as a whole
-            is off by so much, and so is each of its steps beside the others: the median of many
-            steps of one probe is no better than the probe.
+        time_noise: plan -> standard deviation of the logarithm of step times. The median of a
+            probe's steps is off by so much, however many steps it has, and its steps scatter as
+            widely around that median.
         size_limit: plan -> the largest micro-batch its kernels take; None: any.
         fault: plan -> how its probe ends, whatever it holds; None: as the formulas say.
         seed: of all noise.
@@ -128,7 +129,8 @@ class SimulatedProber:
             times.append(middle * math.exp(noise.gauss(0.0, sigma)))
             if len(times) >= _FEWEST_STEPS and _told_apart(times, request):
                 break
-        return times
+        shift = middle / statistics.median(times)
+        return [seconds * shift for seconds in times]
 
 
 def _told_apart(times: list[float], request: ProbeRequest) -> bool:

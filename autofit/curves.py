@@ -1,0 +1,304 @@
+"""The memory line and the time line of every variant, learned together from what was measured.
+
+A variant holds `a + b * micro_batch` bytes and takes `alpha + beta * micro_batch` seconds for a
+micro-batch. Both are lines with positive coefficients, so one family of curves serves for both:
+log y = log(exp(A) + exp(B) * x), where A and B of a variant are sums of one term per setting, and B
+has a small term of the variant's own. What was measured of one variant so tells about every
+variant that shares a setting with it; hints and predicted lines are prior means of the terms.
+
+What is known is kept as worlds: draws of all lines that agree with the measurements. A draw is the
+point nearest to a random draw of the prior that explains the measurements, each moved by a random
+draw of its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci.
+Comput. 36, 2014). A bound is a quantile over worlds, and so is wide where little was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autofit.plan import Dimension, Scalar, Settings
+
+Array: TypeAlias = NDArray[np.float64]
+
+_ITERATIONS = 12
+_INACTIVE_SD = 1e3  # as good as not measured
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far the terms of a line may lie from their prior means, as standard deviations of logs.
+
+    Attributes:
+        level: of all values together; wide, since a device may be anything.
+        split: of how the first value measured is split between intercept and slope, each way.
+        predicted: of how far predicted lines are off, all together.
+        intercept: of what one setting does to the intercept.
+        slope: of what one value of an unordered setting does to the slope.
+        trend: of what the last value of an ordered setting does to the slope, as a straight trend.
+        bend: of how far the values of an ordered setting stray from that trend.
+        hinted: of what a value with a hint does to the slope, around the hint.
+        own: of a variant's own slope around the product of its settings'.
+    """
+
+    level: float = 2.0
+    split: float = 1.0
+    predicted: float = 0.15
+    intercept: float = 0.12
+    common: float = 0.5
+    slope: float = 0.5
+    help: float = -0.2
+    trend: float = 0.6
+    bend: float = 0.4
+    hinted: float = 0.1
+    own: float = 0.06
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured value of a line.
+
+    Attributes:
+        variant: which variant, as an index.
+        x: micro-batch.
+        y: bytes or seconds.
+        error: standard deviation of log y from one probe to the next.
+        at_least: y is only known to be this or more: it ran out of memory there.
+    """
+
+    variant: int
+    x: float
+    y: float
+    error: float
+    at_least: bool = False
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """Draws of every variant's line; both arrays are (worlds, variants), of logarithms."""
+
+    intercept: Array
+    slope: Array
+
+    def value(self, x: Array | float) -> Array:
+        """The lines at x, which is broadcast against (worlds, variants)."""
+        values: Array = np.exp(self.intercept) + np.exp(self.slope) * x
+        return values
+
+    def reach(self, y: Array | float) -> Array:
+        """The x at which each line reaches y; below zero where the intercept alone is larger."""
+        x: Array = (y - np.exp(self.intercept)) / np.exp(self.slope)
+        return x
+
+
+class LineFamily:
+    """The prior of all variants' lines, and the worlds that measurements leave of it.
+
+    Args:
+        variants: the settings of each variant.
+        dimensions: the settings' values, which say what is ordered.
+        spread: how far terms may lie from their prior means.
+        hints: (setting, value) -> expected factor on the slope, relative to the first value.
+        lines: variant index -> (intercept, slope) as predicted without running it; either none or
+            one for each variant.
+    """
+
+    def __init__(
+        self,
+        variants: Sequence[Settings],
+        dimensions: Mapping[str, Dimension],
+        spread: Spread,
+        hints: Mapping[tuple[str, Scalar], float],
+        lines: Mapping[int, tuple[float, float]],
+    ) -> None:
+        self._own, self._count = spread.own, len(variants)
+        self._predicted = bool(lines)
+        terms = [_Terms(name, d, spread, hints) for name, d in dimensions.items()]
+        shared = _shared_features(self._count, spread, self._predicted)
+        intercepts = [term.intercept_features(variants) for term in terms]
+        slopes = [term.slope_features(variants) for term in terms]
+        self._features_a = np.hstack([shared[0], *intercepts, *map(np.zeros_like, slopes)])
+        self._features_b = np.hstack([shared[1], *map(np.zeros_like, intercepts), *slopes])
+        self._mean_a = np.zeros(self._count)
+        self._mean_b = np.zeros(self._count)
+        for term in terms:
+            self._mean_b += term.slope_means(variants)
+        for index, (intercept, slope) in lines.items():
+            self._mean_a[index], self._mean_b[index] = np.log([intercept, slope])
+
+    def worlds(self, points: Sequence[Point], count: int, seed: int) -> Worlds:
+        """That many draws which agree with the points; the same for the same arguments."""
+        random = np.random.default_rng(seed)
+        mean_a, mean_b = self._means(points)
+        weights = random.standard_normal((count, self._features_a.shape[1]))
+        own = random.standard_normal((count, self._count))
+        errors = random.standard_normal((count, len(points)))
+        if points:
+            variants = np.array([point.variant for point in points])
+            seen = np.unique(variants)
+            its_own = self._own * (variants[:, None] == seen)
+            design = _Design(
+                mean_a[variants],
+                mean_b[variants],
+                np.hstack([self._features_a[variants], np.zeros_like(its_own)]),
+                np.hstack([self._features_b[variants], its_own]),
+            )
+            fitted = _nearest(np.hstack([weights, own[:, seen]]), design, points, errors)
+            weights, own[:, seen] = np.split(fitted, [weights.shape[1]], axis=1)
+        return Worlds(
+            mean_a + weights @ self._features_a.T,
+            mean_b + weights @ self._features_b.T + self._own * own,
+        )
+
+    def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
+        """Prior means; unless lines are predicted, half of the first value is from the slope."""
+        if self._predicted or not points:
+            return self._mean_a, self._mean_b
+        first = next((p for p in points if not p.at_least), points[0])
+        half = np.log(first.y / 2)
+        at_first = self._mean_b[first.variant]
+        return self._mean_a + half, self._mean_b - at_first + half - np.log(first.x)
+
+
+def _shared_features(count: int, spread: Spread, predicted: bool) -> tuple[Array, Array]:
+    """Terms of all variants: one moves the whole line, one tilts it."""
+    level, split = (
+        (spread.predicted, spread.predicted) if predicted else (spread.level, spread.split)
+    )
+    ones = np.ones((count, 1))
+    return np.hstack([level * ones, split * ones]), np.hstack([level * ones, -split * ones])
+
+
+class _Terms:
+    """What the values of one setting contribute to slopes and intercepts."""
+
+    def __init__(
+        self,
+        name: str,
+        dimension: Dimension,
+        spread: Spread,
+        hints: Mapping[tuple[str, Scalar], float],
+    ) -> None:
+        self._name, self._values, self._spread = name, list(dimension.values), spread
+        self._hints = {v: hints[name, v] for v in self._values if (name, v) in hints}
+
+    def slope_means(self, variants: Sequence[Settings]) -> Array:
+        """The hinted part of each variant's log slope."""
+        return np.array([self._slope_mean(variant[self._name]) for variant in variants])
+
+    def _slope_mean(self, value: Scalar) -> float:
+        if value in self._hints:
+            return float(np.log(self._hints[value]))
+        if self._hints or _ordered(self._values) or value == self._values[0]:
+            return 0.0
+        return self._spread.help
+
+    def slope_features(self, variants: Sequence[Settings]) -> Array:
+        """(variants, terms): the terms' standard deviations, where a variant has them."""
+        return self._rows(variants, self._slope_row)
+
+    def intercept_features(self, variants: Sequence[Settings]) -> Array:
+        """Likewise for the intercept."""
+        return self._rows(variants, lambda i: self._spread.intercept * self._own_column(i))
+
+    def _rows(self, variants: Sequence[Settings], row: Callable[[int], Array]) -> Array:
+        return np.array([row(self._values.index(v[self._name])) for v in variants])
+
+    def _own_column(self, index: int) -> Array:
+        """One column per value but the first."""
+        column: Array = np.eye(len(self._values))[index][1:]
+        return column
+
+    def _slope_row(self, index: int) -> Array:
+        if self._hints:
+            hinted = self._values[index] in self._hints
+            return (self._spread.hinted if hinted else self._spread.slope) * self._own_column(index)
+        if not _ordered(self._values):
+            own = self._spread.slope * self._own_column(index)
+            return np.concatenate([[self._spread.common * (index > 0)], own])
+        last = len(self._values) - 1
+        steps = (np.arange(1, last + 1) <= index) * self._spread.bend / np.sqrt(last)
+        return np.concatenate([[self._spread.trend * index / last], steps])
+
+
+def _ordered(values: Sequence[Scalar]) -> bool:
+    """Whether neighbouring values may be expected to do alike: three or more growing numbers."""
+    if len(values) < 3 or any(isinstance(v, bool | str) for v in values):
+        return False
+    return list(values) == sorted(values, key=float)
+
+
+@dataclass(frozen=True)
+class _Design:
+    """How the measured points depend on the weights: one row per point."""
+
+    mean_a: Array
+    mean_b: Array
+    features_a: Array
+    features_b: Array
+
+
+def _nearest(prior: Array, design: _Design, points: Sequence[Point], errors: Array) -> Array:
+    """Per world, the weights nearest to its prior draw that explain its draw of the points.
+
+    Gauss-Newton steps in each world, shortened there while they do not bring it closer.
+    """
+    fit = _Fit(design, points, errors)
+    weights, goal = prior, prior
+    cost = np.full(len(prior), np.inf)
+    length = np.ones(len(prior))
+    for _ in range(_ITERATIONS):
+        trial = weights + length[:, None] * (goal - weights)
+        trial_cost = fit.cost(trial, prior)
+        better = trial_cost < cost
+        weights = np.where(better[:, None], trial, weights)
+        cost = np.where(better, trial_cost, cost)
+        length = np.where(better, np.minimum(1.0, 2 * length), length / 4)
+        goal = np.where(better[:, None], fit.goal(weights, prior), goal)
+    return weights
+
+
+class _Fit:
+    """The least-squares problem of one draw of worlds."""
+
+    def __init__(self, design: _Design, points: Sequence[Point], errors: Array) -> None:
+        self._design = design
+        self._log_x = np.log([p.x for p in points])
+        self._sd = np.array([p.error for p in points])
+        self._at_least = np.array([p.at_least for p in points])
+        self._target = np.log([p.y for p in points]) + self._sd * errors
+
+    def _lines(self, weights: Array) -> tuple[Array, Array]:
+        """The value at each point, and the share of it that the intercept has."""
+        a = self._design.mean_a + weights @ self._design.features_a.T
+        b = self._design.mean_b + weights @ self._design.features_b.T + self._log_x
+        value = np.logaddexp(a, b)
+        return value, np.exp(a - value)
+
+    def _noise(self, value: Array) -> Array:
+        explained = self._at_least & (value > self._target)
+        return np.where(explained, _INACTIVE_SD, self._sd)
+
+    def cost(self, weights: Array, prior: Array) -> Array:
+        """Half the squared distances, from the prior draw and from the points, of each world."""
+        value, _ = self._lines(weights)
+        misfit = (self._target - value) / self._noise(value)
+        cost: Array = ((weights - prior) ** 2).sum(axis=1) + (misfit**2).sum(axis=1)
+        return cost
+
+    def goal(self, weights: Array, prior: Array) -> Array:
+        """Where the problem, made linear around these weights, has its least cost."""
+        value, share = self._lines(weights)
+        share = share[:, :, None]
+        jacobian = share * self._design.features_a + (1 - share) * self._design.features_b
+        residual = self._target - value + np.einsum("snp,sp->sn", jacobian, weights - prior)
+        gram = jacobian @ jacobian.transpose(0, 2, 1)
+        diagonal = range(len(self._sd))
+        gram[:, diagonal, diagonal] += self._noise(value) ** 2
+        move = np.linalg.solve(gram, residual[:, :, None])[:, :, 0]
+        goal: Array = prior + np.einsum("snp,sn->sp", jacobian, move)
+        return goal

@@ -1,0 +1,217 @@
+"""What the probes so far say of every variant: which micro-batches fit, and how fast they are.
+
+It is worked out from facts and probes alone, in worlds: draws of all memory lines and time lines
+that agree with what was measured (`autofit.curves`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autofit.curves import Array, LineFamily, Point, Spread, Worlds
+from autofit.measurement import Outcome, Trial
+from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.searching.exclusions import Exclusions, exclusions_of
+from autofit.searching.facts import MemoryLine, SearchFacts
+from autofit.searching.sizes import Counts, Sizes
+from autofit.searching.tally import probes_of
+
+WORLDS = 160
+MEMORY_ERROR = 0.02
+"""Standard deviation of the logarithm of what a probe holds around its line."""
+
+_TIME_ERROR = 0.01  # no line is straighter, however well a step time repeats
+_ALIKE = 1.5  # steps whose lengths differ by less scatter alike
+_MEMORY_SPREAD = Spread(intercept=0.1, trend=0.7, bend=0.4)
+_PREDICTED_SPREAD = Spread(intercept=0.05, common=0.05, slope=0.05, help=0.0, trend=0.05, bend=0.05)
+_TIME_SPREAD = Spread(intercept=0.05, trend=0.3, bend=0.15)
+
+
+class Beliefs:
+    """What is known of a space after some trials.
+
+    Attributes:
+        facts: the facts of the search.
+        probes: the trials that were run.
+        variants: the settings of every variant; arrays have one column for each.
+    """
+
+    def __init__(self, facts: SearchFacts, trials: Sequence[Trial]) -> None:
+        self.facts = facts
+        self.variants: list[Settings] = list(facts.space.variants())
+        self._index: dict[VariantKey, int] = {
+            variant_key(settings): index for index, settings in enumerate(self.variants)
+        }
+        self.probes = [t for t in probes_of(trials) if t.plan.variant in self._index]
+
+    def index(self, plan: Plan) -> int:
+        """The column of the plan's variant."""
+        return self._index[plan.variant]
+
+    @cached_property
+    def exclusions(self) -> Exclusions:
+        """What may not be run whatever it holds."""
+        return exclusions_of(self.facts, self.probes)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The micro-batches that may be run."""
+        return Sizes(self.facts.space, [self.exclusions.least(v) for v in self.variants])
+
+    @cached_property
+    def bound(self) -> Counts:
+        """Per variant, the largest micro-batch that is not ruled out."""
+        return np.array([self.exclusions.bound(settings) for settings in self.variants])
+
+    @cached_property
+    def usable(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Per variant, whether it is not set aside."""
+        return np.array([self.exclusions.why(settings) is None for settings in self.variants])
+
+    @cached_property
+    def fitting(self) -> list[Trial]:
+        """The probes that ran within the budget, and that no later probe speaks against."""
+        return [
+            trial
+            for trial in self.probes
+            if trial.ok
+            and trial.plan.micro_batch <= self.exclusions.bound(trial.plan.settings)
+            and self.exclusions.why(trial.plan.settings) is None
+        ]
+
+    @cached_property
+    def memory(self) -> Worlds:
+        """Bytes over micro-batch."""
+        lines = self._predicted_lines()
+        spread = _PREDICTED_SPREAD if lines else _MEMORY_SPREAD
+        hints = {} if lines else self._hints("bytes_per_sample")
+        family = LineFamily(self.variants, self.facts.space.dimensions, spread, hints, lines)
+        return family.worlds(self._memory_points(), WORLDS, self.seed)
+
+    @cached_property
+    def time(self) -> Worlds:
+        """Seconds of one micro-batch over its size."""
+        hints = self._hints("seconds_per_sample")
+        family = LineFamily(self.variants, self.facts.space.dimensions, _TIME_SPREAD, hints, {})
+        return family.worlds(self._time_points(), WORLDS, self.seed + 1)
+
+    @property
+    def seed(self) -> int:
+        """Of the random choices after these probes."""
+        return 1000 * self.facts.seed + len(self.probes)
+
+    def speeds(self, micro_batches: Counts) -> Array:
+        """(worlds, variants): logarithms of samples per second at those micro-batches.
+
+        Args:
+            micro_batches: one per variant, or one per world and variant; -inf where it is 0.
+        """
+        size = np.maximum(micro_batches, 1)
+        whole = self.facts.space.global_batch
+        steps = 1 if whole is None else np.ceil(whole / size)
+        samples = size if whole is None else whole
+        seconds = steps * np.exp(self.time.intercept) + np.exp(self.time.slope) * samples
+        return np.where(micro_batches >= 1, np.log(samples / seconds), -np.inf)
+
+    def speed(self, plan: Plan) -> Array:
+        """(worlds,): the logarithm of the plan's samples per second."""
+        index, samples = self.index(plan), plan.samples_per_step
+        fixed = plan.accumulation_steps * np.exp(self.time.intercept[:, index])
+        speed: Array = np.log(samples / (fixed + np.exp(self.time.slope[:, index]) * samples))
+        return speed
+
+    def held(self, plan: Plan) -> Array:
+        """(worlds,): the bytes that the plan's line has it hold."""
+        index = self.index(plan)
+        slope = np.exp(self.memory.slope[:, index])
+        held: Array = np.exp(self.memory.intercept[:, index]) + slope * plan.micro_batch
+        return held
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether anything was measured or predicted of what plans hold."""
+        measured = any(not point.at_least for point in self._memory_points())
+        return measured or bool(self._predicted_lines())
+
+    @cached_property
+    def room(self) -> Array:
+        """(worlds, variants): the micro-batch that a probe just has room for, noise included."""
+        noise = np.random.default_rng(self.seed + 2).standard_normal((WORLDS, 1))
+        return self.memory.reach(self.facts.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
+
+    def scatter(self, trial: Trial) -> float:
+        """Standard deviation of the logarithm of a probe's step time, from probe to probe.
+
+        A probe repeats no better than its steps do. Few steps say little of that, so probes with
+        steps about as long are asked too.
+        """
+        squares, count = 0.0, 0
+        for other in self.probes:
+            times = other.measurement.step_times_s
+            if times and 1 / _ALIKE < _seconds(other) / _seconds(trial) < _ALIKE:
+                middle = statistics.median(times)
+                squares += sum(math.log(seconds / middle) ** 2 for seconds in times)
+                count += len(times) - 1
+        return max(_TIME_ERROR, math.sqrt(squares / max(1, count)))
+
+    def _hints(self, field: str) -> dict[tuple[str, Scalar], float]:
+        return {
+            (name, value): factor
+            for name, dimension in self.facts.space.dimensions.items()
+            for value, hint in dimension.hints.items()
+            if (factor := getattr(hint, field)) is not None and factor > 0
+        }
+
+    def _predicted_lines(self) -> Mapping[int, MemoryLine]:
+        """By variant; none unless every variant has one that a logarithm can be taken of."""
+        lines = [self.facts.predicted_line(settings) for settings in self.variants]
+        found = {i: line for i, line in enumerate(lines) if line is not None and min(line) > 0}
+        return found if len(found) == len(self.variants) else {}
+
+    def _memory_points(self) -> list[Point]:
+        points = []
+        for trial in self.probes:
+            outcome, held = trial.measurement.outcome, trial.measurement.held_bytes
+            variant, x = self.index(trial.plan), float(trial.plan.micro_batch)
+            if outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
+                points.append(Point(variant, x, float(held), MEMORY_ERROR))
+            elif outcome.about_memory:
+                budget = float(self.facts.vram_budget_bytes)
+                points.append(Point(variant, x, budget, MEMORY_ERROR, at_least=True))
+        return points
+
+    def _time_points(self) -> list[Point]:
+        return [
+            Point(
+                self.index(trial.plan),
+                trial.plan.samples_per_step / trial.plan.accumulation_steps,
+                _seconds(trial),
+                self.scatter(trial),
+            )
+            for trial in self.probes
+            if trial.measurement.step_times_s
+        ]
+
+
+def _seconds(trial: Trial) -> float:
+    """Of one micro-batch."""
+    step_time_s = trial.measurement.step_time_s
+    assert step_time_s is not None
+    return step_time_s / trial.plan.accumulation_steps
+
+
+_last: Beliefs | None = None
+
+
+def beliefs_of(facts: SearchFacts, trials: Sequence[Trial]) -> Beliefs:
+    """The beliefs after those trials; the last are kept, as one decision asks several times."""
+    global _last
+    fresh = Beliefs(facts, trials)
+    if _last is None or _last.probes != fresh.probes or _last.facts != facts:
+        _last = fresh
+    return _last

@@ -1,0 +1,89 @@
+"""What earlier probes rule out beside memory and speed: variants that fail, sizes kernels refuse.
+
+A fault is blamed on the settings that never worked anywhere: where bfloat16 alone is new in a
+failing variant, every variant with bfloat16 is set aside; where several settings are new, those
+variants that have all of them. A fault of a variant that worked before bounds its micro-batch. No
+fault moves a memory line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autofit.measurement import Outcome, Role, Trial
+from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.searching.facts import SearchFacts
+
+_ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
+_ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
+
+
+@dataclass
+class Exclusions:
+    """What may not be run any more.
+
+    Attributes:
+        blamed: settings that fail together -> why.
+        largest: variant -> the largest micro-batch that is not known to be refused.
+        smallest: the smallest micro-batch that is not known to fail in the plain variant, nor so
+            in any other.
+        smallest_of: variant -> likewise, where that variant alone is known to fail.
+    """
+
+    blamed: dict[VariantKey, str] = field(default_factory=dict)
+    largest: dict[VariantKey, int] = field(default_factory=dict)
+    smallest: int = 1
+    smallest_of: dict[VariantKey, int] = field(default_factory=dict)
+
+    def why(self, settings: Settings) -> str | None:
+        """Why a variant is set aside; None where it is not."""
+        have = set(settings.items())
+        return next((why for blamed, why in self.blamed.items() if have.issuperset(blamed)), None)
+
+    def bound(self, settings: Settings) -> int:
+        """The largest micro-batch of a variant that is not known to be refused."""
+        return self.largest.get(variant_key(settings), 2**40)
+
+    def least(self, settings: Settings) -> int:
+        """The smallest micro-batch of a variant that is not known to fail."""
+        return max(self.smallest, self.smallest_of.get(variant_key(settings), 1))
+
+    def rule_out_from(self, plan: Plan) -> None:
+        """No micro-batch of that variant as large as this one, or larger."""
+        self.largest[plan.variant] = min(self.bound(plan.settings), plan.micro_batch - 1)
+
+
+def exclusions_of(facts: SearchFacts, trials: Sequence[Trial]) -> Exclusions:
+    """What these trials rule out."""
+    found = Exclusions()
+    plain = facts.space.baseline
+    ran = [t.plan for t in trials if t.role is not Role.VETOED and t.measurement.step_times_s]
+    works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
+    works |= set(plain.variant)
+    ran_variants = {plan.variant for plan in ran}
+    for trial in trials:
+        outcome, plan = trial.measurement.outcome, trial.plan
+        if trial.role is Role.VETOED or outcome is Outcome.OK:
+            continue
+        worked = plan.variant in ran_variants
+        if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and outcome in _ACCIDENTS):
+            found.rule_out_from(plan)
+        elif plan.variant == plain.variant and plan.micro_batch < plain.micro_batch:
+            found.smallest = max(found.smallest, plan.micro_batch + 1)
+        elif outcome is Outcome.UNSUPPORTED and plan.micro_batch < plain.micro_batch:
+            # Whether its size or its settings are to blame shows where the baseline ran.
+            found.smallest_of[plan.variant] = plain.micro_batch
+        else:
+            found.blamed[_blame(plan.variant, works)] = _reason(trial)
+    return found
+
+
+def _blame(variant: VariantKey, works: set[tuple[str, Scalar]]) -> VariantKey:
+    """The settings of a failing variant that never worked; all of them where each did."""
+    return tuple(pair for pair in variant if pair not in works) or variant
+
+
+def _reason(trial: Trial) -> str:
+    detail = trial.measurement.detail
+    return trial.measurement.outcome.value + (f": {detail}" if detail else "")

@@ -1,0 +1,154 @@
+"""Which plan is worth a probe most.
+
+Every variant has a ceiling in each world: the largest micro-batch that its line there leaves room
+for. What the variant would gain over the leading plan at its ceiling is its potential. A probe is
+worth what its own plan gains, and a share of the potential that it opens, wherever it fits; against
+that stands what running out of memory costs, wherever it does not. A plan that was run is worth
+running again as far as noise hides whether it beats the leader (the knowledge gradient of Frazier,
+Powell and Dayanik, SIAM J. Control Optim. 47, 2008).
+
+All worths are logarithms of speed: 0.01 is one percent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autofit.curves import Array
+from autofit.measurement import Trial
+from autofit.plan import Plan
+from autofit.searching.beliefs import MEMORY_ERROR, Beliefs
+from autofit.searching.sizes import Counts
+
+Mask: TypeAlias = NDArray[np.bool_]
+
+WORTH_A_PROBE = 0.005
+"""A probe that is worth less is not run; where none is worth more, the search ends."""
+
+OPENED = 0.6
+"""How much of a variant's potential a probe of it is credited with."""
+
+OOM_COST = 0.1
+"""What running out of memory costs: a probe is lost, and a fresh worker may be needed."""
+
+CEILING_MARGIN = 1.3 * MEMORY_ERROR
+"""What a plan leaves free so that it seldom goes over: about 90 % of its probes then fit."""
+
+STRIDE = 4
+"""No micro-batch is tried that is more than so many times the largest measured."""
+
+_RISKS = (0.006, 0.015, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6)
+_MOST_WITHOUT_FIT = 12
+_SMALLEST_STRIDE = 1.02  # a micro-batch must be so many times the variant's largest to be news
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan, and what a probe of it is worth."""
+
+    plan: Plan
+    worth: float
+
+
+def leading(beliefs: Beliefs) -> Trial | None:
+    """The trial whose plan, among those that ran and fit, is expected to be fastest."""
+    return max(beliefs.fitting, key=lambda t: float(beliefs.speed(t.plan).mean()), default=None)
+
+
+def propose(beliefs: Beliefs, allowed: Mask) -> Plan | None:
+    """The plan of an allowed variant that is most worth a probe; None where none is."""
+    leader = leading(beliefs)
+    if leader is None:
+        return _likeliest_to_fit(beliefs, allowed)
+    found = [*_new_plans(beliefs, leader, allowed), *_repeats(beliefs, leader, allowed)]
+    best = max(found, key=lambda proposal: proposal.worth, default=None)
+    return best.plan if best is not None and best.worth > WORTH_A_PROBE else None
+
+
+def ceilings(beliefs: Beliefs) -> Counts:
+    """(worlds, variants): the largest micro-batch with room to spare; 0 where there is none."""
+    budget = beliefs.facts.vram_budget_bytes * math.exp(-CEILING_MARGIN)
+    return beliefs.sizes.down(np.minimum(beliefs.memory.reach(budget), beliefs.bound))
+
+
+def _new_plans(beliefs: Beliefs, leader: Trial, allowed: Mask) -> list[Proposal]:
+    """Per risk of running out of memory, the best plan at just that risk."""
+    ahead = beliefs.speed(leader.plan)[:, None]
+    potential = np.maximum(beliefs.speeds(ceilings(beliefs)) - ahead, 0).mean(axis=0)
+    proposals = []
+    for sizes in _steps(beliefs):
+        fits = beliefs.room >= sizes
+        gain = (np.maximum(beliefs.speeds(sizes) - ahead, 0) * fits).mean(axis=0)
+        opened = OPENED * np.maximum(potential - gain, 0)
+        chance = fits.mean(axis=0)
+        worth = gain + chance * opened - OOM_COST * np.sqrt(1 - chance)
+        worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
+        best = int(np.argmax(worth))
+        if worth[best] > -np.inf:
+            plan = beliefs.facts.space.plan(int(sizes[best]), beliefs.variants[best])
+            proposals.append(Proposal(plan, float(worth[best])))
+    return proposals
+
+
+def _steps(beliefs: Beliefs) -> list[Counts]:
+    """Per risk, the next micro-batch of every variant; 0 where that would tell nothing new."""
+    ran = [trial.plan for trial in beliefs.probes if trial.measurement.step_times_s]
+    largest = np.zeros(len(beliefs.variants))
+    for plan in ran:
+        index = beliefs.index(plan)
+        if plan.micro_batch <= beliefs.bound[index]:
+            largest[index] = max(largest[index], plan.micro_batch)
+    bound = np.minimum(beliefs.bound, STRIDE * max(plan.micro_batch for plan in ran))
+    steps = []
+    for room in np.quantile(beliefs.room, _RISKS, axis=0):
+        wanted = np.maximum(np.minimum(room, bound), beliefs.sizes.smallest)
+        sizes = beliefs.sizes.handy(wanted)
+        news = (sizes > _SMALLEST_STRIDE * largest) & (sizes <= beliefs.bound)
+        steps.append(np.where(news, sizes, 0))
+    return steps
+
+
+def _repeats(beliefs: Beliefs, leader: Trial, allowed: Mask) -> list[Proposal]:
+    """Plans that noise may hide the worth of."""
+    rivals = {
+        trial.plan: trial
+        for trial in beliefs.fitting
+        if trial.plan != leader.plan and allowed[beliefs.index(trial.plan)]
+    }
+    return [
+        Proposal(
+            plan,
+            _knowledge(beliefs.speed(plan) - beliefs.speed(leader.plan), beliefs.scatter(trial)),
+        )
+        for plan, trial in rivals.items()
+    ]
+
+
+def _knowledge(ahead: Array, noise: float) -> float:
+    """What is gained on average when one more noisy look may change who leads."""
+    mean, deviation = float(ahead.mean()), float(ahead.std())
+    told = deviation**2 / math.hypot(deviation, noise)
+    if told == 0:
+        return 0.0
+    z = mean / told
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return told * (density + z * (1 + math.erf(z / math.sqrt(2))) / 2)
+
+
+def _likeliest_to_fit(beliefs: Beliefs, allowed: Mask) -> Plan | None:
+    """While nothing fits: the smallest plan not run yet that most likely does."""
+    if len(beliefs.probes) >= _MOST_WITHOUT_FIT:
+        return None
+    smallest = beliefs.sizes.smallest
+    chance = (beliefs.room >= smallest).mean(axis=0)
+    open_ones: Sequence[int] = np.flatnonzero(allowed & (smallest <= beliefs.bound)).tolist()
+    best = max(open_ones, key=lambda index: (float(chance[index]), -index), default=None)
+    if best is None:
+        return None
+    return beliefs.facts.space.plan(int(smallest[best]), beliefs.variants[best])

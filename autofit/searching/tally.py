@@ -1,0 +1,17 @@
+"""Counting trials: which were run, and how they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autofit.measurement import Outcome, Role, Trial
+
+
+def probes_of(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials that were run: all but the vetoed."""
+    return [trial for trial in trials if trial.role is not Role.VETOED]
+
+
+def oom_probes_of(trials: Sequence[Trial]) -> int:
+    """How many probes ran out of memory."""
+    return sum(trial.measurement.outcome is Outcome.OOM for trial in probes_of(trials))

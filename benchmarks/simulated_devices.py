@@ -1,0 +1,225 @@
+"""Simulated devices for the planner's benchmark, drawn by seed.
+
+A device is two formulas. Speed and bytes per sample of a variant are products of one factor per
+setting, with 5 % log-normal interaction per variant; a fixed overhead is added to each step, and
+fixed bytes to each peak. One draw decides everything, so a seed is a device.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autofit.plan import Dimension, Hint, Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.searching.facts import SearchFacts
+from autofit.space import Space
+from autofit.testing import SimulatedProber
+
+PRECISION, FORMAT, PLACEMENT = "precision.dtype", "memory_format.format", "checkpointing.level"
+LARGEST_MICRO_BATCH = 4096
+_PRECISIONS = ("as_is", "tf32", "bfloat16", "float16")
+_FORMATS = ("contiguous", "channels_last")
+_BYTES = 2**20
+_SECONDS = 1e-3
+_INTERACTION = 0.05
+_MEMORY_NOISE, _BUSY_NOISE, _LAUNCH_BOUND_NOISE = 0.02, 0.003, 0.15
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a value does to seconds per sample and to bytes per sample, as factors."""
+
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant's truth: fixed and per sample."""
+
+    fixed_bytes: float
+    sample_bytes: float
+    fixed_seconds: float
+    sample_seconds: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One simulated device and the space that is searched on it."""
+
+    seed: int
+    space: Space
+    budget_bytes: int
+    lines: dict[VariantKey, Line]
+    bumps: Callable[[Plan], float]
+    limited: VariantKey | None
+    limit: int
+
+    def memory(self, plan: Plan) -> float:
+        """Bytes a plan holds, without noise."""
+        line = self.lines[plan.variant]
+        return (line.fixed_bytes + line.sample_bytes * plan.micro_batch) * self.bumps(plan)
+
+    def step_time(self, plan: Plan) -> float:
+        """Seconds of a plan's optimizer step, without noise."""
+        line = self.lines[plan.variant]
+        micro_batches = (
+            line.fixed_seconds + line.sample_seconds * b for b in plan.micro_batch_sizes
+        )
+        return sum(micro_batches)
+
+    def time_noise(self, plan: Plan) -> float:
+        """Launch-bound where the fixed overhead is most of the step."""
+        line = self.lines[plan.variant]
+        busy = line.sample_seconds * plan.micro_batch >= line.fixed_seconds
+        return _BUSY_NOISE if busy else _LAUNCH_BOUND_NOISE
+
+    def size_limit(self, plan: Plan) -> int | None:
+        """The largest micro-batch of one variant's kernels."""
+        return self.limit if plan.variant == self.limited else None
+
+    def speed(self, plan: Plan) -> float:
+        """Samples per second, without noise."""
+        return plan.samples_per_step / self.step_time(plan)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan may be returned, without noise."""
+        limit = self.size_limit(plan)
+        within = limit is None or plan.micro_batch <= limit
+        return within and self.memory(plan) <= self.budget_bytes
+
+    def optimum(self) -> float:
+        """Samples per second of the best plan of the whole space that fits."""
+        return max(self._best_of(settings) for settings in self.space.variants())
+
+    def _best_of(self, settings: Settings) -> float:
+        """A variant's best; speed only grows with the micro-batch, so the largest that fits."""
+        line = self.lines[variant_key(settings)]
+        reach = (self.budget_bytes - line.fixed_bytes) / line.sample_bytes
+        for size in range(min(int(reach), LARGEST_MICRO_BATCH), 0, -1):
+            plan = self.space.plan(size, settings)
+            if self.fits(plan):
+                return self.speed(plan)
+        return 0.0
+
+    def prober(self) -> SimulatedProber:
+        """A fresh prober of this device."""
+        return SimulatedProber(
+            self.budget_bytes,
+            self.memory,
+            self.step_time,
+            memory_noise=_MEMORY_NOISE,
+            time_noise=self.time_noise,
+            size_limit=self.size_limit,
+            seed=self.seed,
+        )
+
+    def facts(self) -> SearchFacts:
+        """What a search on this device begins with."""
+        return SearchFacts(self.space, self.budget_bytes, seed=self.seed)
+
+
+def draw_device(seed: int, *, hints: bool) -> Device:
+    """The device of that seed; hints, where wanted, are within 10 % of its factors."""
+    draw = random.Random(f"device/{seed}")
+    factors = _draw_factors(draw)
+    hint_draw = random.Random(f"hints/{seed}")
+    dimensions = {
+        name: Dimension(
+            tuple(values),
+            hints={v: _hint(f, hint_draw) for v, f in list(values.items())[1:]} if hints else {},
+        )
+        for name, values in factors.items()
+    }
+    space = Space(dimensions, sample_batch_size=1, max_micro_batch=LARGEST_MICRO_BATCH)
+    lines = _draw_lines(draw, space, factors)
+    budget = _draw_budget(draw, list(lines.values()))
+    plain = lines[variant_key(space.plain_settings)]
+    size = draw.choice((1, 2, 4, 8))
+    while size > 1 and plain.fixed_bytes + plain.sample_bytes * size > budget:
+        size //= 2  # a user's own sample batch runs, where anything plain does
+    space = replace(space, sample_batch_size=size)
+    limited, limit = None, LARGEST_MICRO_BATCH
+    if draw.random() < 0.1:
+        limited = draw.choice(list(lines))
+        limit = round(2 ** draw.uniform(1, 8))
+    bumps = _bumps(seed) if draw.random() < 0.1 else lambda plan: 1.0
+    return Device(seed, space, budget, lines, bumps, limited, limit)
+
+
+def _draw_factors(draw: random.Random) -> dict[str, dict[Scalar, Factors]]:
+    """Setting -> value -> factors; the first value of each has none."""
+    plain = Factors(1.0, 1.0)
+    precisions: dict[Scalar, Factors] = {_PRECISIONS[0]: plain}
+    for name in _PRECISIONS[1 : draw.randint(2, 4)]:
+        precisions[name] = Factors(1 / _log_uniform(draw, 1, 5), 1 / _log_uniform(draw, 1, 5))
+    formats: dict[Scalar, Factors] = {_FORMATS[0]: plain}
+    if draw.randint(1, 2) == 2:
+        formats[_FORMATS[1]] = Factors(
+            1 / _log_uniform(draw, 0.9, 2), 1 / _log_uniform(draw, 0.9, 2)
+        )
+    levels = draw.randint(3, 12)
+    saving, slowdown, bend = draw.uniform(0, 0.8), draw.uniform(0, 0.4), draw.uniform(0.5, 4)
+    placements: dict[Scalar, Factors] = {
+        level: Factors(
+            1 + slowdown * level / (levels - 1),
+            1 - saving * _saturating(level / (levels - 1), bend),
+        )
+        for level in range(levels)
+    }
+    return {PRECISION: precisions, FORMAT: formats, PLACEMENT: placements}
+
+
+def _draw_lines(
+    draw: random.Random, space: Space, factors: dict[str, dict[Scalar, Factors]]
+) -> dict[VariantKey, Line]:
+    overhead = _log_uniform(draw, 0.2, 50)
+    fixed = _log_uniform(draw, 0.5, 50)
+    lines = {}
+    for settings in space.variants():
+        seconds = math.prod(factors[name][value].seconds for name, value in settings.items())
+        held = math.prod(factors[name][value].bytes for name, value in settings.items())
+        lines[variant_key(settings)] = Line(
+            fixed * _BYTES,
+            held * math.exp(draw.gauss(0, _INTERACTION)) * _BYTES,
+            overhead * _SECONDS,
+            seconds * math.exp(draw.gauss(0, _INTERACTION)) * _SECONDS,
+        )
+    return lines
+
+
+def _draw_budget(draw: random.Random, lines: list[Line]) -> int:
+    """From what the leanest barely needs to more than the fastest can use."""
+    least = 1.2 * min(line.fixed_bytes + line.sample_bytes for line in lines)
+    fastest = min(lines, key=lambda line: line.sample_seconds)
+    saturated = max(1.0, 19 * fastest.fixed_seconds / fastest.sample_seconds)  # 95 % of its limit
+    most = 1.5 * (fastest.fixed_bytes + fastest.sample_bytes * saturated)
+    return round(_log_uniform(draw, least, max(least, most)))
+
+
+def _bumps(seed: int) -> Callable[[Plan], float]:
+    """10 % more memory at one micro-batch in five, differently for each variant."""
+
+    def bump(plan: Plan) -> float:
+        chance = random.Random(f"bump/{seed}/{plan.variant}/{plan.micro_batch}").random()
+        return 1.1 if chance < 0.2 else 1.0
+
+    return bump
+
+
+def _hint(factors: Factors, draw: random.Random) -> Hint:
+    return Hint(
+        bytes_per_sample=factors.bytes * draw.uniform(0.9, 1.1),
+        seconds_per_sample=factors.seconds * draw.uniform(0.9, 1.1),
+    )
+
+
+def _saturating(position: float, bend: float) -> float:
+    """From 0 at 0 to 1 at 1, the first steps worth the most."""
+    return (1 - math.exp(-bend * position)) / (1 - math.exp(-bend))
+
+
+def _log_uniform(draw: random.Random, low: float, high: float) -> float:
+    return math.exp(draw.uniform(math.log(low), math.log(high)))
