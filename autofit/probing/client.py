@@ -135,7 +135,7 @@ class WorkerProber:
             reply = process.ask(message, timeout_s=timeout_s)
         except WorkerGone as gone:
             self._drop()
-            words = words_of_death(gone.returncode, process.tail(5))
+            words = words_of_death(gone.returncode, process.last_words())
             return Measurement(outcome_of_death(gone.returncode, kills), words)
         except WorkerSilent as silent:
             self._drop()
@@ -194,7 +194,7 @@ class WorkerProber:
             reply = process.ask(message, timeout_s=timeout_s)
         except WorkerGone as gone:
             self._drop()
-            raise WorkerFailed(words_of_death(gone.returncode, process.tail())) from None
+            raise WorkerFailed(words_of_death(gone.returncode, process.last_words())) from None
         except WorkerSilent as silent:
             self._drop()
             raise WorkerFailed(

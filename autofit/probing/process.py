@@ -33,6 +33,7 @@ _TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
 _STACK_SECONDS = 2.0
 _STACK_LINES = 12
+_STACK_MARK = b"(most recent call first):"
 
 
 class WorkerGone(Exception):
@@ -114,6 +115,14 @@ class WorkerProcess:
         """The last lines it printed."""
         return _last_lines(self._tail, lines)
 
+    def last_words(self) -> str:
+        """Where it crashed, where Python could still say so; else its last lines."""
+        before, mark, stack = self._tail.rpartition(_STACK_MARK)
+        if not mark:
+            return self.tail(5)
+        error = _last_lines(before.rpartition(b"\n")[0], 1)
+        return f"{error}\n{_first_lines(stack)}"
+
     def kill(self) -> None:
         """End its whole process group at once, and wait for it (within bounds)."""
         with interrupts_deferred():
@@ -145,9 +154,9 @@ class WorkerProcess:
         end = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < end:
             time.sleep(0.1)
-            _, mark, stack = self._tail.rpartition(b"(most recent call first):")
+            _, mark, stack = self._tail.rpartition(_STACK_MARK)
             if mark and self._tail != before:
-                return "\n".join(stack.decode(errors="replace").strip().splitlines()[:_STACK_LINES])
+                return _first_lines(stack)
         return "it did not say where: it is stopped, or inside a call of the driver"
 
     def _listen(self) -> None:
@@ -175,6 +184,10 @@ def _thread(run: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def _first_lines(stack: bytes) -> str:
+    return "\n".join(stack.decode(errors="replace").strip("\n").splitlines()[:_STACK_LINES])
 
 
 def _last_lines(output: bytes, lines: int) -> str:

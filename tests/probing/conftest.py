@@ -20,24 +20,30 @@ from autofit.probing.deadlines import Deadlines
 from autofit.probing.prober import ProbeRequest
 from autofit.workload import Workload
 
-CALM, STORMY = 2, 8
-"""Micro-batches at which a `Trap` behaves, and at which it springs."""
+CALM = 2
+"""A micro-batch at which a `Minefield` behaves."""
 
-Fault = Callable[[torch.Tensor], object]
+Mine = Callable[[Any, torch.Tensor], object]
 
 
-class Trap(nn.Module):
-    """A small model whose forward runs `fault` where the batch is large enough to be stormy."""
+class Minefield(nn.Module):
+    """A small model with another fault at each micro-batch that is listed.
 
-    def __init__(self, fault: Fault) -> None:
+    A mine is called with the model and its output in every forward; what it returns, if it is a
+    tensor, replaces the output.
+    """
+
+    def __init__(self, mines: dict[int, Mine]) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 16)
-        self.fault = fault
+        self.mines = mines
+        self.kept: list[torch.Tensor] = []
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(inputs)
-        if len(inputs) >= STORMY:
-            self.fault(output)
+        if len(inputs) in self.mines:
+            replaced = self.mines[len(inputs)](self, output)
+            return replaced if isinstance(replaced, torch.Tensor) else output
         return output
 
 
@@ -121,7 +127,7 @@ def open_files() -> Callable[[], int]:
     return lambda: len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture
-def trap() -> type[Trap]:
-    """`Trap`, for tests."""
-    return Trap
+@pytest.fixture(scope="session")
+def minefield() -> type[Minefield]:
+    """`Minefield`, for tests."""
+    return Minefield

@@ -23,23 +23,6 @@ CALM = 2
 Model = Any
 
 
-class Minefield(nn.Module):
-    """A small model with another fault at each micro-batch that is listed."""
-
-    def __init__(self, mines: dict[int, Callable[[Model, torch.Tensor], object]]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.mines = mines
-        self.kept: list[torch.Tensor] = []
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(inputs)
-        if len(inputs) in self.mines:
-            replaced = self.mines[len(inputs)](self, output)
-            return replaced if isinstance(replaced, torch.Tensor) else output
-        return output
-
-
 class OwnError(ValueError):
     """An exception of the user's, with more than a text."""
 
@@ -52,8 +35,7 @@ class Unsendable(ValueError):
     """An exception that cannot be pickled."""
 
     def __init__(self) -> None:
-        super().__init__("it holds a generator")
-        self.rows = (row for row in [1])
+        super().__init__("it holds a generator", (row for row in [1]))
 
 
 def raises(make: Callable[[], BaseException]) -> Callable[[Model, torch.Tensor], object]:
@@ -140,10 +122,10 @@ SIZES = {name: size for size, name in enumerate(LIVES_ON, start=10)}
 
 
 @pytest.fixture(scope="module")
-def probing(open_module_probing: Any) -> Any:
+def probing(open_module_probing: Any, minefield: Any) -> Any:
     """One model, and one worker, for all faults that a worker survives."""
-    minefield = Minefield({SIZES[name]: mine for name, (_, mine) in LIVES_ON.items()})
-    return open_module_probing(minefield, vram_budget="256MiB")
+    mines = {SIZES[name]: mine for name, (_, mine) in LIVES_ON.items()}
+    return open_module_probing(minefield(mines), vram_budget="256MiB")
 
 
 @pytest.mark.parametrize("fault", LIVES_ON)
@@ -171,7 +153,8 @@ def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
     probing.at(SIZES["unsendable"])
     error = probing.prober.user_exception()
     assert type(error) is WorkloadFailed
-    assert "Unsendable: it holds a generator" in str(error)
+    assert "Unsendable" in str(error)
+    assert "it holds a generator" in str(error)
 
 
 def test_a_leak_says_how_much_and_how_long(probing: Any) -> None:
@@ -231,9 +214,9 @@ def test_out_of_memory_in_any_phase(open_probing: Any, phase: str) -> None:
     ids=["device assert", "retained memory"],
 )
 def test_what_a_probe_leaves_behind_costs_the_worker(
-    open_probing: Any, fault: Any, outcome: Outcome
+    open_probing: Any, minefield: Any, fault: Any, outcome: Outcome
 ) -> None:
-    probing = open_probing(Minefield({8: fault}), vram_budget="1GiB")
+    probing = open_probing(minefield({8: fault}), vram_budget="1GiB")
     worker = probing.worker
     assert probing.at(8).outcome is outcome
     assert probing.worker is None
@@ -253,8 +236,10 @@ def dies_unseen(device: Any) -> Device:
     return device  # type: ignore[no-any-return]  # it is what was given
 
 
-def test_a_device_that_died_unseen_is_found_before_ok_is_said(open_probing: Any) -> None:
-    probing = open_probing(Minefield({}), tamper=dies_unseen)
+def test_a_device_that_died_unseen_is_found_before_ok_is_said(
+    open_probing: Any, minefield: Any
+) -> None:
+    probing = open_probing(minefield({}), tamper=dies_unseen)
     measurement = probing.at(CALM)
     assert measurement.outcome is Outcome.POISONED
     assert measurement.step_times_s == ()
@@ -284,18 +269,22 @@ def shared(*foreign_gib: int) -> Callable[[Any], Device]:
     ids=["calm", "moved once", "moves on and on", "spilled"],
 )
 def test_other_processes_on_the_device(
-    open_probing: Any, foreign_gib: tuple[int, ...], contended: bool, outcome: Outcome
+    open_probing: Any,
+    minefield: Any,
+    foreign_gib: tuple[int, ...],
+    contended: bool,
+    outcome: Outcome,
 ) -> None:
-    probing = open_probing(Minefield({}), tamper=shared(*foreign_gib))
+    probing = open_probing(minefield({}), tamper=shared(*foreign_gib))
     measurement = probing.at(CALM)
     assert measurement.outcome is outcome
     assert measurement.contended is contended
 
 
-def test_a_search_may_run_in_a_thread(open_probing: Any) -> None:
+def test_a_search_may_run_in_a_thread(open_probing: Any, minefield: Any) -> None:
     """The kernel ties a worker's life to the thread that started it."""
     seen: list[Measurement] = []
-    thread = threading.Thread(target=lambda: seen.append(open_probing(Minefield({})).at(CALM)))
+    thread = threading.Thread(target=lambda: seen.append(open_probing(minefield({})).at(CALM)))
     thread.start()
     thread.join()
     assert [measurement.ok for measurement in seen] == [True]

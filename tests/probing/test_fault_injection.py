@@ -23,104 +23,127 @@ from autofit.measurement import Outcome
 from autofit.probing.losses import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
 from autofit.workload import Workload
 
-CALM, STORMY = 2, 8
+CALM = 2
 SECONDS_TO_HANG = 600
 
 
-def hangs(_: torch.Tensor) -> None:
+def hangs(model: Any, output: torch.Tensor) -> None:
     time.sleep(SECONDS_TO_HANG)
 
 
-def hangs_deaf_to_sigterm(_: torch.Tensor) -> None:
+def hangs_deaf_to_sigterm(model: Any, output: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(SECONDS_TO_HANG)
 
 
-def hangs_in_a_deadlock(_: torch.Tensor) -> None:
+def hangs_in_a_deadlock(model: Any, output: torch.Tensor) -> None:
     lock = threading.Lock()
     with lock:
         lock.acquire()
 
 
-def hangs_in_native_code_with_the_interpreter_locked(_: torch.Tensor) -> None:
+def hangs_in_native_code_with_the_interpreter_locked(model: Any, output: torch.Tensor) -> None:
     ctypes.PyDLL(None).sleep(SECONDS_TO_HANG)
 
 
-def stops(_: torch.Tensor) -> None:
+def stops(model: Any, output: torch.Tensor) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def is_killed(_: torch.Tensor) -> None:
+def is_killed(model: Any, output: torch.Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crashes(_: torch.Tensor) -> None:
+def crashes(model: Any, output: torch.Tensor) -> None:
     ctypes.string_at(0)
 
 
-def aborts(_: torch.Tensor) -> None:
+def aborts(model: Any, output: torch.Tensor) -> None:
     os.abort()
 
 
-def exits(_: torch.Tensor) -> None:
+def exits(model: Any, output: torch.Tensor) -> None:
     os._exit(3)
 
 
-def crashes_with_a_child_alive(_: torch.Tensor) -> None:
+def crashes_with_a_child_alive(model: Any, output: torch.Tensor) -> None:
     """As a loader does: the child inherits the worker's pipes, and outlives it for a while."""
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(SECONDS_TO_HANG,)).start()
     os.abort()
 
 
-@pytest.mark.parametrize(
-    ("hang", "where"),
-    [
-        (hangs, "hangs"),
-        (hangs_deaf_to_sigterm, "hangs_deaf_to_sigterm"),
-        (hangs_in_a_deadlock, "hangs_in_a_deadlock"),
-        (hangs_in_native_code_with_the_interpreter_locked, "with_the_interpreter_locked"),
-        (stops, "it did not say where"),
-    ],
-)
+def floods(model: Any, output: torch.Tensor) -> None:
+    line = b"x" * 2**20  # one endless line to each stream, then many short ones
+    for _ in range(32):
+        os.write(1, line)
+        os.write(2, line)
+    for number in range(10_000):
+        print("noise", number)
+        print("noise", number, file=sys.stderr)
+
+
+HANGS: dict[Any, str] = {
+    hangs: "in hangs",
+    hangs_deaf_to_sigterm: "in hangs_deaf_to_sigterm",
+    hangs_in_a_deadlock: "in hangs_in_a_deadlock",
+    hangs_in_native_code_with_the_interpreter_locked: "with_the_interpreter_locked",
+    stops: "it did not say where",
+}
+DEATHS: dict[Any, str] = {
+    is_killed: "SIGKILL",
+    crashes: "SIGSEGV",
+    aborts: "SIGABRT",
+    exits: "exited with 3",
+    crashes_with_a_child_alive: "SIGABRT",
+}
+SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, floods], start=10)}
+
+
+@pytest.fixture(scope="module")
+def probing(open_module_probing: Any, minefield: Any) -> Any:
+    """One prober for all; whatever happens, its next probe must be well again."""
+    mines = {size: mine for mine, size in SIZES.items()}
+    return open_module_probing(minefield(mines), shortest_s=2.0)
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
 def test_a_hang_costs_one_probe_and_says_where(
-    open_probing: Any, trap: Any, running: Callable[[int], bool], hang: Any, where: str
+    probing: Any, running: Callable[[int], bool], hang: Any
 ) -> None:
-    probing = open_probing(trap(hang), shortest_s=2.0)
+    assert probing.at(CALM).ok
     lost = probing.worker
-    measurement = probing.at(STORMY, patient=False)
+    measurement = probing.at(SIZES[hang], patient=False)
     assert measurement.outcome is Outcome.TIMEOUT
-    assert where in measurement.detail
+    assert HANGS[hang] in measurement.detail
     assert not running(lost)
     assert probing.at(CALM).ok
     assert probing.worker != lost
 
 
-@pytest.mark.parametrize(
-    ("death", "how"),
-    [
-        (is_killed, "SIGKILL"),
-        (crashes, "SIGSEGV"),
-        (aborts, "SIGABRT"),
-        (exits, "exited with 3"),
-        (crashes_with_a_child_alive, "SIGABRT"),
-    ],
-)
-def test_a_death_costs_one_probe(
-    open_probing: Any, trap: Any, running: Callable[[int], bool], death: Any, how: str
-) -> None:
-    probing = open_probing(trap(death))
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
+def test_a_death_costs_one_probe(probing: Any, running: Callable[[int], bool], death: Any) -> None:
+    assert probing.at(CALM).ok
     lost = probing.worker
-    measurement = probing.at(STORMY)
+    measurement = probing.at(SIZES[death])
     assert measurement.outcome is Outcome.CRASHED
-    assert how in measurement.detail
+    assert DEATHS[death] in measurement.detail
     assert not running(lost)
     assert probing.at(CALM).ok
     assert probing.worker != lost
 
 
-def test_a_crash_shows_its_stack(open_probing: Any, trap: Any) -> None:
-    detail = open_probing(trap(crashes)).at(STORMY).detail
+def test_floods_of_output_harm_nothing(probing: Any) -> None:
+    assert probing.at(CALM).ok
+    worker = probing.worker
+    assert probing.at(SIZES[floods]).ok
+    assert probing.worker == worker
+    assert len(probing.prober._process._tail) <= 64 * 2**10
+
+
+def test_a_crash_shows_its_stack(probing: Any) -> None:
+    detail = probing.at(SIZES[crashes]).detail
     assert "it printed last" in detail
+    assert "in crashes" in detail
 
 
 def test_a_kill_by_the_kernel_is_host_memory() -> None:
@@ -133,27 +156,9 @@ def test_a_kill_by_the_kernel_is_host_memory() -> None:
     assert outcome_of_death(-signal.SIGSEGV, kills - 1) is Outcome.CRASHED
 
 
-def floods(_: torch.Tensor) -> None:
-    line = b"x" * 2**20  # one endless line to each stream, then many short ones
-    for _repeat in range(64):
-        os.write(1, line)
-        os.write(2, line)
-    for number in range(10_000):
-        print("noise", number)
-        print("noise", number, file=sys.stderr)
-
-
-def test_floods_of_output_harm_nothing(open_probing: Any, trap: Any) -> None:
-    probing = open_probing(trap(floods))
-    worker = probing.worker
-    assert probing.at(STORMY).ok
-    assert probing.worker == worker
-    assert len(probing.prober._process._tail) <= 64 * 2**10
-
-
-def test_a_plan_costs_three_workers_at_most(open_probing: Any, trap: Any) -> None:
-    probing = open_probing(trap(exits))
-    seen = [probing.at(STORMY) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
+def test_a_plan_costs_three_workers_at_most(open_probing: Any, minefield: Any) -> None:
+    probing = open_probing(minefield({8: exits}))
+    seen = [probing.at(8) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
     assert [measurement.outcome for measurement in seen] == [Outcome.CRASHED] * len(seen)
     assert "set aside" not in seen[-2].detail
     assert "set aside: 3 workers were lost" in seen[-1].detail
@@ -161,18 +166,18 @@ def test_a_plan_costs_three_workers_at_most(open_probing: Any, trap: Any) -> Non
     assert probing.worker is None, "the fourth was not started"
 
 
-def test_a_replacement_holds_to_the_same_budget(open_probing: Any, trap: Any) -> None:
-    probing = open_probing(trap(exits), vram_budget=None)
+def test_a_replacement_holds_to_the_same_budget(open_probing: Any, minefield: Any) -> None:
+    probing = open_probing(minefield({8: exits}), vram_budget=None)
     budget = probing.prober.vram_budget_bytes
-    probing.at(STORMY)
+    probing.at(8)
     assert probing.at(CALM).ok
     assert probing.prober._opening["vram_budget"] == budget
 
 
 def test_nothing_of_a_worker_stays_open(
-    open_probing: Any, trap: Any, open_files: Callable[[], int]
+    open_probing: Any, minefield: Any, open_files: Callable[[], int]
 ) -> None:
-    probing = open_probing(trap(exits))
+    probing = open_probing(minefield({8: exits}))
     probing.prober.renew()
     before, threads = open_files(), threading.active_count()
     for _ in range(2):
@@ -182,11 +187,11 @@ def test_nothing_of_a_worker_stays_open(
 
 
 def test_a_worker_that_cannot_start_says_why(
-    open_probing: Any, trap: Any, monkeypatch: pytest.MonkeyPatch
+    open_probing: Any, minefield: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(WorkerFailed, match="could not be started"):
-        open_probing(trap(exits))
+        open_probing(minefield({8: exits}))
 
 
 def test_a_worker_that_dies_in_the_survey_says_how(open_probing: Any) -> None:
@@ -213,11 +218,11 @@ def test_a_disk_without_room_says_what_to_do(open_probing: Any) -> None:
 
 
 def test_a_temporary_folder_that_is_missing_says_what_to_do(
-    open_probing: Any, trap: Any, monkeypatch: pytest.MonkeyPatch
+    open_probing: Any, minefield: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     with pytest.raises(WorkerFailed, match=r"could not be written .*TMPDIR"):
-        open_probing(trap(exits))
+        open_probing(minefield({8: exits}))
 
 
 def test_a_model_that_cannot_be_pickled_names_both_ways_out(open_probing: Any) -> None:

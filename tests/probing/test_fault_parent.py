@@ -167,7 +167,9 @@ def test_a_search_that_was_killed_is_resumed_without_repeating(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     study = tmp_path / "study.log"
-    searches = SEARCHES.replace("strategies=[],", f"strategies=[], max_probes=4, study={str(study)!r},")
+    searches = SEARCHES.replace(
+        "strategies=[],", f"strategies=[], max_probes=4, study={str(study)!r},"
+    )
     parent = start(searches)
     read_until(parent.stdout, "ProbeStarted 1")
     (worker,) = children_of(parent.pid)
