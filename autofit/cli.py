@@ -100,11 +100,12 @@ def search(
     for path in out or ():
         check_writable(path)
     with _stdout_for_results_only():
-        from autofit.progress import ProgressLine
-        from autofit.searching.public import search as run
         from autofit.target import load_target
 
-        workload = load_target(target)
+        workload = load_target(target)  # a mistyped one is told before the rest is imported
+        from autofit.progress import ProgressLine
+        from autofit.searching.public import search as run
+
         if global_batch is not None:
             workload = replace(workload, global_batch=global_batch)
         if allow_resplit:
@@ -149,10 +150,11 @@ def probe(
         micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
     with _stdout_for_results_only():
-        from autofit.searching.public import probe as run
         from autofit.target import load_target
 
         workload = load_target(target)
+        from autofit.searching.public import probe as run
+
         trial = run(
             workload,
             plan=options.plan(workload),

@@ -48,7 +48,11 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the plan of 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options that say which plan to run."""
+    """The options that say which plan to run.
+
+    Raises:
+        InvalidRequest: they contradict each other, or a setting cannot be read.
+    """
 
     micro_batch: int | None = None
     accumulation_steps: int | None = None
@@ -56,20 +60,28 @@ class PlanOptions:
     settings: tuple[str, ...] = ()
     plan_file: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.plan_file is not None and self._says_something:
+            raise InvalidRequest("--plan says all of it: leave the other plan options out")
+        for text in self.settings:
+            _read_setting(text)
+
+    @property
+    def _says_something(self) -> bool:
+        counts = (self.micro_batch, self.accumulation_steps, self.global_batch)
+        return bool(self.settings) or any(count is not None for count in counts)
+
     def plan(self, workload: Workload) -> Plan | None:
         """The plan; what they leave out is the workload's own, and None where they say nothing.
 
         Raises:
-            InvalidRequest: they contradict each other, or a setting cannot be read.
+            InvalidRequest: the counts make no plan, or the report cannot be read.
         """
-        said = [self.micro_batch, self.accumulation_steps, self.global_batch, self.settings or None]
         if self.plan_file is not None:
-            if any(one is not None for one in said):
-                raise InvalidRequest("--plan says all of it: leave the other plan options out")
             from autofit.report.report import load
 
             return load(self.plan_file).best.plan
-        if all(one is None for one in said):
+        if not self._says_something:
             return None
         settings = dict(_read_setting(text) for text in self.settings)
         micro_batch = self.micro_batch or workload.sample_batch_size

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
-from autofit.workload import Workload
+
+if TYPE_CHECKING:
+    from autofit.workload import Workload
 
 _ASKED = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -37,6 +39,8 @@ def load_target(target: str) -> Workload:
             f"{target!r} is no target: write path/to/file.py:name or package.module:name"
         )
     module = _import(place)
+    from autofit.workload import Workload  # it loads torch, and a mistyped target needs none
+
     try:
         found: Any = module
         for part in name.split("."):
@@ -103,6 +107,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _offers(module: ModuleType) -> str:
+    from autofit.workload import Workload
+
     names = [
         name
         for name, value in vars(module).items()
