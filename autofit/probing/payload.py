@@ -177,7 +177,7 @@ def _rebuild_parametrized(
     torch refuses to pickle one because its class is made at run time: so the class is made again.
     """
     module = base.__new__(base)
-    module.__dict__.update(state)
+    module.__setstate__(state)  # type: ignore[no-untyped-call]  # torch
     parametrize._inject_new_class(module)
     for name in names:
         parametrize._inject_property(module, name)
@@ -188,7 +188,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
             names = tuple(obj.parametrizations)  # type: ignore[arg-type]  # a ModuleDict: its keys
-            return _rebuild_parametrized, (type(obj).__bases__[0], obj.__dict__, names)
+            base: Any = type(obj).__bases__[0]
+            return _rebuild_parametrized, (base, base.__getstate__(obj), names)
         return super().reducer_override(obj)
 
 
