@@ -8,6 +8,7 @@ lacks, and says no to those that need a tensor's values.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -31,17 +32,15 @@ from autofit.units import MIB
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 _VALUES = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim"})
-_IN_PLACE_ON_LISTS = frozenset(
-    {
-        "_fused_adam_",
-        "_fused_adamw_",
-        "_fused_sgd_",
-        "_fused_adagrad_",
-        "_amp_foreach_non_finite_check_and_unscale_",
-    }
+_ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
+"""Operators of foreach and fused optimizers and of gradient scaling that return nothing."""
+_IN_PLACE = frozenset(
+    """
+    add_ addcdiv_ addcmul_ bernoulli_ clamp_ copy_ div_ exponential_ fill_ lerp_ masked_fill_ mul_
+    neg_ normal_ random_ relu_ sqrt_ sub_ uniform_ zero_
+    """.split()
 )
-
-
+"""They change values alone, and there are none: nothing is to be done, and quickly so."""
 _STAND_INS = {"_cudnn_rnn": cudnn_rnn, "_cudnn_rnn_backward": cudnn_rnn_backward}
 
 
@@ -80,10 +79,11 @@ class CudaTracer(MemoryTracer):
         if name in _STAND_INS:
             result, self._order = _STAND_INS[name](args)
             return result
-        if name in _IN_PLACE_ON_LISTS:
-            return None
-        if name == "_amp_update_scale_":
-            return args[0]
+        if _on_device(args[0] if args else None):
+            if name in _IN_PLACE or name == "_amp_update_scale_":
+                return args[0]
+            if _ON_LISTS_IN_PLACE.fullmatch(name):
+                return None
         result = super().compute(func, args, kwargs)
         return in_layout_of_cudnn(args, result) if name == "convolution" else result
 
@@ -94,7 +94,7 @@ class CudaTracer(MemoryTracer):
             order, self._order = self._order, []
             self.allocate_in_order(order)
         super().account(func, args, kwargs, result)
-        if not self._on_device(result):
+        if not _on_device(result):
             return
         if name in _PRODUCTS:
             self._use_workspace("cublas", self._workspace_bytes)
@@ -135,15 +135,16 @@ class CudaTracer(MemoryTracer):
             self._has_workspace.add(owner)
             self.workspaces.add(self.keep(nbytes))
 
-    @staticmethod
-    def _on_device(result: Any) -> bool:
-        first = result[0] if isinstance(result, (list, tuple)) and result else result
-        return isinstance(first, torch.Tensor) and first.is_meta
-
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass here."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _on_device(value: Any) -> bool:
+    """Whether a value, or the first of several, is a tensor of the meta device."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return isinstance(first, torch.Tensor) and first.is_meta
 
 
 def _name(func: Any) -> str:

@@ -75,9 +75,8 @@ def rehearse(
     tracer = CudaTracer(
         gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
     )
-    attention.set_gpu(gpu)
     labels = Labels(tracer)
-    with _on_meta(gpu, tracer), _explained():
+    with stage(gpu, tracer), _explained():
         twin = twin_of(workload, tracer)
         bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
         with bench.training(twin, plan, payloads) as training, labels.watching(training):
@@ -102,7 +101,9 @@ def _steps(
 
 
 @contextmanager
-def _on_meta(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
+def stage(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
+    """Inside it, code runs on the meta device as if it ran on that GPU; the process is put back."""
+    attention.set_gpu(gpu)
     with ExitStack() as stack:
         stack.enter_context(preserved({}))
         stack.enter_context(warnings.catch_warnings())

@@ -1,0 +1,107 @@
+"""Which strategies a plan's settings belong to, and what the settings mean, found out on meta.
+
+A strategy whose dimensions depend on values or times (checkpointing compares gradients and
+measures) cannot be asked here: then the payloads must be given, as a report has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autofit.errors import CannotTell
+from autofit.plan import Dimension, Plan
+from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.gpus import Gpu
+from autofit.prediction.meta_device import MetaDevice
+from autofit.prediction.rehearsal import stage
+from autofit.prediction.twin import twin_of
+from autofit.probing.workbench import Workbench
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.space import Space
+from autofit.strategy import Capabilities, Strategy
+from autofit.workload import Workload
+
+
+def strategies_of(
+    plan: Plan, strategies: Iterable[str | Strategy] | None = None
+) -> tuple[Strategy, ...]:
+    """Those that the plan has settings of; by name where None were given."""
+    named = {setting.partition(".")[0] for setting in plan.settings}
+    if strategies is None:
+        return load_strategies(sorted(named))
+    return tuple(s for s in load_strategies(strategies) if s.name in named)
+
+
+def meaning_of(
+    plan: Plan,
+    workload: Workload,
+    gpu: Gpu,
+    strategies: Iterable[Strategy],
+    payloads: Mapping[str, Any] | None,
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan with every setting of those strategies, and the settings' payloads.
+
+    Raises:
+        InvalidRequest: a setting or a value that there is not on that GPU.
+        CannotTell: what a setting means can only be found by running the model.
+    """
+    given = dict(payloads or {})
+    asked = [s for s in strategies if not any(name.startswith(f"{s.name}.") for name in given)]
+    dimensions: dict[str, Dimension] = {}
+    for strategy in asked:
+        dimensions |= _dimensions(strategy, workload, gpu)
+    space = Space(dimensions, workload.sample_batch_size)
+    known = {s: v for s, v in plan.settings.items() if s.partition(".")[0] in _names(asked)}
+    complete = space.complete(known)
+    settings = {**plan.settings, **complete}
+    return replace(plan, settings=settings), {**given, **space.payloads(complete)}
+
+
+def _names(strategies: Iterable[Strategy]) -> set[str]:
+    return {strategy.name for strategy in strategies}
+
+
+def _dimensions(strategy: Strategy, workload: Workload, gpu: Gpu) -> dict[str, Dimension]:
+    tracer = CudaTracer(gpu)
+    try:
+        with stage(gpu, tracer):
+            return collect_dimensions([strategy], _Context(workload, gpu, tracer))
+    except Exception as error:
+        raise CannotTell(
+            f"what a setting of {strategy.name!r} means can only be found by running the model "
+            f"({type(error).__name__}: {error}): give payloads= as a report has them, or probe"
+        ) from error
+
+
+class _Context:
+    """Implements `autofit.strategy.Context` on the meta device."""
+
+    def __init__(self, workload: Workload, gpu: Gpu, tracer: CudaTracer) -> None:
+        self._device = MetaDevice(gpu, tracer)
+        self._fresh: Callable[[], Workload] = lambda: twin_of(workload, tracer)
+        self._bench = Workbench(self._fresh, (), self._device, seed=0)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._device.place_model(self._fresh().build_model())
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.torch_device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._device.capabilities
+
+    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
+        workload = self._fresh()
+        with self._bench.training(workload, Plan(micro_batch)) as training:
+            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
+            return run(training, batch)
+
+    def note(self, text: str) -> None:
+        """There is no report to tell."""

@@ -1,0 +1,147 @@
+"""How near do predictions come to what a GPU measured?
+
+The 30 trainings of `benchmarks/traces` were recorded on an H200. Each is rehearsed here on the
+meta device, its own loop unmodified, and what the rehearsal says is compared with the recording:
+peak allocated with the peak of a plain run, required bytes with the smallest limit under which the
+training ran without allocator retries (bisected to 1 %; non-torch bytes are outside both).
+
+    python -m benchmarks.prediction_accuracy [--json FILE]
+
+Exit code 1 where a promise is broken; the promises stand in `PROMISES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from autofit.memory.replay import Recording, replay, required_bytes
+from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.engine import margin_bytes
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.rehearsal import STEPS, stage
+from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
+from benchmarks.traces.trainings import TRAININGS
+
+GPU = "H200"
+PROMISES = {
+    "allocated_median": 0.005,
+    "allocated_90th": 0.03,
+    "required_median": 0.03,
+    "required_90th": 0.08,
+    "wrongly_fits": 0,
+    "wasted_mean": 0.08,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One training, predicted and recorded; errors are shares of what was recorded.
+
+    Attributes:
+        name: the case.
+        allocated_error: of peak allocated.
+        required_error: of required bytes.
+        wasted: how far above what is really required the margin ends; below zero, a plan that
+            does not fit would be said to fit.
+        seconds: what the rehearsal took.
+    """
+
+    name: str
+    allocated_error: float
+    required_error: float
+    wasted: float
+    seconds: float
+
+
+def rehearsed(name: str) -> Recording:
+    """Two steps of a recorded training, on the meta device."""
+    gpu = find_gpu(GPU)
+    tracer = CudaTracer(gpu)
+    with stage(gpu, tracer):
+        steps = TRAININGS[name].steps("cuda")
+        for _ in range(STEPS):
+            next(steps)
+            tracer.end_step()
+        kept = tracer.recording
+        recording = Recording(tuple(kept.events), kept.step_ends, dict(kept.optional))
+        steps.close()  # type: ignore[attr-defined]  # a generator
+    return recording
+
+
+def compared(recorded: RecordedTraining) -> Comparison:
+    """One training."""
+    started = time.perf_counter()
+    recording = rehearsed(recorded.name)
+    seconds = time.perf_counter() - started
+    allocated = replay(recording).peak_allocated_bytes
+    required = required_bytes(recording)
+    promised = required + margin_bytes(recording, required)
+    return Comparison(
+        recorded.name,
+        allocated / recorded.peak_allocated_bytes - 1,
+        required / recorded.smallest_limit_bytes - 1,
+        promised / recorded.smallest_limit_bytes - 1,
+        seconds,
+    )
+
+
+def comparisons() -> Iterator[Comparison]:
+    """All 30."""
+    yield from map(compared, recorded_trainings())
+
+
+def summary(results: Sequence[Comparison]) -> dict[str, float]:
+    """The figures that `PROMISES` bounds."""
+    allocated = sorted(abs(result.allocated_error) for result in results)
+    required = sorted(abs(result.required_error) for result in results)
+    return {
+        "allocated_median": statistics.median(allocated),
+        "allocated_90th": _ninetieth(allocated),
+        "required_median": statistics.median(required),
+        "required_90th": _ninetieth(required),
+        "wrongly_fits": sum(result.wasted < 0 for result in results),
+        "wasted_mean": statistics.mean(result.wasted for result in results),
+    }
+
+
+def _ninetieth(ordered: Sequence[float]) -> float:
+    """The 90th percentile, interpolated."""
+    return statistics.quantiles(ordered, n=10, method="inclusive")[-1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args(arguments)
+    results = []
+    print(f"{'training':24}{'allocated':>11}{'required':>11}{'with margin':>13}{'seconds':>9}")
+    for result in comparisons():
+        results.append(result)
+        print(
+            f"{result.name:24}{result.allocated_error:>+11.2%}{result.required_error:>+11.2%}"
+            f"{result.wasted:>+13.2%}{result.seconds:>9.2f}",
+            flush=True,
+        )
+    figures = summary(results)
+    broken = [name for name, bound in PROMISES.items() if figures[name] > bound]
+    for name, bound in PROMISES.items():
+        print(f"{name:24}{figures[name]:>11.4f} promised {bound}")
+    if options.json:
+        found = {"torch": torch.__version__, "summary": figures}
+        options.json.write_text(
+            json.dumps(found | {"trainings": [asdict(result) for result in results]}, indent=1)
+        )
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
