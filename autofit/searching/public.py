@@ -290,6 +290,7 @@ def _record(
             "parameter_bytes": survey.parameter_bytes,
             "global_batch": survey.global_batch,
             "sample_batch_size": survey.sample_batch_size,
+            "may_resplit": survey.may_resplit,
             "loss": survey.loss,
             "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
             "clip_grad_norm": workload.clip_grad_norm,

@@ -1,0 +1,153 @@
+"""How good a search's answer is: an exhaustive grid over the same space on the same device.
+
+    python -m benchmarks.grid benchmarks/workloads.py:tiny_gpt --device cpu --vram-budget 64MiB
+    python -m benchmarks.grid benchmarks/workloads.py:gpt2_small --device cuda --vram-budget 24GiB
+
+The grid runs every variant at every micro-batch up to its first that does not fit. Then the grid's
+best plans and the search's answer are measured again in turns, at their full accumulation, so that
+a drift of the machine's speed favours none of them. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date
+
+from autofit import Plan, Report, Workload, search
+from autofit.measurement import Measurement
+from autofit.plan import Settings
+from autofit.probing.client import WorkerProber
+from autofit.probing.prober import ProbeRequest
+from autofit.registry import load_strategies
+from autofit.searching.events import Event, ProbeFinished, ProbeStarted
+from autofit.space import Space
+from autofit.target import load_target
+from autofit.units import format_bytes, format_seconds
+
+FINALISTS = 3
+TURNS = 3
+
+
+@dataclass
+class Stopwatch:
+    """How long a search took outside its probes; the `progress` of a search."""
+
+    began: float = field(default_factory=time.monotonic)
+    first_probe_s: float | None = None
+    probes_s: float = 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Note one event."""
+        if isinstance(event, ProbeStarted) and self.first_probe_s is None:
+            self.first_probe_s = time.monotonic() - self.began
+        if isinstance(event, ProbeFinished):
+            self.probes_s += event.trial.measurement.seconds or 0.0
+
+
+def micro_batches(space: Space) -> list[int]:
+    """The micro-batches of the grid: every split of the global batch, or steps of about 1.4."""
+    if space.global_batch is not None:
+        whole = space.global_batch
+        return sorted({-(-whole // count) for count in range(1, whole + 1)})
+    steps = {round(2 ** (exponent / 2)) for exponent in range(2 * 20)}
+    return sorted(step for step in steps if step <= space.largest_micro_batch)
+
+
+def grid(prober: WorkerProber, space: Space) -> Iterator[tuple[Plan, Measurement]]:
+    """Every plan of the grid that may fit, and what came of it."""
+    for settings in space.variants():
+        for micro_batch in micro_batches(space):
+            plan = space.plan(micro_batch, settings)
+            measured = prober.probe(ProbeRequest(plan, payloads=space.payloads(settings)))
+            yield plan, measured
+            if not measured.ok:
+                break
+
+
+def in_turns(prober: WorkerProber, space: Space, plans: list[Plan]) -> dict[Plan, float]:
+    """Median samples per second of each plan over several turns in a fresh worker."""
+    rates: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    prober.renew()
+    for _ in range(TURNS):
+        for plan in plans:
+            request = ProbeRequest(
+                plan, payloads=space.payloads(plan.settings), full_accumulation=True
+            )
+            step_time_s = prober.probe(request).step_time_s
+            if step_time_s is not None:
+                rates[plan].append(plan.samples_per_step / step_time_s)
+    return {plan: statistics.median(seen) for plan, seen in rates.items() if seen}
+
+
+def compare(workload: Workload, report: Report, device: str, seed: int) -> Iterator[str]:
+    """Run the grid and compare, line by line."""
+    space = Space(
+        report.record.dimensions,
+        report.record.workload["sample_batch_size"],
+        global_batch=workload.global_batch,
+        may_resplit=report.record.workload["may_resplit"],
+    )
+    budget = report.record.vram_budget_bytes
+    with WorkerProber(
+        workload, load_strategies(), device=device, vram_budget=budget, seed=seed
+    ) as prober:
+        began = time.monotonic()
+        measured = list(grid(prober, space))
+        took = time.monotonic() - began
+        fits = [(plan, m.step_time_s) for plan, m in measured if m.ok and m.step_time_s]
+        ranked = sorted(fits, key=lambda each: -(each[0].samples_per_step / each[1]))
+        plans = [plan for plan, _ in ranked[:FINALISTS]]
+        rates = in_turns(prober, space, list(dict.fromkeys([report.best.plan, *plans])))
+    best = max(plans, key=lambda plan: rates[plan])
+    yield f"| grid | {len(measured)} plans, {format_seconds(took)} |"
+    yield f"| grid's best | {_words(best, space)}: {rates[best]:.4g} samples/s |"
+    answer = report.best.plan
+    yield f"| search's answer | {_words(answer, space)}: {rates[answer]:.4g} samples/s |"
+    yield f"| fraction of the grid's best | {rates[answer] / rates[best]:.3f} |"
+
+
+def _words(plan: Plan, space: Space) -> str:
+    plain: Settings = space.plain_settings
+    changed = [f"{k}={v}" for k, v in plan.settings.items() if v != plain[k]]
+    return ", ".join([f"micro-batch {plan.micro_batch} x {plan.accumulation_steps}", *changed])
+
+
+def main() -> None:
+    """Search, run the grid, print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--vram-budget", default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    workload = load_target(given.target)
+    stopwatch = Stopwatch()
+    report = search(
+        workload,
+        device=given.device,
+        vram_budget=given.vram_budget,
+        seed=given.seed,
+        progress=stopwatch,
+    )
+    found, environment = report.record.search, report.record.environment
+    outside = found.seconds - (stopwatch.first_probe_s or 0.0) - stopwatch.probes_s
+    where = environment["gpu"] or f"{platform.machine()}, {os.cpu_count()} cores"
+    print(f"### {given.target.rpartition(':')[2]}, {date.today()}, {where}, torch", end=" ")
+    print(f"{environment['torch']}\n\n| what | measured |\n|---|---|")
+    print(f"| VRAM budget | {format_bytes(report.record.vram_budget_bytes)} |")
+    print(f"| search | {found.probes} probes, {found.oom_probes} OOM, {found.seconds:.1f} s |")
+    print(f"| of these: start and look-over | {stopwatch.first_probe_s or 0.0:.1f} s |")
+    print(f"| in probes | {stopwatch.probes_s:.1f} s |")
+    print(f"| beyond both, a second worker's start included | {outside:.1f} s |")
+    for line in compare(workload, report, environment["device"], given.seed):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
