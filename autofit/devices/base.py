@@ -59,6 +59,10 @@ class Device(Protocol):
     def environment(self) -> Environment: ...
 
     @property
+    def exclusive_key(self) -> str | None:
+        """A name on this host of what two searches must not use at once; None: it may be shared."""
+
+    @property
     def total_bytes(self) -> int: ...
 
     @property

@@ -27,6 +27,7 @@ class CpuDevice:
     """The host's processor and memory, accounted for like a GPU's."""
 
     tracked_steps = 1
+    exclusive_key: str | None = None
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -109,7 +109,8 @@ class CudaDevice:
                 f"{name} was asked for, and torch sees {torch.cuda.device_count()} CUDA device(s)"
             )
         self.torch_device = torch.device("cuda", index)
-        self._nvml = Nvml(device_uuid(index))
+        self.exclusive_key: str | None = device_uuid(index)
+        self._nvml = Nvml(self.exclusive_key)
         before = self._nvml.read()
         torch.cuda.set_device(self.torch_device)
         self.check_health()

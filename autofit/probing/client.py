@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autofit.devices.base import Device
+from autofit.devices.lock import DeviceLock
 from autofit.errors import WorkerFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
@@ -48,7 +49,7 @@ class WorkerProber:
 
     Raises:
         InvalidRequest: the workload cannot be pickled, or the budget cannot be read.
-        DeviceUnavailable: the device is not there.
+        DeviceUnavailable: the device is not there, or another search is using it.
         WorkerFailed: the worker could not be started, or there is no room for the workload's file.
     """
 
@@ -66,6 +67,7 @@ class WorkerProber:
         self._workload = workload
         self._deadlines = deadlines or Deadlines()
         self._losses = Losses()
+        self._lock: DeviceLock | None = None
         self._opening = {"do": "open", "device": device, "vram_budget": vram_budget, "seed": seed}
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
@@ -179,13 +181,25 @@ class WorkerProber:
         """End the worker and delete the payload."""
         with interrupts_deferred():
             self._drop()
+            if self._lock is not None:
+                self._lock.release()
             self._folder.cleanup()
 
     def _running(self) -> WorkerProcess:
         if self._process is None:
             self._process = WorkerProcess()
-            self._ask(self._opening, timeout_s=self._deadlines.start_s)
+            try:
+                opened = self._ask(self._opening, timeout_s=self._deadlines.start_s)
+                self._claim(opened["exclusive_key"])
+            except BaseException:
+                self._drop()
+                raise
         return self._process
+
+    def _claim(self, exclusive_key: str | None) -> None:
+        """Hold the device for as long as this prober is open, also while workers are replaced."""
+        if self._lock is None and exclusive_key is not None:
+            self._lock = DeviceLock(exclusive_key)
 
     def _ask(self, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """A request that has no outcome but success."""

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from autofit.devices.base import budget_bytes
+from autofit.devices.lock import DeviceLock
 from autofit.devices.open import open_device
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Measurement, Outcome
@@ -36,7 +37,7 @@ class InProcessProber:
 
     Raises:
         InvalidRequest: the budget cannot be read.
-        DeviceUnavailable: the device is not there.
+        DeviceUnavailable: the device is not there, or another search is using it.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class InProcessProber:
         self._survey: Survey | None = None
         self._user_exception: BaseException | None = None
         self._poisoned_by: str | None = None
+        key = self._device.exclusive_key
+        self._lock = None if key is None else DeviceLock(key)
         self._spares_collections = gc.get_freeze_count() == 0  # else thawing would undo the user's
         self._spare_collections()
 
@@ -146,6 +149,8 @@ class InProcessProber:
             self._device.release_cache()
         if self._spares_collections:
             gc.unfreeze()
+        if self._lock is not None:
+            self._lock.release()
 
     def _spare_collections(self) -> None:
         """Collections around probes pass over what is there now; in a notebook that is a lot."""

@@ -36,12 +36,12 @@ def main(requests_fd: int, replies_fd: int) -> None:
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:
     session: Session | None = None
+    reply: dict[str, Any]
     for line in requests:
         message = json.loads(line)
         try:
             if message["do"] == "open":
-                session = _open(message)
-                reply: dict[str, Any] = {}
+                session, reply = _open(message)
             else:
                 assert session is not None  # a client opens before it asks
                 reply = _ANSWERS[message["do"]](session, message)
@@ -50,7 +50,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
         send(replies, reply)
 
 
-def _open(message: Mapping[str, Any]) -> Session:
+def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(message["payload"])
     payload = read_payload(path)
     device = open_device(message["device"])
@@ -69,7 +69,7 @@ def _open(message: Mapping[str, Any]) -> Session:
     )
     del payload
     _spare_collections()
-    return session
+    return session, {"exclusive_key": device.exclusive_key}
 
 
 def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:

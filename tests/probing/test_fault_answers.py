@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Device
-from autofit.errors import WorkloadFailed
+from autofit.errors import DeviceUnavailable, WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.units import GIB, MIB
 
@@ -279,6 +280,20 @@ def test_other_processes_on_the_device(
     measurement = probing.at(CALM)
     assert measurement.outcome is outcome
     assert measurement.contended is contended
+
+
+def exclusive(device: Any) -> Device:
+    device.exclusive_key = f"test-{os.getppid()}"
+    return device  # type: ignore[no-any-return]  # it is what was given
+
+
+def test_a_second_search_on_one_device_is_refused(open_probing: Any, minefield: Any) -> None:
+    first = open_probing(minefield({}), tamper=exclusive)
+    first.prober.renew()  # no worker is there now, and the device is still the first search's
+    with pytest.raises(DeviceUnavailable, match="another search"):
+        open_probing(minefield({}), tamper=exclusive)
+    first.prober.close()
+    assert open_probing(minefield({}), tamper=exclusive).at(CALM).ok
 
 
 def test_a_search_may_run_in_a_thread(open_probing: Any, minefield: Any) -> None:

@@ -1,0 +1,75 @@
+"""One search at a time on a device that two would spoil for each other.
+
+The lock falls with the process that holds it, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from autofit.errors import DeviceUnavailable
+
+_SHARED_FOLDER = Path("/tmp")  # TMPDIR differs between users and jobs, the device does not
+
+
+class DeviceLock:
+    """Held from its making until `release`.
+
+    Args:
+        key: the device's own name on this host, such as the UUID of a GPU.
+
+    Raises:
+        DeviceUnavailable: another search holds it.
+    """
+
+    def __init__(self, key: str) -> None:
+        folder = _SHARED_FOLDER if _SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
+        self._file = _open(folder / f"autofit-{key}.lock")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._file, 100, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            raise DeviceUnavailable(
+                f"another search ({holder or 'of another user'}) is using the device {key}: two "
+                "at once would spoil each other's memory and times. Wait for it to end, or choose "
+                "another device"
+            ) from None
+        self._sign(f"process {os.getpid()}\n")
+
+    def release(self) -> None:
+        """Let others have the device; once is enough."""
+        if self._file >= 0:
+            self._sign("")
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> DeviceLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _sign(self, text: str) -> None:
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, text.encode(), 0)
+        except OSError:  # another user's file, or a full disk: the lock itself holds all the same
+            return
+
+
+def _open(path: Path) -> int:
+    """The lock file, for reading alone where it is another user's."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,0 +1,64 @@
+"""A device that two searches would spoil for each other is held by one process at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from autofit.devices.lock import DeviceLock
+from autofit.errors import DeviceUnavailable
+
+HOLDS = """
+import sys
+from autofit.devices.lock import DeviceLock
+lock = DeviceLock(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def key() -> str:
+    """A name that no device has."""
+    return f"test-{uuid.uuid4()}"
+
+
+def test_the_second_is_refused_and_told_who_holds_it(key: str) -> None:
+    with (
+        DeviceLock(key),
+        pytest.raises(DeviceUnavailable, match=rf"process {os.getpid()}\).*{key}"),
+    ):
+        DeviceLock(key)
+    DeviceLock(key).release()
+
+
+def test_other_devices_are_free(key: str) -> None:
+    with DeviceLock(key), DeviceLock(key + "-other"):
+        pass
+
+
+def test_it_falls_with_its_process(key: str) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, key],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(DeviceUnavailable, match=f"process {holder.pid}\\)"):
+        DeviceLock(key)
+    holder.kill()
+    holder.communicate()
+    DeviceLock(key).release()
+
+
+def test_releasing_twice_is_once(key: str) -> None:
+    lock = DeviceLock(key)
+    lock.release()
+    lock.release()
+    DeviceLock(key).release()
