@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from autofit.curves import Array, LineFamily, Point, Spread, Worlds
-from autofit.measurement import Outcome, Trial
+from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.searching.exclusions import Exclusions, exclusions_of
 from autofit.searching.facts import MemoryLine, SearchFacts
@@ -175,9 +175,16 @@ class Beliefs:
 
     def _memory_points(self) -> list[Point]:
         points = []
+        refuted = {
+            trial.plan
+            for trial in self.probes
+            if trial.role is Role.CONFIRMED and trial.measurement.outcome.about_memory
+        }
         for trial in self.probes:
             outcome, held = trial.measurement.outcome, trial.measurement.held_bytes
             variant, x = self.index(trial.plan), float(trial.plan.micro_batch)
+            if trial.plan in refuted and outcome is Outcome.OK:
+                continue
             if outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
                 points.append(Point(variant, x, float(held), MEMORY_ERROR))
             elif outcome.about_memory:

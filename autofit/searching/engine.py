@@ -28,6 +28,8 @@ from autofit.units import format_bytes
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
 
+_MOST_RETURNS = 2  # from confirming to searching, each after a leading plan that did not fit
+
 INTERRUPTED = "interrupted"
 """Why a search stopped that Ctrl-C ended."""
 
@@ -75,6 +77,7 @@ def run_search(
     max_probes: int | None = None,
     timeout_s: float | None = None,
     on_event: events.OnEvent | None = None,
+    veto: bool = True,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
 
@@ -87,6 +90,7 @@ def run_search(
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
         timeout_s: when to end, in seconds from now; a probe under way is not cut short.
         on_event: told what happens.
+        veto: refuse what another sampler proposes where it must be expected not to fit.
 
     Returns:
         What was found; also after Ctrl-C, if anything that fits had been measured.
@@ -99,11 +103,18 @@ def run_search(
     """
     with Store.open(None, facts.identity) as memory:
         run = _Run(prober, facts, store or memory, sampler, max_probes, timeout_s, on_event)
+        run.veto = veto
         return run.result()
 
 
 class _Run:
-    """One call of `run_search`."""
+    """One call of `run_search`.
+
+    Attributes:
+        veto: whether proposals of another sampler may be refused.
+    """
+
+    veto = True
 
     def __init__(
         self,
@@ -128,7 +139,9 @@ class _Run:
         """Search, confirm, and put together what came out."""
         try:
             stopped_because = self._search()
-            while not self._confirmed(stopped_because):
+            returns = _MOST_RETURNS
+            while not self._confirmed(stopped_because, may_return=returns > 0):
+                returns -= 1
                 stopped_because = self._search()
             if self._limit_reached() is None:
                 self._store.mark_ended(stopped_because)
@@ -161,9 +174,10 @@ class _Run:
                 continue
             if self._store.ended is not None and not self._goes_on_regardless():
                 return self._store.ended
-            decision = self._planner.decide(self._facts, self._trials)
-            if decision.plan is None and not self._goes_on_regardless():
-                return decision.stopped_because or "nothing is left to try"
+            if not self._goes_on_regardless():
+                decision = self._planner.decide(self._facts, self._trials)
+                if decision.plan is None:
+                    return decision.stopped_because or "nothing is left to try"
             vetoes = 0 if self._probe(self._sampler, Role.SEARCH) else vetoes + 1
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
@@ -182,10 +196,11 @@ class _Run:
             return f"timeout of {self._timeout_s:g} s reached"
         return None
 
-    def _confirmed(self, stopped_because: str) -> bool:
+    def _confirmed(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.
 
-        False where one did not fit after all: then there may be a plan just below it to search.
+        False where one did not fit after all: then there may be a plan just below it to search,
+        if the search may be returned to.
         """
         begun = False
         while True:
@@ -197,7 +212,7 @@ class _Run:
                 self._tell(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
             self._probe(OnePlan(plan), Role.CONFIRMED)
-            if not self._trials[-1].ok and self._limit_reached() is None:
+            if may_return and not self._trials[-1].ok and self._limit_reached() is None:
                 return False
 
     def _probe(self, sampler: BaseSampler, role: Role) -> bool:
@@ -206,7 +221,7 @@ class _Run:
             plan = ledger.plan_of(asked.params, self._facts.space)
             known = planner.forecast(self._facts, self._trials, plan)
             veto = None
-            if sampler is self._sampler and sampler is not self._planner:
+            if self.veto and sampler is self._sampler and sampler is not self._planner:
                 veto = planner.veto(self._facts, self._trials, plan)
             if veto is not None:
                 trial = self._trial(Role.VETOED, plan, veto, known)
@@ -222,7 +237,7 @@ class _Run:
         return veto is None
 
     def _run(self, plan: Plan, role: Role, known: planner.Forecast) -> Measurement:
-        leader = None if role is Role.CONFIRMED else confirming.best_of(self._facts, self._trials)
+        leader = None if role is Role.CONFIRMED else self._fastest()
         measurement = self._prober.probe(
             ProbeRequest(
                 plan,
@@ -306,11 +321,16 @@ class _Run:
             return None
         return max(0.0, self._timeout_s - (time.monotonic() - self._began))
 
+    def _fastest(self) -> Trial | None:
+        """The fastest measured so far, as it was measured."""
+        fits = [trial for trial in probes_of(self._trials) if trial.ok]
+        return max(fits, key=lambda trial: trial.samples_per_second or 0.0, default=None)
+
     def _progress(self) -> events.Progress:
         return events.Progress(
             len(probes_of(self._trials)),
             oom_probes_of(self._trials),
-            confirming.best_of(self._facts, self._trials),
+            self._fastest(),
             time.monotonic() - self._began,
             self._seconds_left(),
             self._probes_left(),

@@ -55,7 +55,8 @@ class Sizes:
         if self._whole is not None or self._fixed is not None:
             return size
         grain = 2 ** np.maximum(0, np.floor(np.log2(np.maximum(size, 1))).astype(np.int64) - 6)
-        return np.maximum(size // grain * grain, np.minimum(size, self.smallest))
+        handy: Counts = np.maximum(size // grain * grain, np.minimum(size, self.smallest))
+        return handy
 
     def _evenly(self, size: Counts) -> Counts:
         assert self._whole is not None

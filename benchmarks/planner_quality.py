@@ -1,0 +1,180 @@
+"""How good the planner is: simulated devices, and Optuna's own samplers beside it.
+
+Prints Markdown. Every search goes through the same engine and the same prober seam as a search on a
+real device. The planner ends by itself; the other samplers have 30 probes. "Fraction" is the true
+speed, without noise, of the plan that would be returned, over that of the best plan of the whole
+space that fits. "After n probes" is what would be returned if the search were cut there; a search
+that ended before has its final answer. "OOM" counts probes that ran out of memory, and "probes" all
+probes, baseline and confirmations included.
+
+    python -m benchmarks.planner_quality                  the planner, and all samplers (long)
+    python -m benchmarks.planner_quality --planner-only   minutes
+
+The planner was tuned on seeds below 10 000; devices here begin at 10 000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import optuna
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+
+from autofit.errors import NoFeasiblePlan
+from autofit.measurement import Role, Trial
+from autofit.searching.confirming import best_of
+from autofit.searching.engine import run_search
+from benchmarks.simulated_devices import Device, draw_device
+
+FIRST_SEED = 10_000
+CUTS = (8, 15, 30)
+_ASKED = {
+    False: "asked: mean >= 0.97, 10th percentile >= 0.93, <= 18 probes, <= 0.4 OOM",
+    True: "asked: mean >= 0.98, 10th percentile >= 0.95, <= 15 probes, <= 0.15 OOM",
+}
+_Samplers = dict[str, Callable[[int], BaseSampler]]
+_OTHERS: _Samplers = {
+    "TPE": lambda seed: TPESampler(seed=seed),
+    "GP": lambda seed: GPSampler(seed=seed, deterministic_objective=False),
+    "random": lambda seed: RandomSampler(seed=seed),
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One search on one device.
+
+    Attributes:
+        after: fraction of the optimum after each of `CUTS` probes.
+        end: fraction of the optimum of the plan that was returned.
+        oom_probes: probes that ran out of memory.
+        baseline_oom: whether the baseline, which no planner chooses, was one of them.
+        probes: all probes.
+    """
+
+    after: tuple[float, ...]
+    end: float
+    oom_probes: int
+    baseline_oom: bool
+    probes: int
+
+
+def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
+    """Search the device once; None: with the planner."""
+    facts, optimum = device.facts(), device.optimum()
+    seen: list[Trial] = []
+    try:
+        result = run_search(
+            device.prober(),
+            facts,
+            sampler=sampler,
+            max_probes=None if sampler is None else CUTS[-1],
+            veto=veto,
+            on_event=lambda event: seen.append(event.trial) if hasattr(event, "trial") else None,
+        )
+    except NoFeasiblePlan:
+        probes = [trial for trial in seen if trial.role is not Role.VETOED]
+        return Score((0.0,) * len(CUTS), 0.0, _ooms(probes), True, len(probes))
+    probes = [trial for trial in result.trials if trial.role is not Role.VETOED]
+    end = device.speed(result.best.plan) / optimum
+    after = []
+    for cut in CUTS:
+        best = best_of(facts, probes[:cut]) if len(probes) > cut else result.best
+        after.append(0.0 if best is None else device.speed(best.plan) / optimum)
+    return Score(tuple(after), end, _ooms(probes), not probes[0].ok, len(probes))
+
+
+def _ooms(probes: list[Trial]) -> int:
+    return sum(not trial.ok and trial.measurement.outcome.about_memory for trial in probes)
+
+
+def measure(
+    name: str, count: int, sampler: Callable[[int], BaseSampler] | None, *, hints: bool, veto: bool
+) -> str:
+    """A row of the table: one sampler on that many devices."""
+    began = time.perf_counter()
+    scores = []
+    for seed in range(FIRST_SEED, FIRST_SEED + count):
+        device = draw_device(seed, hints=hints)
+        made = None if sampler is None else sampler(seed)
+        scores.append(search(device, made, veto=veto))
+    row = [name, str(count)]
+    for index in range(len(CUTS)):
+        row.append(_spread([score.after[index] for score in scores]))
+    row.append(_spread([score.end for score in scores]))
+    row.append(f"{statistics.mean(score.oom_probes for score in scores):.2f}")
+    row.append(f"{statistics.mean(score.baseline_oom for score in scores):.2f}")
+    row.append(f"{statistics.mean(score.probes for score in scores):.1f}")
+    row.append(str(max(score.probes for score in scores)))
+    print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return f"| {' | '.join(row)} |"
+
+
+def _spread(fractions: list[float]) -> str:
+    return f"{statistics.mean(fractions):.3f} ({np.quantile(fractions, 0.1):.3f})"
+
+
+def table(count: int, others: dict[str, int], *, hints: bool) -> list[str]:
+    """The table of one kind of device, as Markdown lines."""
+    cuts = " | ".join(f"after {cut}" for cut in CUTS)
+    lines = [
+        f"## {'With hints within 10 % of the truth' if hints else 'Without hints'}",
+        "",
+        f"{_ASKED[hints]}. Fractions are means, with the 10th percentile in brackets.",
+        "",
+        f"| sampler | devices | {cuts} | at its end | OOM | baseline OOM | probes | most |",
+        "|---|---" + "|---" * (len(CUTS) + 5) + "|",
+        measure("planner", count, None, hints=hints, veto=True),
+    ]
+    for name, devices in others.items():
+        for veto in (True, False):
+            label = f"{name}, {'with' if veto else 'without'} the veto"
+            lines.append(measure(label, devices, _OTHERS[name], hints=hints, veto=veto))
+    return [*lines, ""]
+
+
+def main() -> None:
+    """Measure, print, and write where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, default=200, help="simulated devices")
+    parser.add_argument("--gp-devices", type=int, help="fewer for GP, which is slow")
+    parser.add_argument("--planner-only", action="store_true", help="leave the samplers out")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    arguments = parser.parse_args()
+    others = {}
+    if not arguments.planner_only:
+        others = dict.fromkeys(_OTHERS, arguments.devices)
+        others["GP"] = arguments.gp_devices or arguments.devices
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    lines = [
+        f"# Planner quality, {date.today()}",
+        "",
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"optuna {optuna.__version__}, numpy {np.__version__}; no GPU is involved. "
+        f"Devices: seeds from {FIRST_SEED}.",
+        "",
+        *table(arguments.devices, others, hints=False),
+        *table(arguments.devices, others, hints=True),
+    ]
+    text = "\n".join(lines)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

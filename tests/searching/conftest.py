@@ -1,0 +1,91 @@
+"""Simulated devices that the tests of the search share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from autofit.measurement import Measurement
+from autofit.plan import Dimension, Plan
+from autofit.searching.facts import SearchFacts
+from autofit.space import Space
+from autofit.testing import SimulatedProber
+
+GIB = 2**30
+BUDGET = 8 * GIB
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A device of two precisions and five checkpoint levels: a budget, lines, and a space."""
+
+    space: Space
+    budget: int = BUDGET
+
+    def memory(self, plan: Plan) -> float:
+        level = plan.settings.get("checkpointing.level", 0)
+        assert isinstance(level, int)
+        half = plan.settings.get("precision.dtype") == "bfloat16"
+        per_sample = 0.25 * (0.6 if half else 1.0) * (1 - 0.15 * level)
+        return GIB * (1 + per_sample * plan.micro_batch)
+
+    def step_time(self, plan: Plan) -> float:
+        level = plan.settings.get("checkpointing.level", 0)
+        assert isinstance(level, int)
+        half = plan.settings.get("precision.dtype") == "bfloat16"
+        per_sample = 0.010 * (0.5 if half else 1.0) * (1 + 0.08 * level)
+        return plan.accumulation_steps * 0.06 + per_sample * plan.samples_per_step
+
+    def speed(self, plan: Plan) -> float:
+        return plan.samples_per_step / self.step_time(plan)
+
+    def optimum(self) -> float:
+        plans = (
+            self.space.plan(size, settings)
+            for settings in self.space.variants()
+            for size in range(1, min(self.space.largest_micro_batch, 512) + 1)
+        )
+        return max(self.speed(plan) for plan in plans if self.memory(plan) <= self.budget)
+
+    def facts(self) -> SearchFacts:
+        return SearchFacts(self.space, self.budget, seed=3, identity={"workload": "rig"})
+
+    def prober(
+        self,
+        fault: Callable[[Plan], Measurement | None] | None = None,
+        size_limit: Callable[[Plan], int | None] | None = None,
+    ) -> SimulatedProber:
+        return SimulatedProber(
+            self.budget,
+            self.memory,
+            self.step_time,
+            memory_noise=0.005,
+            time_noise=0.003,
+            fault=fault,
+            size_limit=size_limit,
+        )
+
+
+DIMENSIONS = {
+    "precision.dtype": Dimension(("as_is", "bfloat16")),
+    "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
+}
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """Ten variants, free micro-batch."""
+    return Rig(Space(DIMENSIONS, sample_batch_size=4))
+
+
+@pytest.fixture
+def rig_of() -> Callable[..., Rig]:
+    """Like `rig`, with other arguments of the space or another budget."""
+
+    def make(budget: int = BUDGET, **arguments: object) -> Rig:
+        space = {"dimensions": DIMENSIONS, "sample_batch_size": 4} | arguments
+        return Rig(Space(**space), budget)  # type: ignore[arg-type]  # as the test wrote them
+
+    return make

@@ -1,0 +1,236 @@
+"""The loop of a search: what ends it, what reaches the user, and what is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from optuna.samplers import RandomSampler, TPESampler
+
+from autofit.errors import NoFeasiblePlan, WorkloadFailed
+from autofit.measurement import Measurement, Outcome, Role
+from autofit.plan import Plan
+from autofit.probing.prober import ProbeRequest
+from autofit.searching import events
+from autofit.searching.engine import INTERRUPTED, MOST_VETOES, run_search
+from autofit.searching.store import Store
+
+MakeRig = Callable[..., Any]
+GIB = 2**30
+
+
+def _is_half(plan: Plan) -> bool:
+    return plan.settings["precision.dtype"] == "bfloat16"
+
+
+def _failing(outcome: Outcome, when: Callable[[Plan], bool]) -> Callable[[Plan], Measurement | None]:
+    return lambda plan: Measurement(outcome, detail="on purpose") if when(plan) else None
+
+
+def test_the_answer_was_run_again_after_a_renewal(rig: Any) -> None:
+    prober = rig.prober()
+    result = run_search(prober, rig.facts())
+    assert result.best.role is Role.CONFIRMED
+    assert prober.renewals == 1
+    assert prober.probed[-1].full_accumulation
+    assert [request.plan for request in prober.probed].count(result.best.plan) >= 2
+    assert result.baseline.plan == rig.space.baseline
+    assert result.probes == len(prober.probed)
+
+
+def test_later_probes_are_told_what_to_beat(rig: Any) -> None:
+    prober = rig.prober()
+    run_search(prober, rig.facts(), max_probes=4)
+    incumbents = [request.incumbent_samples_per_second for request in prober.probed]
+    assert incumbents[0] is None
+    assert all(rate is not None and rate > 0 for rate in incumbents[1:-1])
+    assert incumbents[-1] is None  # a confirmation is measured to the end
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_no_more_probes_than_allowed(rig: Any, most: int) -> None:
+    result = run_search(rig.prober(), rig.facts(), max_probes=most)
+    assert result.probes == most
+    assert result.stopped_because == f"max_probes={most} reached"
+    assert result.best.role is (Role.BASELINE if most == 1 else Role.CONFIRMED)
+
+
+def test_a_timeout_that_is_over_leaves_the_baseline(rig: Any) -> None:
+    result = run_search(rig.prober(), rig.facts(), timeout_s=0.0)
+    assert result.probes == 1
+    assert result.best.role is Role.BASELINE
+    assert "timeout" in result.stopped_because
+
+
+class _Interrupting:
+    """A simulated device whose n-th probe is interrupted."""
+
+    def __init__(self, rig: Any, at: int) -> None:
+        self._inner, self._left = rig.prober(), at
+
+    @property
+    def vram_budget_bytes(self) -> int:
+        budget: int = self._inner.vram_budget_bytes
+        return budget
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        measurement: Measurement = self._inner.probe(request)
+        return measurement
+
+    def user_exception(self) -> BaseException | None:
+        return None
+
+    def renew(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(rig: Any) -> None:
+    result = run_search(_Interrupting(rig, at=5), rig.facts())
+    assert result.stopped_because == INTERRUPTED
+    assert len(result.trials) == 4
+    fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
+    assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
+    assert result.best.role in (Role.SEARCH, Role.BASELINE)
+
+
+def test_an_interrupt_before_anything_ran_is_passed_on(rig: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_search(_Interrupting(rig, at=1), rig.facts())
+
+
+def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(rig: Any) -> None:
+    class _Raising(_Interrupting):
+        def probe(self, request: ProbeRequest) -> Measurement:
+            self.asked = getattr(self, "asked", 0) + 1
+            return Measurement(Outcome.USER_ERROR, detail="KeyError: 'labels'")
+
+        def user_exception(self) -> BaseException | None:
+            return KeyError("labels")
+
+    prober = _Raising(rig, at=99)
+    with pytest.raises(KeyError, match="labels"):
+        run_search(prober, rig.facts())
+    assert prober.asked == 1
+
+
+def test_an_error_of_one_variant_sets_it_aside(rig: Any) -> None:
+    result = run_search(rig.prober(_failing(Outcome.USER_ERROR, _is_half)), rig.facts())
+    assert not _is_half(result.best.plan)
+    failed = [t for t in result.trials if not t.ok]
+    assert {trial.measurement.outcome for trial in failed} == {Outcome.UNSUPPORTED}
+    assert len(failed) <= 2  # the first may have had a second new setting to blame
+    assert ({"precision.dtype": "bfloat16"}, "unsupported: on purpose") in [
+        (dict(skip.settings), skip.why) for skip in result.skipped
+    ]
+
+
+def test_a_precision_that_makes_the_loss_infinite_is_out(rig: Any) -> None:
+    result = run_search(rig.prober(_failing(Outcome.NONFINITE, _is_half)), rig.facts())
+    assert not _is_half(result.best.plan)
+    tried = [trial.ok for trial in result.trials if _is_half(trial.plan)]
+    assert tried in ([False], [False, False])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"), [(Outcome.NONFINITE, "not finite"), (Outcome.LEAK, "more memory")]
+)
+def test_a_plain_workload_that_is_broken_is_an_error(rig: Any, outcome: Outcome, words: str) -> None:
+    with pytest.raises(WorkloadFailed, match=words):
+        run_search(rig.prober(_failing(outcome, lambda plan: True)), rig.facts())
+
+
+def test_a_crash_costs_one_probe_and_bounds_what_worked_smaller(rig: Any) -> None:
+    prober = rig.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 20))
+    result = run_search(prober, rig.facts())
+    assert result.best.plan.micro_batch <= 20
+    assert rig.speed(result.best.plan) > 2 * rig.speed(rig.space.baseline)
+
+
+def test_nothing_fits_says_what_was_tried_needed_and_allowed(rig_of: MakeRig) -> None:
+    other = rig_of(budget=GIB)
+    with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*1\.00 GiB were allowed") as caught:
+        run_search(other.prober(), other.facts())
+    assert caught.value.plan.micro_batch == 1
+    assert caught.value.allowed_bytes == GIB
+    assert caught.value.exit_code == 1
+
+
+def test_a_baseline_that_does_not_fit_is_climbed_down_from(rig_of: MakeRig) -> None:
+    other = rig_of(budget=int(1.3 * GIB), sample_batch_size=64)
+    result = run_search(other.prober(), other.facts())
+    assert not result.baseline.ok
+    assert result.best.ok
+    assert other.memory(result.best.plan) <= other.budget
+
+
+def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(rig: Any) -> None:
+    class _Shrinking(_Interrupting):
+        def probe(self, request: ProbeRequest) -> Measurement:
+            if request.full_accumulation and request.plan.micro_batch > 10:
+                return Measurement(Outcome.OOM)
+            measurement: Measurement = self._inner.probe(request)
+            return measurement
+
+    result = run_search(_Shrinking(rig, at=99), rig.facts(), max_probes=60)
+    assert result.best.plan.micro_batch <= 10
+    assert result.best.role is Role.CONFIRMED
+
+
+def test_events_tell_what_a_progress_line_shows(rig: Any) -> None:
+    seen: list[events.Event] = []
+    result = run_search(rig.prober(), rig.facts(), max_probes=6, on_event=seen.append)
+    started = [event for event in seen if isinstance(event, events.ProbeStarted)]
+    finished = [event for event in seen if isinstance(event, events.ProbeFinished)]
+    assert [e.plan for e in started] == [e.trial.plan for e in finished]
+    assert len(finished) == result.probes == 6
+    assert finished[-1].progress.probes == 6
+    assert finished[-1].progress.probes_left == 0
+    assert started[0].predicted_peak_bytes is None
+    assert all((event.predicted_peak_bytes or 0) > GIB for event in started[1:])
+    assert sum(isinstance(event, events.Confirming) for event in seen) == 1
+
+
+def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(rig: Any) -> None:
+    prober, free = rig.prober(), rig.prober()
+    result = run_search(prober, rig.facts(), sampler=TPESampler(seed=1), max_probes=12)
+    vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
+    assert vetoed
+    assert len(prober.probed) == result.probes <= 12
+    without = run_search(
+        free, rig.facts(), sampler=TPESampler(seed=1), max_probes=12, veto=False
+    )
+    assert result.oom_probes < without.oom_probes
+
+
+def test_proposals_that_never_fit_end_the_search(rig_of: MakeRig) -> None:
+    class _Greedy(RandomSampler):
+        def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+            if name == "micro_batch":
+                return distribution.high
+            return super().sample_independent(study, trial, name, distribution)
+
+    other = rig_of()
+    result = run_search(other.prober(), other.facts(), sampler=_Greedy(seed=0), max_probes=20)
+    assert result.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
+    assert sum(trial.role is Role.VETOED for trial in result.trials) == MOST_VETOES
+    assert result.probes == 2
+
+
+def test_a_repeated_proposal_is_answered_from_memory(rig: Any) -> None:
+    class _Stubborn(RandomSampler):
+        def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+            return 4 if name == "micro_batch" else distribution.choices[0]
+
+    with Store.open(None, {}) as store:
+        prober = rig.prober()
+        result = run_search(
+            prober, rig.facts(), store=store, sampler=_Stubborn(seed=0), max_probes=20
+        )
+        told = {trial.value for trial in store.study.trials[1:-1]}
+    assert told == {result.baseline.samples_per_second}
+    assert len(prober.probed) == 2

@@ -1,0 +1,215 @@
+"""The planner: what it decides, and that it decides from facts and trials alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Dimension, Hint, Plan
+from autofit.searching import beliefs, planner
+from autofit.searching.confirming import best_of, confirm
+from autofit.searching.engine import run_search
+from autofit.searching.exclusions import exclusions_of
+from autofit.searching.facts import SearchFacts
+
+MakeRig = Callable[..., Any]
+PLAIN = {"precision.dtype": "as_is", "checkpointing.level": 0}
+HALF = {"precision.dtype": "bfloat16", "checkpointing.level": 0}
+
+
+def _trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: Any) -> Trial:
+    role = Role.BASELINE if number == 0 else Role.SEARCH
+    return Trial(number, role, plan, Measurement(outcome, **measured))
+
+
+def test_the_baseline_comes_first(rig: Any) -> None:
+    assert planner.decide(rig.facts(), ()).plan == rig.space.baseline
+
+
+def test_a_decision_depends_on_facts_and_trials_alone(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, trials = rig.facts(), run_search(rig.prober(), rig.facts(), max_probes=7).trials
+    again = SearchFacts.from_dict(facts.to_dict())
+    for count in range(1, len(trials)):
+        first = planner.decide(facts, trials[:count])
+        monkeypatch.setattr(beliefs, "_last", None)
+        assert planner.decide(again, trials[:count]) == first
+
+
+def test_vetoed_trials_change_no_decision(rig: Any) -> None:
+    trials = run_search(rig.prober(), rig.facts(), max_probes=5).trials[:4]
+    vetoed = replace(trials[1], role=Role.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
+    assert planner.decide(rig.facts(), trials) == planner.decide(rig.facts(), (*trials, vetoed))
+
+
+def test_it_finds_the_best_plan_with_few_probes_and_no_oom(rig: Any) -> None:
+    result = run_search(rig.prober(), rig.facts())
+    assert rig.speed(result.best.plan) >= 0.97 * rig.optimum()
+    assert result.oom_probes == 0
+    assert result.probes <= 16
+
+
+def test_hints_save_probes(rig: Any, rig_of: MakeRig) -> None:
+    hinted = {
+        "precision.dtype": Dimension(("as_is", "bfloat16"), hints={"bfloat16": Hint(0.6, 0.5)}),
+        "checkpointing.level": Dimension(
+            (0, 1, 2, 3, 4), hints={n: Hint(1 - 0.15 * n, 1 + 0.08 * n) for n in range(1, 5)}
+        ),
+    }
+    other = rig_of(dimensions=hinted)
+    with_hints = run_search(other.prober(), other.facts())
+    without = run_search(rig.prober(), rig.facts())
+    assert rig.speed(with_hints.best.plan) >= 0.97 * rig.optimum()
+    assert with_hints.probes < without.probes
+
+
+def test_no_step_is_longer_than_four_times_the_largest_measured(rig: Any) -> None:
+    largest = 0
+    for request in _probed(rig):
+        assert largest == 0 or request.plan.micro_batch <= 4 * largest
+        largest = max(largest, request.plan.micro_batch)
+
+
+def _probed(rig: Any) -> list[Any]:
+    prober = rig.prober()
+    run_search(prober, rig.facts())
+    requests: list[Any] = prober.probed
+    return requests
+
+
+def test_a_plan_that_ran_out_of_memory_bounds_its_variant(rig: Any) -> None:
+    facts = rig.facts()
+    trials = [
+        _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30),
+        _trial(1, Plan(16, settings=PLAIN), Outcome.OOM),
+    ]
+    found = exclusions_of(facts, trials)
+    assert found.bound(PLAIN) == 15
+    assert found.bound(HALF) > 2**20
+
+
+def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(rig: Any) -> None:
+    facts = rig.facts()
+    baseline = _trial(
+        0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30
+    )
+    limited = _trial(1, Plan(8, settings=HALF), Outcome.SIZE_LIMIT)
+    known = beliefs.Beliefs(facts, [baseline, limited])
+    assert known.exclusions.bound(HALF) == 7
+    alone = beliefs.Beliefs(facts, [baseline])
+    assert len(known._memory_points()) == len(alone._memory_points()) == 1
+
+
+def test_a_fault_is_blamed_on_what_never_worked(rig: Any) -> None:
+    both = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
+    trials = [
+        _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
+        _trial(1, Plan(4, settings=both), Outcome.NONFINITE, detail="loss nan"),
+    ]
+    found = exclusions_of(rig.facts(), trials)
+    assert found.why(both) == "nonfinite: loss nan"
+    assert found.why(HALF) is None
+    level_works = _trial(
+        2, Plan(4, settings={**PLAIN, "checkpointing.level": 2}), step_times_s=[0.1]
+    )
+    assert exclusions_of(rig.facts(), [*trials, level_works]).why(HALF) is not None
+
+
+def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(rig: Any) -> None:
+    trials = [
+        _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
+        _trial(1, Plan(1, settings=HALF), Outcome.UNSUPPORTED, detail="BatchNorm"),
+    ]
+    found = exclusions_of(rig.facts(), trials)
+    assert found.why(HALF) is None
+    assert found.least(HALF) == 4
+
+
+def test_costly_values_are_tried_last_and_on_leaders_alone(rig_of: MakeRig) -> None:
+    costly = Dimension((False, True), trial_cost_s=30.0)
+    other = rig_of(
+        dimensions={
+            "precision.dtype": Dimension(("as_is", "bfloat16")),
+            "checkpointing.level": Dimension((0, 1, 2)),
+            "compile.model": costly,
+        }
+    )
+    requests = [r for r in _probed(other) if not r.full_accumulation]
+    compiled = [bool(r.plan.settings["compile.model"]) for r in requests]
+    assert any(compiled)
+    first = compiled.index(True)
+    assert not any(compiled[:first])
+    cheap = {r.plan.variant for r in requests[:first]}
+    for request in requests[first:]:
+        assert {**request.plan.settings, "compile.model": False}.items() in [
+            dict(variant).items() for variant in cheap
+        ]
+
+
+def test_with_a_global_batch_every_plan_keeps_it(rig_of: MakeRig) -> None:
+    other = rig_of(global_batch=50)
+    for request in _probed(other):
+        assert request.plan.global_batch == 50
+        assert sum(request.plan.micro_batch_sizes) == 50
+    result = run_search(other.prober(), other.facts())
+    assert other.speed(result.best.plan) >= 0.97 * other.optimum()
+
+
+def test_a_split_that_may_not_change_leaves_one_geometry(rig_of: MakeRig) -> None:
+    other = rig_of(global_batch=50, may_resplit=False)
+    splits = {r.plan.accumulation_steps for r in _probed(other)}
+    assert splits == {other.space.baseline.accumulation_steps}
+
+
+def test_the_largest_micro_batch_is_kept(rig_of: MakeRig) -> None:
+    assert max(r.plan.micro_batch for r in _probed(rig_of(max_micro_batch=9))) <= 9
+
+
+def test_what_was_skipped_is_said_with_its_predicted_speed(rig: Any) -> None:
+    result = run_search(rig.prober(), rig.facts(), max_probes=40)
+    run = {pair for trial in result.trials for pair in trial.plan.variant}
+    levels = {("checkpointing.level", level) for level in range(5)}
+    skipped = {pair for skip in result.skipped for pair in skip.settings.items()}
+    assert skipped == levels - run
+    for skip in result.skipped:
+        assert "samples/s against" in skip.why
+
+
+def test_one_confirmation_is_enough_where_one_plan_leads(rig: Any) -> None:
+    result = run_search(rig.prober(), rig.facts())
+    assert result.best.role is Role.CONFIRMED
+    assert confirm(rig.facts(), result.trials) is None
+
+
+def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
+    steps = [0.1] * 8
+    lean, full = Plan(4, settings={**PLAIN, "checkpointing.level": 1}), Plan(4, settings=PLAIN)
+    trials = []
+    for number in range(6):
+        plan, held = ((full, 6), (lean, 3))[number % 2]
+        role = Role.CONFIRMED if number > 3 else Role.SEARCH
+        measurement = Measurement(
+            Outcome.OK, step_times_s=steps, peak_reserved_bytes=held * 2**30
+        )
+        trials.append(Trial(number, role, plan, measurement))
+    best = best_of(rig.facts(), trials)
+    assert best is not None
+    assert best.plan == lean
+
+
+def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(rig_of: MakeRig) -> None:
+    other = rig_of(sample_batch_size=1)
+    lines = {}
+    for settings in other.space.variants():
+        at_0, at_1 = (other.memory(Plan(n, settings=settings)) for n in (1, 2))
+        lines[Plan(1, settings=settings).variant] = (2 * at_0 - at_1, at_1 - at_0)
+    facts = replace(other.facts(), predicted_lines=lines)
+    plan = planner.decide(facts, run_search(other.prober(), facts, max_probes=2).trials[:1]).plan
+    assert plan is not None
+    expected = planner.forecast(facts, (), plan).peak_bytes
+    assert expected == pytest.approx(other.memory(plan), rel=0.05)

@@ -1,0 +1,84 @@
+"""The planner as an Optuna sampler, and how trials are told to Optuna."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Plan
+from autofit.searching import ledger, planner
+from autofit.searching.engine import run_search
+from autofit.searching.sampler import OnePlan, PlannerSampler
+from autofit.searching.store import Store
+
+
+def test_any_process_with_the_study_asks_for_the_planners_plan(rig: Any) -> None:
+    with Store.open(None, {}) as store:
+        run_search(rig.prober(), rig.facts(), store=store, max_probes=4)
+        store.study.sampler = PlannerSampler()
+        asked = store.study.ask(ledger.distributions(rig.space))
+        decided = planner.decide(rig.facts(), store.trials).plan
+    assert decided is not None
+    assert asked.params == ledger.params_of(decided)
+
+
+def test_a_finished_planner_repeats_the_best_plan(rig: Any) -> None:
+    with Store.open(None, {}) as store:
+        result = run_search(rig.prober(), rig.facts(), store=store)
+        store.study.sampler = PlannerSampler()
+        asked = store.study.ask(ledger.distributions(rig.space))
+    assert asked.params == ledger.params_of(result.best.plan)
+
+
+def test_a_plan_has_no_other_parameters(rig: Any) -> None:
+    with Store.open(None, {}) as store:
+        store.begin(rig.facts())
+        store.study.sampler = OnePlan(rig.space.baseline)
+        with pytest.raises(InvalidRequest, match="learning_rate"):
+            store.study.ask().suggest_float("learning_rate", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("measurement", "state", "feasible"),
+    [
+        (Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30), "COMPLETE", True),
+        (
+            Measurement(Outcome.OVER_BUDGET, step_times_s=[0.1], peak_reserved_bytes=2**40),
+            "COMPLETE",
+            False,
+        ),
+        (
+            Measurement(Outcome.RETRIES, step_times_s=[0.1], peak_reserved_bytes=2**30),
+            "COMPLETE",
+            False,
+        ),
+        (Measurement(Outcome.OOM), "PRUNED", False),
+        (Measurement(Outcome.CRASHED), "FAIL", False),
+    ],
+)
+def test_how_each_outcome_is_told(
+    rig: Any, measurement: Measurement, state: str, feasible: bool
+) -> None:
+    plan = Plan(4, settings=rig.space.plain_settings)
+    with Store.open(None, {}) as store:
+        store.begin(rig.facts())
+        with store.asking(OnePlan(plan)) as asked:
+            store.record(asked, Trial(0, Role.BASELINE, plan, measurement))
+        told: optuna.trial.FrozenTrial = store.study.trials[0]
+        assert store.trials == (Trial(0, Role.BASELINE, plan, measurement),)
+    assert told.state is TrialState[state]
+    assert [value <= 0 for value in told.constraints.values()] == [feasible]
+
+
+def test_a_setting_that_may_not_vary_is_put_back(rig_of: Any) -> None:
+    from autofit.plan import Dimension
+
+    inner = Dimension((0, 1), when={"outer": [True]})
+    space = rig_of(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
+    plan = ledger.plan_of({"outer": False, "inner": 1, "micro_batch": 8}, space)
+    assert plan.settings == {"outer": False, "inner": 0}
