@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autofit.batching import describe
+from autofit.batching import Batch, describe
 from autofit.errors import InvalidRequest
 from autofit.fingerprint import fingerprint
 from autofit.plan import Dimension, Plan
@@ -74,25 +74,25 @@ def compare_plans(
         InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
         Exception: whatever the model or the device raises.
     """
+    if bench.fresh_workload().train_step is not None:
+        raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
+    batch = bench.fresh_workload().batch(samples)  # once: a function may make another each time
     plans = list(zip((first, second), payloads, strict=True))
     try:
-        return compare(*(_pass(bench, *plan, samples, calm=True) for plan in plans))
-    except (torch.OutOfMemoryError, InvalidRequest):
+        return compare(*(_pass(bench, *plan, batch, calm=True) for plan in plans))
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:  # some models have a loss in training mode only
         scrub(error)
-    return compare(*(_pass(bench, *plan, samples, calm=False) for plan in plans))
+    return compare(*(_pass(bench, *plan, batch, calm=False) for plan in plans))
 
 
 def _pass(
-    bench: Workbench, plan: Plan, payloads: Mapping[str, Any], samples: int, *, calm: bool
+    bench: Workbench, plan: Plan, payloads: Mapping[str, Any], batch: Batch, *, calm: bool
 ) -> Gradients:
-    workload = bench.fresh_workload()
-    if workload.train_step is not None:
-        raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
     bench.settle_memory()
-    with bench.training(workload, plan, payloads) as training:
-        return gradients(training, workload.batch(samples), seed=bench.seed, calm=calm)
+    with bench.training(bench.fresh_workload(), plan, payloads) as training:
+        return gradients(training, batch, seed=bench.seed, calm=calm)
 
 
 def _facts(bench: Workbench) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""A plan stepped on the CPU device: what its peaks, times and verdict are made of."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.devices.cpu import CpuDevice
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.probing.measure import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS, measure
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.workbench import Workbench
+from autofit.registry import load_strategies
+from autofit.units import format_bytes
+from autofit.workload import Workload
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """A probe collects garbage many times, and need not go through all of pytest's each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _net(width: int = 256) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
+
+
+def _measured(
+    make: Callable[[], Workload],
+    plan: Plan,
+    *,
+    limit: int = 256 * MIB,
+    budget: int | None = None,
+    **request: Any,
+) -> Measurement:
+    device = CpuDevice()
+    device.limit(limit)
+    bench = Workbench(make, load_strategies(["precision"]), device, seed=0)
+    return measure(
+        make(),
+        device,
+        ProbeRequest(plan, **request),
+        lambda workload: bench.training(workload, plan),
+        budget or limit,
+    )
+
+
+def _plain(**more: Any) -> Callable[[], Workload]:
+    return lambda: Workload(_net(), torch.randn(4, 64), **more)
+
+
+def test_a_plan_that_runs_says_what_it_held_and_how_long_its_steps_took() -> None:
+    measured = _measured(_plain(), Plan(16))
+    weights = sum(4 * p.numel() for p in _net().parameters())
+    assert measured.ok
+    assert measured.detail is None
+    assert measured.peak_allocated_bytes is not None
+    assert measured.peak_reserved_bytes is not None
+    assert 4 * weights < measured.peak_allocated_bytes <= measured.peak_reserved_bytes
+    assert measured.non_torch_bytes == 0
+    assert measured.allocator_retries == 0
+    assert measured.micro_batches_run == 1
+    assert measured.loss is not None
+    assert FEWEST_TIMED_STEPS <= len(measured.step_times_s) <= MOST_TIMED_STEPS
+    assert all(seconds > 0 for seconds in measured.step_times_s)
+
+
+def test_peaks_grow_with_the_micro_batch_and_repeat_exactly() -> None:
+    peaks = [_measured(_plain(), Plan(size)).peak_allocated_bytes for size in (64, 256, 1024)]
+    assert peaks == sorted(set(peaks), key=lambda peak: peak or 0)
+    assert _measured(_plain(), Plan(256)).peak_allocated_bytes == peaks[1]
+
+
+def test_two_micro_batches_show_the_peak_of_all_of_them() -> None:
+    plan = Plan.split(640, 64)
+    short = _measured(_plain(), plan)
+    whole = _measured(_plain(), plan, full_accumulation=True)
+    assert (short.micro_batches_run, whole.micro_batches_run) == (2, 10)
+    assert short.peak_allocated_bytes is not None
+    assert whole.peak_allocated_bytes is not None
+    assert whole.peak_allocated_bytes == pytest.approx(short.peak_allocated_bytes, rel=0.01)
+
+
+def test_an_odd_split_runs_the_sizes_of_the_plan() -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        sizes.append(len(batch))
+        value: torch.Tensor = model(batch).mean()
+        return value
+
+    _measured(_plain(loss_fn=loss), Plan.split(10, 4), full_accumulation=True)
+    assert sizes[:6] == [4, 3, 3, 4, 3, 3]
+    sizes.clear()
+    _measured(_plain(loss_fn=loss), Plan.split(10, 4))
+    assert sizes[:4] == [4, 3, 4, 3]
+
+
+def test_a_tensor_that_stays_whole_is_not_cut_where_the_batch_reaches_its_size() -> None:
+    positions = torch.arange(8.0)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert batch[1].shape == (8,)
+        value: torch.Tensor = model(batch[0]).mean()
+        return value
+
+    def make() -> Workload:
+        return Workload(_net(), (torch.randn(2, 64), positions), loss_fn=loss)
+
+    assert _measured(make, Plan.split(8, 4)).ok
+
+
+def test_a_train_step_always_gets_the_whole_global_batch() -> None:
+    sizes: list[int] = []
+
+    def step(training: Any, batch: Any) -> torch.Tensor:
+        sizes.append(len(batch))
+        return training.accumulate(batch)  # type: ignore[no-any-return]  # training is anything here
+
+    assert _measured(_plain(train_step=step), Plan.split(12, 4)).micro_batches_run == 3
+    assert set(sizes) == {12}
+
+
+def test_timing_stops_as_soon_as_the_incumbent_is_out_of_reach() -> None:
+    hopeless = _measured(_plain(), Plan(4), incumbent_samples_per_second=1e12)
+    assert len(hopeless.step_times_s) == FEWEST_TIMED_STEPS
+
+
+def test_more_than_the_budget_is_over_budget_with_both_numbers() -> None:
+    measured = _measured(_plain(), Plan(16), budget=MIB)
+    assert measured.outcome is Outcome.OVER_BUDGET
+    held = format_bytes(measured.held_bytes)
+    assert measured.detail == f"held {held} of 1.00 MiB allowed"
+    assert measured.step_times_s
+
+
+def test_a_loss_that_is_not_finite_is_told_and_kept_out_of_json() -> None:
+    steps: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        steps.append(1)
+        value: torch.Tensor = model(batch).mean() * (float("nan") if len(steps) > 4 else 1.0)
+        return value
+
+    measured = _measured(_plain(loss_fn=loss), Plan(4))
+    assert measured.outcome is Outcome.NONFINITE
+    assert measured.detail == "the loss became nan"
+    assert measured.loss is None
+
+
+def test_a_cache_that_is_flushed_in_every_step_is_told() -> None:
+    """Each step wants a larger block than any that is cached, and there is no room for both."""
+    steps: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        steps.append(1)
+        block = torch.zeros((10 + 2 * len(steps)) * MIB, dtype=torch.uint8)
+        value: torch.Tensor = model(batch).mean() + 0 * block[0]
+        return value
+
+    measured = _measured(_plain(loss_fn=loss), Plan(4), limit=24 * MIB)
+    assert measured.outcome is Outcome.RETRIES
+    assert measured.allocator_retries == 1
+    assert measured.detail == "the allocator flushed its cache 1 times in the timed steps"
+
+
+def test_float16_is_warmed_up_until_the_optimizer_has_made_its_state() -> None:
+    """The first scale of 2**16 overflows here, and steps that overflow are left out."""
+    updates: list[int] = []
+
+    class Counting(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            updates.append(1)
+            return super().step(closure)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = 40 * model(batch).float().sum(1).mean()
+        return value
+
+    plan = Plan(2, settings={"precision.dtype": "float16"})
+    measured = _measured(_plain(loss_fn=loss, optimizer=Counting), plan)
+    weights = sum(4 * p.numel() for p in _net().parameters())
+    assert measured.ok
+    assert measured.peak_allocated_bytes is not None
+    assert measured.peak_allocated_bytes > 4 * weights
+    assert len(updates) >= 3

@@ -1,0 +1,469 @@
+"""One workload on the CPU device: its survey, its probes' endings, and plans compared."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autofit.devices.cpu import CpuDevice
+from autofit.errors import InvalidRequest, NoFeasiblePlan
+from autofit.measurement import Outcome
+from autofit.plan import Dimension, Plan
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.session import Session
+from autofit.probing.survey import Survey, check_weights_fit
+from autofit.probing.workbench import Workbench
+from autofit.registry import load_strategies
+from autofit.strategy import Numerics, Phase
+from autofit.workload import Workload
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """A probe collects garbage many times, and need not go through all of pytest's each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _session(make: Callable[[], Workload], budget: int = 256 * MIB, strategies: Any = ()) -> Any:
+    return Session(make, strategies, CpuDevice(), vram_budget_bytes=budget)
+
+
+def _net(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 4))
+
+
+def _labelled(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(samples, 6, generator=dice),
+        torch.randint(0, 4, (samples,), generator=dice),
+    )
+
+
+CROSS_ENTROPY = nn.functional.cross_entropy
+
+
+def _surveyed(*middle: nn.Module, **more: Any) -> Survey:
+    arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, "global_batch": 12}
+    survey: Survey = _session(lambda: Workload(_net(*middle), **{**arguments, **more})).survey()
+    return survey
+
+
+def test_a_survey_says_what_the_workload_is() -> None:
+    survey = _surveyed()
+    assert survey.parameters == 6 * 16 + 16 + 16 * 4 + 4
+    assert survey.parameter_bytes == 4 * survey.parameters
+    assert survey.loss == "criterion"
+    assert survey.sample_shapes == {"[0]": "float32[4, 6]", "[1]": "int64[4]"}
+    assert survey.space().baseline == Plan.split(12, 4)
+    assert survey.environment.device == "cpu"
+
+
+def test_independent_samples_may_be_split() -> None:
+    survey = _surveyed(nn.Tanh(), nn.Dropout(0.5))
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+    assert survey.may_resplit
+    assert survey.notes == ()
+
+
+def _contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return CROSS_ENTROPY(output @ output.T, torch.arange(len(output)))
+
+
+NOT_ALIKE: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
+    "BatchNorm": ([nn.BatchNorm1d(16)], {}),
+    "summed": ([], {"criterion": nn.CrossEntropyLoss(reduction="sum")}),
+    "contrastive": ([], {"criterion": _contrastive}),
+    "masked": ([], {"criterion": nn.CrossEntropyLoss(ignore_index=1)}),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ALIKE)
+def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_why(
+    kind: str,
+) -> None:
+    middle, more = NOT_ALIKE[kind]
+    survey = _surveyed(*middle, **more)
+    assert survey.resplit is not None
+    assert not survey.resplit.equal
+    assert not survey.may_resplit
+    (note,) = survey.notes
+    assert f"differ from whole ones by {survey.resplit.gradient:.1%}" in note
+    assert survey.resplit.modules[0] in note
+    assert "the accumulation count stays at the baseline's" in note
+    assert survey.space().plan(1, {}) == survey.space().baseline
+
+
+@pytest.mark.parametrize("kind", NOT_ALIKE)
+def test_the_user_may_split_all_the_same(kind: str) -> None:
+    middle, more = NOT_ALIKE[kind]
+    survey = _surveyed(*middle, **more, allow_resplit=True)
+    assert survey.may_resplit
+    assert "allow_resplit was given" in survey.notes[0]
+    assert survey.space().plan(1, {}) == Plan.split(12, 1)
+
+
+def test_a_weight_makes_a_masked_loss_splittable() -> None:
+    def valid(batch: Any) -> float:
+        return float((batch[1] != 1).sum())
+
+    criterion = nn.CrossEntropyLoss(ignore_index=1)
+    survey = _surveyed(criterion=criterion, loss_weight=valid)
+    assert survey.may_resplit
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+
+
+def test_copies_of_one_sample_prove_nothing() -> None:
+    survey = _surveyed(sample_batch=(torch.randn(1, 6), torch.tensor(2)), criterion=_of_scalar)
+    assert survey.resplit is None
+    assert not survey.may_resplit
+    assert "copies of one sample" in survey.notes[0]
+    assert "give two or more samples" in survey.notes[0]
+    made = _surveyed(sample_batch=_labelled)
+    assert made.may_resplit
+
+
+def _of_scalar(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output[:, target].mean()
+
+
+def _steps_itself(training: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = training.loss(batch)
+    training.backward(loss)
+    training.optimizer_step()
+    return loss
+
+
+def test_a_train_step_is_not_split_unless_the_user_says_so() -> None:
+    survey = _surveyed(train_step=_steps_itself)
+    assert survey.loss == "train_step"
+    assert not survey.may_resplit
+    assert "train_step decides" in survey.notes[0]
+    assert _surveyed(train_step=_steps_itself, allow_resplit=True).may_resplit
+
+
+@pytest.mark.parametrize("more", [{"global_batch": None}, {"global_batch": 1}])
+def test_nothing_is_compared_where_there_is_nothing_to_split(more: dict[str, Any]) -> None:
+    survey = _surveyed(nn.BatchNorm1d(16), **more)
+    assert survey.resplit is None
+    assert survey.may_resplit
+    assert survey.notes == ()
+
+
+def test_a_model_that_fails_is_surveyed_all_the_same() -> None:
+    def fails(output: Any, target: Any) -> torch.Tensor:
+        raise LookupError("no such class")
+
+    survey = _surveyed(criterion=fails)
+    assert survey.loss is None
+    assert not survey.may_resplit
+    assert "could not be compared (LookupError: no such class)" in survey.notes[0]
+
+
+def test_a_survey_survives_json() -> None:
+    survey = _surveyed(nn.BatchNorm1d(16))
+    assert Survey.from_dict(survey.to_dict()) == survey
+
+
+def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
+    survey = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)), MIB).survey()
+    with pytest.raises(NoFeasiblePlan, match="alone take 1") as refusal:
+        check_weights_fit(survey)
+    assert refusal.value.allowed_bytes == MIB
+    assert refusal.value.required_bytes == 4 * (512 * 512 + 512)
+
+
+class _Watched(nn.Module):
+    """Counts how many of its kind are alive whenever one is made."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    counts: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        _Watched.alive.add(self)
+        _Watched.counts.append(len(_Watched.alive))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class _Curious:
+    """A strategy that looks at the model, profiles it twice, says so, and offers a setting."""
+
+    name, phase, numerics = "curious", Phase.MODEL, Numerics.EXACT
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        assert context.model.layer.weight.shape == (4, 6)
+        for micro_batch in (1, 3):
+            loss = context.profile(lambda training, batch: training.step(batch), micro_batch)
+            context.note(f"{loss:.0f} at {micro_batch} on {context.device}")
+        return {"curious.level": Dimension([0, context.capabilities.device_type])}
+
+    def apply(self, training: Any, settings: Any, payloads: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+class _Failing(_Curious):
+    name = "failing"
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        raise RuntimeError("cannot look")
+
+
+def test_strategies_look_at_models_and_say_what_they_find() -> None:
+    strategies = [_Failing(), _Curious()]
+
+    def make() -> Workload:
+        return Workload(_Watched, torch.zeros(4, 6), loss_fn=lambda m, b: (0 * m(b)).abs().sum())
+
+    survey = _session(make, strategies=strategies).survey()
+    assert survey.dimensions == {"curious.level": Dimension([0, "cpu"])}
+    assert survey.notes == (
+        "failing left out: RuntimeError: cannot look",
+        "0 at 1 on cpu",
+        "0 at 3 on cpu",
+    )
+
+
+def test_one_model_is_alive_at_a_time() -> None:
+    def make() -> Workload:
+        return Workload(_Watched, _labelled()[0], global_batch=8)
+
+    session = _session(make, strategies=[_Curious()])
+    gc.collect()
+    _Watched.counts.clear()
+    survey = session.survey()
+    assert survey.may_resplit
+    session.probe(ProbeRequest(survey.space().baseline))
+    session.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+    assert len(_Watched.counts) > 6
+    assert set(_Watched.counts) == {1}
+
+
+def test_class_weights_follow_the_model_to_the_device() -> None:
+    weights = torch.rand(4)
+
+    def make() -> Workload:
+        return Workload(_net(), _labelled(), criterion=nn.CrossEntropyLoss(weight=weights))
+
+    device = CpuDevice()
+    with device.accounting():
+        training = Workbench(make, (), device, 0).training(make(), Plan(4))
+    criterion = training.recipe.criterion
+    assert isinstance(criterion, nn.CrossEntropyLoss)
+    assert criterion.weight is not None
+    assert torch.equal(criterion.weight, weights)
+    assert criterion.weight.data_ptr() != weights.data_ptr()
+    assert _session(make).probe(ProbeRequest(Plan(4))).measurement.ok
+
+
+class _Deep(nn.Module):
+    """4 MiB of weights, 2 KiB of activations a row and layer; recomputed or kept."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (
+            checkpoint(self.layers, x, use_reentrant=False) if self.recomputes else self.layers(x)
+        )
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "rows", "recomputes", "frame"),
+    [
+        (60, 8192, False, "forward"),
+        (60, 8192, True, "backward"),
+        (12, 1, False, "update"),
+    ],
+)
+def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
+    budget_mib: int, rows: int, recomputes: bool, frame: str
+) -> None:
+    reached: list[str] = []
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        reached.append("forward")
+        value: torch.Tensor = model(batch).mean()
+        reached.append("backward")
+        return value
+
+    def before_step(model: Any, optimizer: Any) -> None:
+        reached.append("update")
+
+    def make() -> Workload:
+        return Workload(
+            _Deep(recomputes),
+            torch.randn(4, 512),
+            loss_fn=loss,
+            before_step=before_step,
+            optimizer=lambda p: torch.optim.AdamW(p, foreach=False),
+        )
+
+    session = _session(make, budget_mib * MIB)
+    reply = session.probe(ProbeRequest(Plan(rows)))
+    assert reply.measurement.outcome is Outcome.OOM
+    assert "out of memory" in reply.measurement.detail
+    assert reply.exception is None
+    assert not reply.spent
+    assert reached[-1] == frame
+    assert reply.measurement.peak_reserved_bytes <= budget_mib * MIB
+    session.vram_budget_bytes = 256 * MIB
+    assert session.probe(ProbeRequest(Plan(4))).measurement.ok
+
+
+def test_probes_do_not_see_each_other() -> None:
+    session = _session(lambda: Workload(_net(nn.Tanh()), _labelled(), criterion=CROSS_ENTROPY))
+    first = session.probe(ProbeRequest(Plan(64))).measurement
+    session.probe(ProbeRequest(Plan(512)))
+    again = session.probe(ProbeRequest(Plan(64))).measurement
+    assert again.peak_allocated_bytes == first.peak_allocated_bytes
+    assert again.peak_reserved_bytes == first.peak_reserved_bytes
+
+
+class _Mine(LookupError):
+    pass
+
+
+@pytest.mark.parametrize("kind", [_Mine, ValueError, SystemExit, AssertionError])
+def test_the_users_own_errors_keep_type_text_and_traceback(kind: type[BaseException]) -> None:
+    def breaks_here(output: Any, target: Any) -> torch.Tensor:
+        raise kind("sample 3 is broken")
+
+    session = _session(lambda: Workload(_net(), _labelled(), criterion=breaks_here))
+    reply = session.probe(ProbeRequest(Plan(4)))
+    assert reply.measurement.outcome is Outcome.USER_ERROR
+    assert type(reply.exception) is kind
+    assert str(reply.exception) == "sample 3 is broken"
+    assert "in breaks_here" in reply.traceback
+    assert not reply.spent
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"criterion": lambda y, t: y}, r"criterion must return one number as a tensor"),
+        ({"criterion": None}, "give loss_fn="),
+        ({"sample_batch": torch.randn(4, 6)}, r"the batch must be \(input, target\)"),
+        ({"train_step": lambda t, b: None}, "train_step must return one number"),
+    ],
+)
+def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: str) -> None:
+    class Labels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+            out: torch.Tensor = self.net(x)
+            return out.argmax(1) if more.get("criterion", 0) is None else out
+
+    arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, **more}
+    reply = _session(lambda: Workload(Labels(), **arguments)).probe(ProbeRequest(Plan(4)))
+    assert reply.measurement.outcome is Outcome.USER_ERROR
+    assert isinstance(reply.exception, InvalidRequest)
+    with pytest.raises(InvalidRequest, match=message):
+        raise reply.exception
+
+
+def test_a_loss_that_is_not_finite_is_an_outcome() -> None:
+    session = _session(
+        lambda: Workload(_net(), _labelled(), criterion=lambda y, t: y.sum() * float("inf"))
+    )
+    reply = session.probe(ProbeRequest(Plan(4)))
+    assert reply.measurement.outcome is Outcome.NONFINITE
+
+
+def test_a_gan_is_probed_by_its_own_step() -> None:
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.critic = nn.Linear(2, 6), nn.Linear(6, 1)
+
+    def step(training: Any, real: Any) -> torch.Tensor:
+        gan = training.model
+        fake = gan.generator(real[:, :2])
+        critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
+        training.backward(critic_loss)
+        training.optimizer_step("critic")
+        loss: torch.Tensor = -gan.critic(fake).mean()
+        training.backward(loss)
+        training.optimizer_step("generator")
+        return loss
+
+    optimizers = {"generator": torch.optim.Adam, "critic": torch.optim.SGD}
+    session = _session(
+        lambda: Workload(Gan(), torch.randn(4, 6), optimizer=optimizers, train_step=step),
+        strategies=load_strategies(["precision"]),
+    )
+    assert session.survey().loss == "train_step"
+    for dtype in ("as_is", "float16"):
+        plan = Plan(8, settings={"precision.dtype": dtype})
+        assert session.probe(ProbeRequest(plan)).measurement.ok
+    with pytest.raises(InvalidRequest, match="plans cannot be compared"):
+        session.compare(Plan(4), Plan(2), ({}, {}), 4)
+
+
+def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them() -> None:
+    session = _session(
+        lambda: Workload(lambda: nn.Linear(6, 4), _labelled(), criterion=CROSS_ENTROPY),
+        strategies=load_strategies(["precision"]),
+    )
+    assert session.compare(Plan(4), Plan.split(4, 3), ({}, {}), 4).equal
+    half = Plan(4, settings={"precision.dtype": "bfloat16"})
+    found = session.compare(Plan(4), half, ({}, {}), 4)
+    assert 1e-4 < found.gradient < 0.1
+
+
+def test_a_function_that_makes_another_batch_each_time_is_asked_once() -> None:
+    made = itertools.count()
+
+    def make(samples: int) -> Any:
+        inputs, labels = _labelled(samples)
+        return inputs + next(made), labels
+
+    survey = _surveyed(nn.Tanh(), sample_batch=make)
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+
+
+def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() -> None:
+    class Shy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            if not self.training:
+                return {"labels": labels}
+            return {"loss": CROSS_ENTROPY(self.net(x), labels)}
+
+    survey = _session(lambda: Workload(Shy(), _labelled(), global_batch=8)).survey()
+    assert survey.resplit is not None
+    assert survey.resplit.equal
