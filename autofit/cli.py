@@ -125,9 +125,11 @@ def search(
                 isolation=isolation,
                 progress=progress,
             )
-    _show_report(report, as_json)  # before it is written: a disk may have filled up meanwhile
-    for path in out or ():
-        report.save(path)
+    try:
+        for path in out or ():
+            report.save(path)
+    finally:  # a disk that has filled up meanwhile must not cost the answer
+        _show_report(report, as_json)
 
 
 @app.command()
@@ -273,8 +275,11 @@ def _came_from_the_workload(error: Exception) -> bool:
     """Whether the user's code raised it: in the worker, or here while it was imported."""
     if type(error.__cause__).__name__ == "WorkerTraceback":
         return True
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(__file__).parent not in Path(innermost).parents
+    ours = Path(__file__).parent
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    ran_by = (ours / "target.py", ours / "probing")
+    was_run = any(place in (file, *file.parents) for file in files for place in ran_by)
+    return was_run and ours not in files[-1].parents
 
 
 def main(run: Callable[[], Any] = app) -> None:

@@ -267,6 +267,19 @@ def test_the_users_own_errors_exit_with_3_and_their_traceback(
     assert "models.py" in ran.err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+def test_output_that_cannot_be_written_is_not_blamed_on_the_workload(
+    searched: Ran, folder: Path
+) -> None:
+    command = [sys.executable, "-m", "autofit", "report", "report.json"]
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder, timeout=60
+        )
+    assert ran.returncode == 4
+    assert "No space left on device" in ran.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_exits_with_4(folder: Path) -> None:
     ran = autofit("search", "models.py:small", "--device", "cuda", cwd=folder)

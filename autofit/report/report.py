@@ -194,7 +194,7 @@ def load(path: str | os.PathLike[str]) -> Report:
         InvalidRequest: the file cannot be read, or holds no report.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         data = json.loads(text)
     except OSError as error:
         raise InvalidRequest(f"cannot read the report {os.fspath(path)}: {error}") from error
@@ -209,7 +209,7 @@ def _write_whole(target: Path, text: str) -> None:
     """The whole text or the file as it was: a full disk must not cost an earlier report."""
     part = target.with_name(f".{target.name}.part")
     try:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
