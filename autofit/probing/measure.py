@@ -152,6 +152,8 @@ def _time_steps(
 
 def _seen_enough(step_times_s: list[float], request: ProbeRequest) -> bool:
     count = len(step_times_s)
+    if request.steps is not None:
+        return count >= request.steps
     if count < FEWEST_TIMED_STEPS:
         return False
     if count >= MOST_TIMED_STEPS or sum(step_times_s) >= MOST_TIMED_SECONDS:

@@ -26,6 +26,7 @@ class ProbeRequest:
         full_accumulation: run every micro-batch of the optimizer step (a confirmation does);
             otherwise two stand for all of them, and the times are scaled.
         expected_seconds: what the probe is expected to take; a hang is told from it. None: unknown.
+        steps: time at least so many optimizer steps, however early the plan could be told apart.
     """
 
     plan: Plan
@@ -33,6 +34,7 @@ class ProbeRequest:
     incumbent_samples_per_second: float | None = None
     full_accumulation: bool = False
     expected_seconds: float | None = None
+    steps: int | None = None
 
 
 class Prober(Protocol):

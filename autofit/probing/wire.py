@@ -43,6 +43,7 @@ def request_to_dict(request: ProbeRequest) -> dict[str, Any]:
         "payloads": dict(request.payloads),
         "incumbent_samples_per_second": request.incumbent_samples_per_second,
         "full_accumulation": request.full_accumulation,
+        "steps": request.steps,
     }
 
 
@@ -53,6 +54,7 @@ def request_from_dict(data: Mapping[str, Any]) -> ProbeRequest:
         payloads=data["payloads"],
         incumbent_samples_per_second=data["incumbent_samples_per_second"],
         full_accumulation=data["full_accumulation"],
+        steps=data["steps"],
     )
 
 
