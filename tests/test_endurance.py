@@ -1,0 +1,101 @@
+"""A soak of the best plan: what held, and what strayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.endurance import Endurance, compare, soak
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Outcome
+from autofit.units import GIB, MIB
+
+STEPS = 36
+
+
+class Net(nn.Module):
+    """Two layers, enough work for a step to be timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(inputs).square().mean()
+        return output
+
+
+@pytest.fixture(scope="module")
+def workload() -> autofit.Workload:
+    torch.manual_seed(0)
+    return autofit.Workload(Net(), torch.randn(8, 32))
+
+
+@pytest.fixture(scope="module")
+def report(workload: autofit.Workload) -> autofit.Report:
+    return autofit.search(
+        workload, device="cpu", vram_budget="32MiB", strategies=["precision"], max_probes=3
+    )
+
+
+def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit.Workload) -> None:
+    endured = soak(report, workload, steps=STEPS)
+    assert endured.measurement.ok
+    assert STEPS <= endured.steps <= STEPS + 2
+    told = report.best.measurement
+    assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
+    assert not any("peak" in line or "loss" in line for line in endured.strayed)
+    assert endured.to_dict()["plan"] == report.best.plan.to_dict()
+
+
+def test_another_workload_is_refused(report: autofit.Report) -> None:
+    other = autofit.Workload(nn.Linear(32, 32), torch.randn(8, 32))
+    with pytest.raises(InvalidRequest, match="another workload"):
+        soak(report, other, steps=STEPS)
+
+
+def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:
+    with pytest.raises(InvalidRequest, match="at least 8 steps, got 3"):
+        soak(report, workload, steps=3)
+
+
+TOLD = Measurement(
+    Outcome.OK,
+    step_times_s=[0.10] * 11 + [0.11] * 9,
+    peak_allocated_bytes=GIB,
+    peak_reserved_bytes=GIB + 100 * MIB,
+    loss=2.0,
+)
+SEEN = replace(TOLD, step_times_s=[0.1] * 20, loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "strayed"),
+    [
+        (SEEN, None),
+        (replace(SEEN, peak_allocated_bytes=GIB + 20 * MIB), "peak allocated rose"),
+        (replace(SEEN, step_times_s=[0.12] * 20), "the median step took 120 ms"),
+        (replace(SEEN, step_times_s=[0.1] * 15 + [0.2] * 5), "steps slowed from 100 ms to 200 ms"),
+        (replace(SEEN, loss=2.2), "the loss rose from 2 to 2.2"),
+        (replace(SEEN, loss=2.2, step_times_s=[0.1] * 8), None),
+        (Measurement(Outcome.LEAK, "1 MiB a step"), "it ended leak: 1 MiB a step"),
+    ],
+    ids=["all held", "peak", "speed", "drift", "loss", "too short for the loss", "leak"],
+)
+def test_what_strayed_is_named(seen: Measurement, strayed: str | None) -> None:
+    lines = compare(TOLD, seen)
+    assert len(lines) == (strayed is not None)
+    assert all(strayed is not None and strayed in line for line in lines)
+
+
+def test_the_text_says_both_sides(report: autofit.Report) -> None:
+    best = replace(report.best, measurement=TOLD)
+    held = str(Endurance(best, SEEN, 2 * GIB, ()))
+    assert "100 ms (report: 100 ms)" in held
+    assert held.endswith("as the report says")
+    strayed = str(Endurance(best, SEEN, 2 * GIB, ("the loss rose",)))
+    assert strayed.endswith("not as the report says:\n- the loss rose")
