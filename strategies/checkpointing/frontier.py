@@ -105,7 +105,8 @@ def thinned(placements: Sequence[Placement], levels: int = MAX_LEVELS) -> list[P
     """At most `levels` of a frontier, both ends included, that cost least time for any budget.
 
     A budget between two neighbours of the frontier is served by the next level that is kept; what
-    is minimized is the recompute time that this adds, over all budgets alike.
+    is minimized is the recompute time that this adds, squared so that no budget loses much, over
+    all budgets alike.
     """
     if len(placements) <= levels:
         return list(placements)
@@ -133,9 +134,9 @@ def _one_more(
 
 
 def _cost_of_gap(placements: Sequence[Placement], start: int, end: int) -> float:
-    """Recompute time added over all budgets (s x bytes) if none between these two is kept."""
+    """What budgets in between lose (s^2 x bytes) if no placement between these two is kept."""
     return sum(
-        (placements[end].recompute_s - placements[index].recompute_s)
+        (placements[end].recompute_s - placements[index].recompute_s) ** 2
         * (placements[index - 1].peak_bytes - placements[index].peak_bytes)
         for index in range(start + 1, end)
     )

@@ -7,7 +7,7 @@ stands in its payload by name, so that level 2 means the same modules tomorrow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,12 +22,13 @@ from .parity import Parity, check_parity
 from .patch import checkpointed
 from .recorder import NeedsSavedTensors
 from .survey import survey
+from .units import Unit
 
 SETTING = "checkpointing.level"
 SMALL, LARGE = 2, (8, 32, 128)
 """Micro-batches to look at; a batch of one is refused by batch normalization."""
 
-LONG_ENOUGH_S = 0.05
+LONG_ENOUGH_S = 0.03
 """A step that takes this long is no longer made of launches alone; its times tell parts apart."""
 
 
@@ -57,9 +58,8 @@ class Checkpointing:
         units = [unit for unit in found.units if unit not in parity.left_out]
         if not units:
             return {}
-        dimension = make_dimension(
-            context.model, units, sorted(parity.buffers), small, _larger(context, small)
-        )
+        large = _larger(context, small, units)
+        dimension = make_dimension(context.model, units, sorted(parity.buffers), small, large)
         return {SETTING: dimension} if len(dimension.values) > 1 else {}
 
     def apply(
@@ -95,14 +95,15 @@ class Checkpointing:
         return parity
 
 
-def _larger(context: Context, small: Measured) -> Measured:
+def _larger(context: Context, small: Measured, units: Sequence[str]) -> Measured:
     """A survey at a micro-batch large enough that times tell the parts apart, as far as it fits."""
+    timed = {part for unit in units for part in Unit.parse(unit).parts(context.model)}
     best = small
     for micro_batch in LARGE:
-        if best.survey.step_s >= LONG_ENOUGH_S and best is not small:
-            break
         try:
-            best = Measured(micro_batch, survey(context, micro_batch))
+            best = Measured(micro_batch, survey(context, micro_batch, timed))
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             break
-    return best
+        if best.survey.step_s >= LONG_ENOUGH_S:
+            break
+    return Measured(best.micro_batch, survey(context, best.micro_batch, timed, thorough=True))

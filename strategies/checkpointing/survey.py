@@ -18,7 +18,9 @@ from .stopwatch import Stopwatch
 from .timeline import Timeline
 from .units import Unit
 
-TIMED_STEPS = 3
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 30, 2.0
+"""Steps are timed thoroughly until they are enough, or have taken long enough."""
+
 FORWARDS_IN_A_STEP = 3
 """A backward pass computes two products for each one of the forward pass."""
 
@@ -44,24 +46,32 @@ class Survey:
         return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
 
 
-def survey(context: Context, micro_batch: int, timed: Collection[str] | None = None) -> Survey:
+def survey(
+    context: Context,
+    micro_batch: int,
+    timed: Collection[str] | None = None,
+    *,
+    thorough: bool = False,
+) -> Survey:
     """Run a few steps at this micro-batch and watch them; the weights stay as they are.
 
     Where a step does not fit, a forward pass that lets everything go is watched instead.
 
     Args:
         timed: modules to time; None: all.
+        thorough: time many steps, for parts must be told apart; a few tell how long a step takes.
 
     Raises:
         torch.OutOfMemoryError: not even the forward pass fits.
         NeedsSavedTensors: a step does not fit, and the forward pass cannot let go of anything.
     """
+    steps = MOST_STEPS if thorough else LEAST_STEPS
 
     def whole_step(training: TrainingView, batch: Any) -> Survey:
-        return _watched(training, batch, timed, _step, keep=True)
+        return _watched(training, batch, timed, _step, steps, keep=True)
 
     def forward_alone(training: TrainingView, batch: Any) -> Survey:
-        return _watched(training, batch, timed, _forward, keep=False)
+        return _watched(training, batch, timed, _forward, steps, keep=False)
 
     found: Survey
     try:
@@ -78,6 +88,7 @@ def _watched(
     batch: Any,
     timed: Collection[str] | None,
     run: Callable[[TrainingView, Any], None],
+    steps: int,
     *,
     keep: bool,
 ) -> Survey:
@@ -86,7 +97,7 @@ def _watched(
         run(training, batch)
     names = {name for name, _ in training.model.named_modules()} if timed is None else timed
     with nullcontext() if keep else _letting_go():
-        seconds, whole_s = _fastest(training, names, lambda: run(training, batch))
+        seconds, whole_s = _fastest(training, names, lambda: run(training, batch), steps)
     return Survey(
         recorder.timeline(),
         seconds,
@@ -112,16 +123,20 @@ def _letting_go() -> AbstractContextManager[None]:
 
 
 def _fastest(
-    training: TrainingView, names: Collection[str], run: Callable[[], None]
+    training: TrainingView, names: Collection[str], run: Callable[[], None], steps: int
 ) -> tuple[dict[str, float], float]:
-    """The least seconds of each module, and of the whole, over a few runs."""
+    """The least seconds of each module, and of the whole, over some runs."""
     seconds: dict[str, float] = dict.fromkeys(names, inf)
     whole_s = inf
-    for _ in range(TIMED_STEPS):
+    spent_s = 0.0
+    for number in range(steps):
+        if number >= LEAST_STEPS and spent_s >= ENOUGH_S:
+            break
         stopwatch = Stopwatch(training.model, names, training.device)
         with stopwatch.running():
             run()
         for name, took in stopwatch.seconds().items():
             seconds[name] = min(seconds[name], took)
         whole_s = min(whole_s, stopwatch.whole_s())
+        spent_s += stopwatch.whole_s()
     return seconds, whole_s
