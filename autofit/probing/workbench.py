@@ -42,7 +42,9 @@ class Workbench:
     ) -> Training:
         """The workload, moved to the device and ready to step."""
         torch.manual_seed(self.seed)
-        model = self.device.place_model(workload.build_model())
+        model = workload.build_model()
+        model.zero_grad(set_to_none=True)  # or the user's gradients would come to the device too
+        self.device.place_model(model)
         return Training(
             model,
             workload.build_optimizer(model, self.device.place),

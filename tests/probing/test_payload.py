@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -29,12 +26,6 @@ def _copied(workload: Workload, folder: Path) -> Any:
     path = folder / "workload.pt"
     write_payload(Payload(workload, ()), path)
     return read_payload(path).workload
-
-
-def _lines_of(script: str, *arguments: object) -> list[str]:
-    """What another process prints."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_path: Path) -> None:
@@ -164,44 +155,6 @@ def test_a_parametrized_copy_is_as_good_as_the_original(tmp_path: Path) -> None:
     assert type(copy) is nn.LSTM
 
 
-def test_another_process_needs_none_of_the_users_modules(tmp_path: Path) -> None:
-    source = tmp_path / "elsewhere" / "my_model.py"
-    source.parent.mkdir()
-    source.write_text(
-        "import torch\n"
-        "FACTOR = 3\n"
-        "def scaled(x):\n"
-        "    return FACTOR * x\n"
-        "class Mine(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        return scaled(super().forward(x))\n"
-    )
-    spec = importlib.util.spec_from_file_location("my_model_from_a_file", source)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules["my_model_from_a_file"] = module
-    try:
-        spec.loader.exec_module(module)
-        model = module.Mine(6, 2)
-        path = tmp_path / "workload.pt"
-        write_payload(Payload(Workload(model, X, criterion=lambda y, t: y), ()), path)
-        assert "my_model_from_a_file" not in cloudpickle.list_registry_pickle_by_value()
-    finally:
-        del sys.modules["my_model_from_a_file"]
-    told = _lines_of(
-        """
-        import sys
-        from pathlib import Path
-        from autofit.probing.payload import read_payload
-        workload = read_payload(Path(sys.argv[1])).workload
-        print(workload.model(workload.sample_batch).double().sum().item())
-        """,
-        path,
-    )
-    assert float(told[0]) == pytest.approx(float(model(X).detach().double().sum()), rel=1e-5)
-
-
 class _Unreadable:
     def __reduce__(self) -> Any:
         return functools.partial(int, "no number"), ()
@@ -248,51 +201,63 @@ def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None
     assert not read_payload(path).workload.loss_fn.args[0].weight.is_cuda  # type: ignore[union-attr]  # a partial
 
 
+BESIDE = "def twice(x):\n    return 2 * x\n"
+LOADED_FROM_A_FILE = """
+import torch
+FACTOR = 3
+def scaled(x):
+    return FACTOR * x
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return scaled(super().forward(x))
+"""
+SCRIPT = """
+import importlib.util, sys
+import torch
+from autofit import Plan, Workload
+from autofit.probing.client import WorkerProber
+from autofit.probing.prober import ProbeRequest
+import beside
+
+spec = importlib.util.spec_from_file_location("not_on_the_path", "elsewhere/model.py")
+loaded = sys.modules["not_on_the_path"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loaded)
+
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = loaded.Scaled(6, 2)
+    def forward(self, x):
+        return beside.twice(self.layer(x))
+
+class Trouble(ValueError):
+    def __init__(self, sample, why):
+        super().__init__(why)
+        self.sample = sample
+
+def loss(model, batch):
+    if len(batch) > 4:
+        raise Trouble(5, "too many samples")
+    return model(batch).mean()
+
+workload = Workload(Mine(), torch.ones(4, 6), loss_fn=loss)
+with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
+    print(prober.probe(ProbeRequest(Plan(4))).outcome.value)
+    print(prober.probe(ProbeRequest(Plan(8))).outcome.value)
+    try:
+        raise prober.user_exception()
+    except Trouble as trouble:
+        print(trouble, trouble.sample)
+print(torch.cuda.is_initialized(), "autofit.devices.cuda" in sys.modules)
+"""
+
+
 def test_a_script_needs_no_guard_and_its_names_mean_the_same_in_the_worker(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    (tmp_path / "beside.py").write_text("def twice(x):\n    return 2 * x\n")
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from autofit import Plan, Workload
-            from autofit.probing.client import WorkerProber
-            from autofit.probing.prober import ProbeRequest
-            import beside
-
-            class Mine(torch.nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.layer = torch.nn.Linear(6, 2)
-                def forward(self, x):
-                    return beside.twice(self.layer(x))
-
-            class Trouble(ValueError):
-                def __init__(self, sample, why):
-                    super().__init__(why)
-                    self.sample = sample
-
-            def loss(model, batch):
-                if len(batch) > 4:
-                    raise Trouble(5, "too many samples")
-                return model(batch).mean()
-
-            workload = Workload(Mine(), torch.ones(4, 6), loss_fn=loss)
-            with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
-                print(prober.probe(ProbeRequest(Plan(4))).outcome.value)
-                print(prober.probe(ProbeRequest(Plan(8))).outcome.value)
-                try:
-                    raise prober.user_exception()
-                except Trouble as trouble:
-                    print(trouble, trouble.sample)
-            """
-        )
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert done.stdout.splitlines() == [
-        "ok",
-        "user_error",
-        "too many samples 5",
-    ], done.stderr
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.py").write_text(LOADED_FROM_A_FILE)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    said = done.stdout.splitlines()
+    assert said == ["ok", "user_error", "too many samples 5", "False False"], done.stderr

@@ -6,9 +6,6 @@ import errno
 import io
 import json
 import pickle
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -117,41 +114,19 @@ def test_an_unreadable_exception_is_told_in_words() -> None:
 
 
 def test_a_class_that_comes_home_is_left_as_it_was() -> None:
-    """cloudpickle fills a class that it reads, also one that was here first."""
-    script = textwrap.dedent(
-        """
-        import json, subprocess, sys
-        from autofit.probing.wire import exception_from_dict, exception_to_dict
-        from autofit.probing.payload import dumps
+    """cloudpickle fills a class that it reads by value, also one that was here first."""
 
-        class Mine(ValueError):
-            limit = 3
-            def hello(self):
-                return "hello"
+    class Mine(ValueError):
+        limit = 3
 
-        def members():
-            return {name: id(value) for name, value in vars(Mine).items()}
+        def hello(self) -> str:
+            return f"hello {self}"
 
-        away = '''
-        import json, pickle, sys
-        from autofit.probing.wire import exception_to_dict
-        kind = pickle.loads(sys.stdin.buffer.read())
-        print(json.dumps(exception_to_dict(kind("from afar"), "there")))
-        '''
-        import textwrap
-        sent = dumps(Mine)
-        before = members()
-        said = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(away)], input=sent, capture_output=True
-        ).stdout
-        back = exception_from_dict(json.loads(said))
-        assert type(back) is Mine, type(back)
-        assert str(back) == "from afar"
-        assert members() == before
-        assert back.hello() == "hello"
-        """
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    before = {name: id(value) for name, value in vars(Mine).items()}
+    back = _there_and_back(Mine("from afar"))
+    assert type(back) is Mine
+    assert back.hello() == "hello from afar"
+    assert {name: id(value) for name, value in vars(Mine).items()} == before
 
 
 @pytest.mark.parametrize(

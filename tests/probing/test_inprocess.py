@@ -1,0 +1,175 @@
+"""Probing in the user's own process leaves everything as it was, whatever the probes did."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import DeviceUnavailable, InvalidRequest
+from autofit.measurement import Outcome
+from autofit.plan import Plan
+from autofit.probing.inprocess import InProcessProber
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.snapshot import differences, digest
+from autofit.registry import load_strategies
+from autofit.workload import Workload
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """A probe collects garbage many times, and need not go through all of pytest's each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Net(nn.Module):
+    """Changes more than its weights when it runs, and cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(6, 64), nn.BatchNorm1d(64)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(64, 4)
+        self.calls = {"forward": 0}
+        self.lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls["forward"] += 1
+        random.random()
+        out: torch.Tensor = self.last(self.drop(self.norm(self.first(x))))
+        return out
+
+
+def _live() -> tuple[Net, torch.optim.Optimizer]:
+    """A model in the midst of training: with state, gradients and a hook."""
+    model = Net()
+    groups: Any = [
+        {"params": model.first.parameters(), "lr": 0.1},
+        {"params": model.last.parameters()},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    for _ in range(2):
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+    model.first.register_forward_hook(lambda module, inputs, output: None)
+    model.drop.eval()
+    return model, optimizer
+
+
+def _everything(prober_work: Any, **more: Any) -> list[str]:
+    """What is different after some work with a prober on a live training."""
+    model, optimizer = _live()
+    batch = (torch.randn(4, 6), torch.randint(0, 4, (4,)))
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(4))
+    arguments = {"optimizer": optimizer, "criterion": criterion, "global_batch": 16, **more}
+    workload = Workload(model, batch, **arguments)
+    objects = {"model": model, "optimizer": optimizer, "batch": batch, "criterion": criterion}
+    torch.randn(1)  # whatever is set up at its first use is set up now
+    before = digest(objects)
+    with InProcessProber(
+        workload, load_strategies(None), device="cpu", vram_budget="64MiB"
+    ) as prober:
+        prober_work(prober)
+    return differences(before, digest(objects))
+
+
+def _survey_and_probe(prober: InProcessProber) -> None:
+    survey = prober.survey()
+    assert survey.resplit is not None
+    assert not survey.may_resplit
+    assert prober.probe(ProbeRequest(survey.space().baseline, full_accumulation=True)).ok
+
+
+def _in_other_precisions(prober: InProcessProber) -> None:
+    for dtype in ("bfloat16", "float16"):
+        plan = Plan(4, settings={"precision.dtype": dtype})
+        assert prober.probe(ProbeRequest(plan)).ok
+
+
+def _out_of_memory(prober: InProcessProber) -> None:
+    assert prober.probe(ProbeRequest(Plan(2**17))).outcome is Outcome.OOM
+    assert prober.probe(ProbeRequest(Plan(4))).ok
+
+
+def _compare(prober: InProcessProber) -> None:
+    assert not prober.compare(Plan(8), Plan.split(8, 3), ({}, {}), 8).equal
+
+
+@pytest.mark.parametrize(
+    "work", [_survey_and_probe, _in_other_precisions, _out_of_memory, _compare]
+)
+def test_the_users_objects_are_as_they_were(work: Any) -> None:
+    assert _everything(work) == []
+
+
+def test_also_after_the_users_code_raised() -> None:
+    raised = LookupError("in the middle")
+
+    def before_step(model: Any, optimizer: Any) -> None:
+        if len(optimizer.state) > 2:
+            raise raised
+
+    def work(prober: InProcessProber) -> None:
+        assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.USER_ERROR
+        assert prober.user_exception() is raised
+        assert "in before_step" in str(raised.__cause__)
+
+    assert _everything(work, before_step=before_step) == []
+
+
+def test_also_where_the_user_interrupts() -> None:
+    def before_step(model: Any, optimizer: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work(prober: InProcessProber) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            prober.probe(ProbeRequest(Plan(4)))
+
+    assert _everything(work, before_step=before_step) == []
+
+
+def test_each_probe_starts_from_the_users_weights() -> None:
+    def work(prober: InProcessProber) -> None:
+        losses = [prober.probe(ProbeRequest(Plan(4), **hopeless)).loss for _ in range(2)]
+        assert losses[0] == losses[1]
+
+    hopeless: Any = {"incumbent_samples_per_second": 1e12}
+    assert _everything(work) == []
+
+
+def test_functions_that_build_are_welcome_too() -> None:
+    workload = Workload(Net, lambda n: torch.randn(n, 6), optimizer=torch.optim.SGD)
+    with InProcessProber(workload, device="cpu", vram_budget="64MiB") as prober:
+        assert prober.survey().sample_batch_size == 1
+        assert prober.probe(ProbeRequest(Plan(8))).ok
+
+
+def test_the_budget_can_be_changed_and_is_told() -> None:
+    model = nn.Linear(512, 512)
+    with InProcessProber(Workload(model, torch.randn(4, 512)), device="cpu") as prober:
+        assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes
+        assert prober.probe(ProbeRequest(Plan(4))).ok
+        prober.rebudget(2 * 2**20)
+        assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 2 * 2**20
+        assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.OOM
+        prober.renew()
+
+
+def test_what_cannot_be_opened_is_refused_at_once() -> None:
+    workload = Workload(nn.Linear(6, 4), torch.randn(4, 6))
+    with pytest.raises(InvalidRequest, match="larger than the device"):
+        InProcessProber(workload, device="cpu", vram_budget="1000TiB")
+    with pytest.raises(InvalidRequest, match="device must be"):
+        InProcessProber(workload, device="tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceUnavailable):
+            InProcessProber(workload, device="cuda")
