@@ -15,77 +15,34 @@ import torch
 
 from autofit.prediction.dispatch import beneath, emulate
 
-_LOWER = frozenset(
-    [
-        "_convolution.deprecated",
-        "_convolution",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_tbc",
-        "conv_transpose1d",
-        "conv_transpose2d.input",
-        "conv_transpose3d.input",
-        "convolution",
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-        "prelu",
-        "addmm",
-        "addmv",
-        "addr",
-        "matmul",
-        "einsum",
-        "mm",
-        "mv",
-        "linalg_vecdot",
-        "linear",
-        "addbmm",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "linalg_multi_dot",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "lstm_cell",
-        "gru_cell",
-        "rnn_tanh_cell",
-        "rnn_relu_cell",
-        "_scaled_dot_product_flash_attention",
-    ]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LOWER = _names(
+    """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
+    cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
+    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    """
 )
-_FLOAT32_RESULT = frozenset(
-    [
-        "prod",
-        "prod.dim_int",
-        "softmax.int",
-        "log_softmax.int",
-        "cumprod",
-        "cumsum",
-        "linalg_vector_norm",
-        "linalg_matrix_norm",
-        "linalg_matrix_norm.str_ord",
-        "sum",
-        "sum.dim_IntList",
-    ]
+_FLOAT32_RESULT = _names(
+    """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+    """
 )
-_WIDEST = frozenset(
-    [
-        "addcdiv",
-        "addcmul",
-        "atan2",
-        "bilinear",
-        "cross",
-        "dot",
-        "vdot",
-        "grid_sampler",
-        "index_put",
-        "tensordot",
-        "scatter_add",
-    ]
+_WIDEST = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+    """
 )
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-_REFUSED = frozenset({"binary_cross_entropy"})
-_ELSEWHERE = frozenset({"scaled_dot_product_attention"})
+_REFUSED = _names("binary_cross_entropy")
+_ELSEWHERE = _names("scaled_dot_product_attention rms_norm softmax.int log_softmax.int")
 """Cast by whoever emulates them for other reasons too."""
 
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -100,6 +57,11 @@ def is_on() -> bool:
 def in_lower_precision(value: Any) -> Any:
     """The value with its eligible tensors cast to autocast's type, leaf weights cast once."""
     return _cast(value, torch.get_autocast_dtype("cuda"))
+
+
+def in_float32(value: Any) -> Any:
+    """The value with its eligible tensors cast to float32."""
+    return _cast(value, torch.float32)
 
 
 @contextmanager

@@ -34,12 +34,15 @@ _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 _VALUES = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim"})
 _ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
 """Operators of foreach and fused optimizers and of gradient scaling that return nothing."""
+# fmt: off
 _IN_PLACE = frozenset(
-    """
-    add_ addcdiv_ addcmul_ bernoulli_ clamp_ copy_ div_ exponential_ fill_ lerp_ masked_fill_ mul_
-    neg_ normal_ random_ relu_ sqrt_ sub_ uniform_ zero_
-    """.split()
+    (
+        "add_", "addcdiv_", "addcmul_", "bernoulli_", "clamp_", "copy_", "div_",
+        "exponential_", "fill_", "lerp_", "masked_fill_", "mul_", "neg_", "normal_",
+        "random_", "relu_", "sqrt_", "sub_", "uniform_", "zero_",
+    )
 )
+# fmt: on
 """They change values alone, and there are none: nothing is to be done, and quickly so."""
 _STAND_INS = {"_cudnn_rnn": cudnn_rnn, "_cudnn_rnn_backward": cudnn_rnn_backward}
 

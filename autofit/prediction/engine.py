@@ -13,8 +13,8 @@ from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.plan import Plan
 from autofit.prediction.calibration import Calibration
 from autofit.prediction.gpus import Gpu, find_gpu
-from autofit.prediction.rehearsal import rehearse
 from autofit.prediction.largest import largest_that_fits
+from autofit.prediction.rehearsal import rehearse
 from autofit.prediction.settings import meaning_of, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy

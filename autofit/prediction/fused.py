@@ -6,10 +6,13 @@ form, which keeps more for the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 
+from autofit.prediction import autocast
 from autofit.prediction.dispatch import beneath, emulate
 
 aten: Any = torch.ops.aten
@@ -23,4 +26,54 @@ def _dropout(data: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return aten.native_dropout(data, p, train)[0]  # type: ignore[no-any-return]  # likewise
 
 
+class _FusedRmsNorm(torch.autograd.Function):
+    """What `_fused_rms_norm` keeps on CUDA: its input, and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, shape: Any, weight: Any) -> torch.Tensor:
+        rows = data.numel() // max(prod(shape), 1)
+        scale = torch.empty(rows, dtype=torch.float32, device="meta")
+        ctx.save_for_backward(data, weight, scale)
+        return torch.empty_like(data)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        data, weight, _ = ctx.saved_tensors
+        of_weight = torch.empty_like(weight) if weight is not None else None
+        return torch.empty_like(data), None, of_weight
+
+
+def _rms_norm(
+    data: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Fused where data and weight have one type (layer_norm.cpp)."""
+    with beneath():
+        if autocast.is_on():
+            data, weight = autocast.in_float32(data), autocast.in_float32(weight)
+        if not data.is_meta or (weight is not None and weight.dtype != data.dtype):
+            return aten.rms_norm(data, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # likewise
+        return _FusedRmsNorm.apply(data, normalized_shape, weight)  # type: ignore[no-any-return]  # likewise
+
+
+def _softmax(name: str) -> Callable[..., torch.Tensor]:
+    """A softmax of float16 with a float32 result is one kernel, without a copy of its argument."""
+    plain, fused = getattr(aten, name).int, getattr(aten, f"_{name}")
+
+    def kernel(data: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        with beneath():
+            if autocast.is_on() and dtype is None and data.is_floating_point() and data.is_meta:
+                dtype = data.dtype if data.dtype == torch.float64 else torch.float32
+            if data.is_meta and data.dtype == torch.float16 and dtype == torch.float32:
+                return fused(data, dim, True)  # type: ignore[no-any-return]  # likewise
+            return plain(data, dim, dtype)  # type: ignore[no-any-return]  # likewise
+
+    return kernel
+
+
 emulate("dropout", _dropout)
+emulate("rms_norm", _rms_norm)
+emulate("softmax.int", _softmax("softmax"))
+emulate("log_softmax.int", _softmax("log_softmax"))

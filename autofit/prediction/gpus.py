@@ -47,7 +47,7 @@ class Gpu:
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """Resident threads a multiprocessor takes (CUDA programming guide, table of capabilities)."""
+        """Resident threads of a multiprocessor (CUDA programming guide, compute capabilities)."""
         if self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12:
             return 1536
         return 1024 if self.capability == (7, 5) else 2048

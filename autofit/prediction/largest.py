@@ -11,9 +11,9 @@ MOST_LOOKS = 12
 def largest_that_fits(need: Callable[[int], int], budget: int, *, start: int) -> int | None:
     """The largest micro-batch whose need is within the budget, or very near it.
 
-    Needs grow almost on a line, so the next look is where the line through the nearest looks on
-    either side meets the budget. What is returned was itself looked at; after 12 looks the best
-    so far is.
+    Needs grow almost on a line, so the next look is where the line through the nearest looks
+    meets the budget; where two looks in a row fell on the same side of it, the middle between the
+    bounds. What is returned was itself looked at; after 12 looks it is the best so far.
 
     Args:
         need: bytes of a micro-batch.
@@ -23,26 +23,28 @@ def largest_that_fits(need: Callable[[int], int], budget: int, *, start: int) ->
     Returns:
         None where one sample does not fit.
     """
-    fits, fails = 0, MOST + 1
-    looked: dict[int, int] = {}
-    at = start
-    for _ in range(MOST_LOOKS):
-        looked[at] = need(at)
-        if looked[at] <= budget:
-            fits = max(fits, at)
-        else:
-            fails = min(fails, at)
+    looked = {start: need(start)}
+    if looked[start] > budget and start > 1:
+        looked[1] = need(1)
+    sides: list[bool] = []
+    while len(looked) < MOST_LOOKS:
+        fits = max((at for at, needed in looked.items() if needed <= budget), default=0)
+        fails = min((at for at, needed in looked.items() if needed > budget), default=MOST + 1)
         if fails - fits <= 1:
             break
-        at = min(max(_crossing(looked, budget), fits + 1), fails - 1)
-    return fits or None
+        at = _crossing(looked, budget)
+        if fails <= MOST and sides[-2:] in ([True, True], [False, False]):
+            at = (fits + fails) // 2
+        at = min(max(at, fits + 1), fails - 1)
+        looked[at] = need(at)
+        sides.append(looked[at] <= budget)
+    return max((at for at, needed in looked.items() if needed <= budget), default=None)
 
 
 def _crossing(looked: dict[int, int], budget: int) -> int:
     """Where the line through the two looks nearest the budget meets it."""
     if len(looked) == 1:
-        ((only, needed),) = looked.items()
-        return 2 * only if needed <= budget else max(only // 2, 1)
+        return 2 * next(iter(looked))
     (one, here), (other, there) = sorted(looked.items(), key=lambda look: abs(look[1] - budget))[:2]
     if here == there:
         return 2 * max(one, other)

@@ -34,6 +34,7 @@ class RecordedTraining:
         smallest_limit_bytes: the smallest limit without an allocator retry in the last two of
             four steps.
         recording: the allocations of the traced run.
+        operators: the aten operators of the traced run, in order.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RecordedTraining:
     traced_reserved_bytes: int
     smallest_limit_bytes: int
     recording: Recording
+    operators: tuple[str, ...]
 
 
 def recorded_trainings() -> Iterator[RecordedTraining]:
@@ -63,6 +65,7 @@ def _read(data: dict[str, Any]) -> RecordedTraining:
         data["traced_reserved"],
         data["cap_no_retry"],
         Recording(events, (first_end, _second_step_end(data, events, first_end))),
+        tuple(data["op_names"][name] for name, _, _ in data["ops"]),
     )
 
 

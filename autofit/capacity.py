@@ -1,0 +1,202 @@
+"""`autofit.check`: does this workload train within this VRAM budget?
+
+Told by a real probe where there is a GPU, and by prediction where there is none. A verdict of
+True is meant to be relied on: a probe ran within the budget, or the prediction fits with its
+margin. False is said where it ran out, or where the prediction does not fit with its margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from autofit.devices.base import budget_bytes
+from autofit.errors import CannotTell, InvalidRequest
+from autofit.measurement import Outcome, Trial
+from autofit.plan import Plan
+from autofit.prediction.calibration import Calibration
+from autofit.prediction.engine import Prediction, predict
+from autofit.prediction.gpus import Gpu, find_gpu
+from autofit.strategy import Strategy
+from autofit.units import format_bytes
+from autofit.workload import Workload
+
+Method = Literal["auto", "probe", "predict"]
+METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan fits.
+
+    Attributes:
+        fits: True or False; None where it could not be told.
+        plan: the plan that was checked.
+        method: "probe" or "predict".
+        vram_budget_bytes: what is allowed.
+        required_bytes: what the plan needs, non-torch bytes included; None: it is not known.
+        margin_bytes: what was added to required bytes before they were held against the budget.
+        breakdown: bytes by kind, where predicted.
+        largest_micro_batch: the largest that would fit, where the plan does not and it is known.
+        detail: why it could not be told, or how the probe ended.
+    """
+
+    fits: bool | None
+    plan: Plan
+    method: str
+    vram_budget_bytes: int
+    required_bytes: int | None = None
+    margin_bytes: int = 0
+    breakdown: Mapping[str, int] | None = None
+    largest_micro_batch: int | None = None
+    detail: str | None = None
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """The budget less required bytes; below zero where it does not fit."""
+        if self.required_bytes is None:
+            return None
+        return self.vram_budget_bytes - self.required_bytes
+
+    def __str__(self) -> str:
+        """One line."""
+        said = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
+        line = f"{self.plan} {said} in {format_bytes(self.vram_budget_bytes)}"
+        if self.required_bytes is not None:
+            line += f": {self._needs()}"
+        elif self.detail:
+            line += f": {self.detail}"
+        if self.fits is False and self.largest_micro_batch:
+            line += f"; the largest micro-batch that fits is {self.largest_micro_batch}"
+        return line
+
+    def _needs(self) -> str:
+        how = "measured" if self.method == "probe" else "predicted"
+        needs = f"{format_bytes(self.required_bytes)} {how}"
+        return needs + (f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else "")
+
+    def explain(self) -> str:
+        """Several lines: required, allowed, the breakdown, and the largest micro-batch."""
+        rows = [("required", self.required_bytes), ("allowed", self.vram_budget_bytes)]
+        rows += list((self.breakdown or {}).items())
+        lines = [f"  {name:<16}{format_bytes(size):>12}" for name, size in rows]
+        return "\n".join([str(self), *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "fits": self.fits,
+            "method": self.method,
+            "plan": self.plan.to_dict(),
+            "vram_budget_bytes": self.vram_budget_bytes,
+            "required_bytes": self.required_bytes,
+            "margin_bytes": self.margin_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "breakdown": dict(self.breakdown) if self.breakdown else None,
+            "largest_micro_batch": self.largest_micro_batch,
+            "detail": self.detail,
+        }
+
+
+def check(
+    workload: Workload,
+    *,
+    plan: Plan | None = None,
+    vram_budget: str | float | None = None,
+    gpu: str | int | Gpu | None = None,
+    method: str = "auto",
+    device: str | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    payloads: Mapping[str, Any] | None = None,
+    calibration: Calibration | None = None,
+) -> Verdict:
+    """Tell whether a plan trains within a VRAM budget.
+
+    Args:
+        workload: what is trained.
+        plan: what to check; None: the baseline.
+        vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all of the GPU that is named,
+            or what is free on the one that is there.
+        gpu: which GPU to predict for, as for `predict`.
+        method: "probe" runs it on the device that is here; "predict" needs none; "auto" probes
+            where there is a GPU, unless another was named.
+        device: where to probe; None: cuda where there is one.
+        strategies, payloads, calibration: as for `predict`.
+
+    Raises:
+        InvalidRequest: an argument that cannot mean anything.
+        DeviceUnavailable: method="probe", and there is no such device.
+        Exception: what the user's own code raised.
+    """
+    if method not in METHODS:
+        raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    probes = method == "probe" or (
+        method == "auto" and gpu is None and (device is not None or torch.cuda.is_available())
+    )
+    if probes:
+        return _by_probe(workload, plan, vram_budget, device, strategies)
+    total = find_gpu(gpu).total_bytes
+    budget = budget_bytes(
+        1.0 if vram_budget is None else vram_budget, total_bytes=total, free_bytes=total
+    )
+    try:
+        prediction = predict(
+            workload,
+            plan=plan,
+            gpu=gpu,
+            strategies=strategies,
+            payloads=payloads,
+            calibration=calibration,
+        )
+    except CannotTell as error:
+        unknown = plan or Plan(workload.sample_batch_size)
+        return Verdict(None, unknown, "predict", budget, detail=str(error))
+    return _by_prediction(prediction, budget)
+
+
+def _by_prediction(prediction: Prediction, budget: int) -> Verdict:
+    fits = prediction.fits(budget)
+    return Verdict(
+        fits,
+        prediction.plan,
+        "predict",
+        budget,
+        prediction.required_bytes,
+        prediction.interval[1] - prediction.required_bytes,
+        prediction.breakdown,
+        None if fits else prediction.largest_micro_batch_within(budget),
+    )
+
+
+def _by_probe(
+    workload: Workload,
+    plan: Plan | None,
+    vram_budget: str | float | None,
+    device: str | None,
+    strategies: Iterable[str | Strategy] | None,
+) -> Verdict:
+    from autofit.searching.public import probe
+
+    budget = _budget_on(device, vram_budget)
+    trial = probe(workload, plan=plan, vram_budget=budget, device=device, strategies=strategies)
+    return _by_trial(trial, budget)
+
+
+def _by_trial(trial: Trial, budget: int) -> Verdict:
+    measured = trial.measurement
+    fits: bool | None = None
+    if measured.outcome is Outcome.OK or measured.outcome.about_memory:
+        fits = measured.ok
+    required = measured.held_bytes if measured.ok else None
+    detail = measured.detail or (None if measured.ok else f"the probe ended as {measured.outcome}")
+    return Verdict(fits, trial.plan, "probe", budget, required, detail=detail)
+
+
+def _budget_on(device: str | None, vram_budget: str | float | None) -> int:
+    from autofit.devices.open import open_device
+
+    opened = open_device(device)
+    return budget_bytes(vram_budget, total_bytes=opened.total_bytes, free_bytes=opened.free_bytes)

@@ -1,0 +1,90 @@
+"""A pytest fixture that fails a test where a training does not fit.
+
+    def test_fits_24gib(autofit_check):
+        autofit_check(make_workload(), vram_budget="24GiB", micro_batch=8)
+
+Importing this plugin imports no torch: it is loaded in every pytest run of its environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from autofit.capacity import Verdict
+    from autofit.plan import Plan, Scalar
+    from autofit.workload import Workload
+
+Checker = Callable[..., "Verdict"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--autofit-method`."""
+    parser.getgroup("autofit").addoption(
+        "--autofit-method",
+        choices=("auto", "probe", "predict"),
+        default="auto",
+        help="how autofit_check tells whether a training fits: by a probe on the GPU that is "
+        "here, by prediction, or by a probe where there is a GPU",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker `autofit`, which every test that uses the fixture gets."""
+    config.addinivalue_line("markers", "autofit: checks that a training fits a VRAM budget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses the fixture, so that `-m autofit` selects it."""
+    for item in items:
+        if "autofit_check" in getattr(item, "fixturenames", ()):
+            item.add_marker("autofit")
+
+
+@pytest.fixture
+def autofit_check(request: pytest.FixtureRequest) -> Checker:
+    """A function that fails the test where a workload does not train within a VRAM budget.
+
+    It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`
+    and `settings`; also `gpu`, and `method` in place of `--autofit-method`. It returns the
+    verdict of `autofit.check`.
+    """
+
+    def checker(
+        workload: Workload,
+        *,
+        vram_budget: str | float | None = None,
+        micro_batch: int | None = None,
+        accumulation_steps: int = 1,
+        settings: Mapping[str, Scalar] | None = None,
+        plan: Plan | None = None,
+        gpu: str | int | None = None,
+        method: str | None = None,
+        **options: Any,
+    ) -> Verdict:
+        __tracebackhide__ = True
+        from autofit.capacity import check
+        from autofit.plan import Plan
+
+        if plan is None and (micro_batch is not None or settings or accumulation_steps != 1):
+            plan = Plan(
+                micro_batch or workload.sample_batch_size,
+                accumulation_steps=accumulation_steps,
+                settings=settings or {},
+            )
+        verdict = check(
+            workload,
+            plan=plan,
+            vram_budget=vram_budget,
+            gpu=gpu,
+            method=method or request.config.getoption("--autofit-method"),
+            **options,
+        )
+        if not verdict.fits:
+            pytest.fail(verdict.explain(), pytrace=False)
+        return verdict
+
+    return checker

@@ -1,0 +1,136 @@
+"""`autofit.predict`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import CannotTell, InvalidRequest
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.prediction.calibration import Calibration
+from autofit.prediction.engine import predict
+from autofit.prediction.gpus import find_gpu
+from autofit.units import GIB, MIB
+from autofit.workload import Workload
+from benchmarks.traces.models import GPT
+
+
+def tokens(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (samples, 128)
+    return torch.randint(0, 1000, shape), torch.randint(0, 1000, shape)
+
+
+def gpt(**options: Any) -> Workload:
+    given = {"vocabulary": 1000, "width": 256, "heads": 4, "layers": 4, "length": 128} | options
+    return Workload(lambda: GPT(**given), tokens())
+
+
+def test_a_prediction_adds_up() -> None:
+    prediction = predict(gpt(), gpu="A100")
+    held = sum(size for kind, size in prediction.breakdown.items() if kind != "non_torch")
+    assert held == pytest.approx(prediction.peak_allocated_bytes, rel=0.03)  # blocks have rests
+    assert prediction.breakdown["non_torch"] == find_gpu("A100").context_bytes
+    assert prediction.peak_allocated_bytes < prediction.required_bytes
+    low, high = prediction.interval
+    assert low < prediction.required_bytes < high
+    assert prediction.to_dict()["required_bytes"] == prediction.required_bytes
+    assert prediction.plan == Plan(4)
+
+
+def test_the_breakdown_of_a_plain_adamw_training() -> None:
+    prediction = predict(gpt(width=1024), gpu="A100")
+    parts = prediction.breakdown
+    assert parts["optimizer_state"] == pytest.approx(2 * parts["weights"], rel=0.01)
+
+
+def test_more_samples_need_more() -> None:
+    small = predict(gpt(), plan=Plan(4), gpu="A100")
+    large = predict(gpt(), plan=Plan(64), gpu="A100")
+    assert large.peak_allocated_bytes > 4 * small.peak_allocated_bytes
+    assert large.breakdown["weights"] == small.breakdown["weights"]
+
+
+def test_autocast_needs_less() -> None:
+    reduced = {"precision.dtype": "bfloat16"}
+    plain = predict(gpt(), plan=Plan(64), gpu="A100")
+    half = predict(gpt(), plan=Plan(64, settings=reduced), gpu="A100")
+    assert half.breakdown["activations"] < 0.8 * plain.breakdown["activations"]
+    assert half.plan.settings == reduced
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    prediction = predict(gpt(), gpu="A100")
+    budget = 2 * GIB
+    largest = prediction.largest_micro_batch_within(budget)
+    assert largest is not None
+    assert predict(gpt(), plan=Plan(largest), gpu="A100").fits(budget)
+    assert not predict(gpt(), plan=Plan(largest + 1), gpu="A100").fits(budget)
+    assert prediction.largest_micro_batch_within(prediction.breakdown["non_torch"]) is None
+
+
+def test_a_setting_that_the_gpu_has_not() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be 'bfloat16' here"):
+        predict(gpt(), plan=Plan(4, settings={"precision.dtype": "bfloat16"}), gpu="T4")
+    with pytest.raises(InvalidRequest, match="there is no strategy 'magic'"):
+        predict(gpt(), plan=Plan(4, settings={"magic.wand": 1}))
+
+
+def test_a_setting_whose_meaning_takes_a_run() -> None:
+    level = Plan(4, settings={"checkpointing.level": 1})
+    with pytest.raises(CannotTell, match="payloads="):
+        predict(gpt(), plan=level, gpu="A100")
+
+
+def test_with_its_payload_it_can_be_predicted() -> None:
+    level = Plan(64, settings={"checkpointing.level": 1})
+    units = [f"blocks.{at}" for at in range(4)]
+    payloads = {"checkpointing.level": {"units": units, "buffers": []}}
+    saved = predict(gpt(), plan=level, payloads=payloads, gpu="A100")
+    plain = predict(gpt(), plan=Plan(64), gpu="A100")
+    assert saved.peak_allocated_bytes < 0.7 * plain.peak_allocated_bytes
+
+
+def test_expandable_segments_where_the_environment_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixed = predict(gpt(), plan=Plan(64), gpu="A100")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    expandable = predict(gpt(), plan=Plan(64), gpu="A100")
+    assert expandable.required_bytes != fixed.required_bytes
+    assert expandable.peak_reserved_bytes <= fixed.peak_reserved_bytes + 40 * MIB
+
+
+def test_a_probe_teaches_constants() -> None:
+    first = predict(gpt(), gpu="A100")
+    measured = Measurement(
+        Outcome.OK,
+        peak_allocated_bytes=first.peak_allocated_bytes + 5 * MIB,
+        peak_reserved_bytes=first.peak_reserved_bytes,
+        non_torch_bytes=400 * MIB,
+    )
+    learned = Calibration.from_dict(Calibration.learn(first, measured).to_dict())
+    again = predict(gpt(), gpu="A100", calibration=learned)
+    assert again.peak_allocated_bytes == measured.peak_allocated_bytes
+    assert again.breakdown["non_torch"] == 400 * MIB
+    with pytest.raises(InvalidRequest, match="measured no memory"):
+        Calibration.learn(first, Measurement(Outcome.OOM))
+
+
+def test_a_probe_of_something_else_teaches_nothing() -> None:
+    prediction = predict(gpt(), gpu="A100")
+    other = Measurement(Outcome.OK, peak_allocated_bytes=1, non_torch_bytes=1)
+    with pytest.raises(InvalidRequest, match="not of the same plan"):
+        Calibration.learn(prediction, other)
+
+
+def test_a_model_of_seven_billion_parameters_needs_no_memory_here() -> None:
+    wide = Workload(
+        lambda: nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(26))),
+        torch.empty(8, 16384),
+    )
+    prediction = predict(wide, gpu="B200")
+    assert prediction.breakdown["weights"] == pytest.approx(26 * 16384**2 * 4, rel=0.001)

@@ -1,0 +1,43 @@
+"""GPUs by name and by size."""
+
+from __future__ import annotations
+
+import pytest
+
+from autofit.errors import InvalidRequest
+from autofit.prediction.gpus import find_gpu
+from autofit.units import GIB, MIB
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"])
+def test_a_name_is_found_however_it_is_written(name: str) -> None:
+    assert find_gpu(name).name == "RTX 4090"
+
+
+def test_a_data_centre_card_has_its_architecture() -> None:
+    found = find_gpu("L4")
+    assert found.capability == (8, 9)
+    assert found.native_bfloat16
+    assert 21 * GIB < found.total_bytes < 24 * GIB
+    assert not find_gpu("T4").native_bfloat16
+    assert not find_gpu("V100").tf32
+
+
+def test_a_size_stands_for_a_gpu_of_that_size() -> None:
+    assert find_gpu("24GiB").total_bytes == 24 * GIB
+    assert find_gpu(80 * GIB).total_bytes == 80 * GIB
+
+
+def test_none_is_the_best_known_architecture() -> None:
+    assert find_gpu(None).name == "H200"
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(InvalidRequest, match=r"no GPU called 'Voodoo 2'.*A100-80GB"):
+        find_gpu("Voodoo 2")
+
+
+def test_workspaces_of_cublas_follow_the_architecture() -> None:
+    assert find_gpu("H100").cublas_workspace_bytes == 32 * MIB
+    assert find_gpu("B200").cublas_workspace_bytes == 32 * MIB
+    assert find_gpu("A100").cublas_workspace_bytes == 8 * MIB + 128 * 2**10

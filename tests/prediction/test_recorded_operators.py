@@ -1,0 +1,57 @@
+"""The emulation runs the very operators that CUDA ran, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.rehearsal import STEPS, stage
+from benchmarks.traces.recorded import recorded_trainings
+from benchmarks.traces.trainings import TRAININGS
+
+RECORDED = {recorded.name: recorded for recorded in recorded_trainings()}
+# Bookkeeping that touches no memory of the device, and moves between versions of torch.
+_IGNORED = ("profiler", "aten.lift_fresh", "aten.detach", "aten._local_scalar_dense")
+
+
+class _Listening(CudaTracer):
+    def __init__(self) -> None:
+        super().__init__(find_gpu("H200"))
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def counted(operators: list[str] | tuple[str, ...]) -> list[str]:
+    return [operator for operator in operators if not operator.startswith(_IGNORED)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_fp32",
+        "gpt_bf16",
+        "gpt_fp16_scaler_clip",
+        "gpt_bf16_dropout",
+        "gpt_bf16_fused",
+        "gpt_bf16_math",
+        "gpt_pure_bf16",
+        "lora_bf16",
+        "resnet_bf16_cl",
+        "vit_bf16",
+        "unet_bf16_cl",
+    ],
+)
+def test_the_same_operators_run_in_the_same_order(name: str) -> None:
+    tracer = _Listening()
+    with stage(find_gpu("H200"), tracer):
+        steps = TRAININGS[name].steps("cuda")
+        for _ in range(STEPS):
+            next(steps)
+        del steps
+    assert counted(tracer.operators) == counted(RECORDED[name].operators)

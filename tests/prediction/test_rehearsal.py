@@ -1,0 +1,185 @@
+"""Rehearsals: faithful to the training, harmless to the user's objects, honest where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import CannotTell
+from autofit.memory.replay import replay
+from autofit.plan import Plan
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.rehearsal import Rehearsal, rehearse
+from autofit.probing.snapshot import differences, digest
+from autofit.workload import Workload
+
+GPU = find_gpu("A100")
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]  # modules are untyped
+
+
+def batch(samples: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 32), torch.randint(0, 4, (samples,))
+
+
+def workload(model: Any = Net, **options: Any) -> Workload:
+    given = {"criterion": nn.functional.cross_entropy} | options
+    return Workload(model, batch(), **given)
+
+
+def peak(rehearsal: Rehearsal) -> int:
+    return replay(rehearsal.recording).peak_allocated_bytes
+
+
+def test_the_users_objects_and_process_are_left_alone() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    live = {"model": model, "optimizer": optimizer}
+    made = workload(model, optimizer=optimizer)
+    before = digest(live)
+    rehearse(made, Plan(16), GPU)
+    assert differences(before, digest(live)) == []
+
+
+def test_a_live_model_and_one_that_is_built_need_the_same() -> None:
+    live = rehearse(workload(Net()), Plan(16), GPU)
+    built = rehearse(workload(Net), Plan(16), GPU)
+    assert peak(live) == peak(built)
+
+
+def test_a_model_that_builds_itself_on_the_gpu() -> None:
+    on_gpu = rehearse(workload(lambda: Net().cuda()), Plan(16), GPU)
+    assert abs(peak(on_gpu) - peak(rehearse(workload(Net), Plan(16), GPU))) < 4096
+
+
+def test_a_model_that_needs_values_while_it_is_built() -> None:
+    def build() -> nn.Module:
+        rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        return nn.Sequential(Net(), nn.Dropout(rates[-1]))
+
+    assert peak(rehearse(workload(build), Plan(16), GPU)) > 0
+
+
+def test_tied_weights_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self, tie: bool) -> None:
+            super().__init__()
+            self.table = nn.Embedding(1000, 64)
+            self.head = nn.Linear(64, 1000, bias=False)
+            if tie:
+                self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids)).float().mean()  # type: ignore[no-any-return]  # untyped
+
+    def weights(tie: bool) -> int:
+        made = Workload(Tied(tie), torch.randint(0, 1000, (4, 8)))
+        rehearsal = rehearse(made, Plan(4), GPU)
+        return rehearsal.labels.at_peak(rehearsal.recording)["weights"]
+
+    assert weights(tie=False) == 2 * weights(tie=True)
+
+
+def test_frozen_parameters_get_neither_gradients_nor_state() -> None:
+    def frozen() -> nn.Module:
+        model = Net(4096)
+        model.body.requires_grad_(False)
+        return model
+
+    def kinds(model: Callable[[], nn.Module]) -> Any:
+        made = workload(
+            model,
+            optimizer=lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad]),
+        )
+        rehearsal = rehearse(made, Plan(2), GPU)
+        return rehearsal.labels.at_peak(rehearsal.recording)
+
+    assert kinds(frozen)["optimizer_state"] < kinds(lambda: Net(4096))["optimizer_state"] / 100
+
+
+def test_gradients_are_resident_in_the_second_micro_batch() -> None:
+    one = rehearse(workload(lambda: Net(8192)), Plan(16), GPU)
+    two = rehearse(workload(lambda: Net(8192)), Plan(16, accumulation_steps=2), GPU)
+    many = rehearse(workload(lambda: Net(8192)), Plan(16, accumulation_steps=8), GPU)
+    assert peak(one) < peak(two) == peak(many)
+
+
+def test_a_live_optimizers_state_is_there_from_the_start() -> None:
+    model = Net(8192)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    rehearsal = rehearse(workload(model, optimizer=optimizer), Plan(16), GPU)
+    held = rehearsal.labels.at_peak(rehearsal.recording)
+    assert held["optimizer_state"] >= 2 * held["weights"] * 0.99
+
+
+def test_a_train_step_of_the_users_own() -> None:
+    def step(training: Any, batch: Any) -> torch.Tensor:
+        total = torch.zeros((), device=training.device)
+        for micro_batch, weight in training.micro_batches(batch):
+            loss = training.loss(micro_batch)
+            training.backward(loss, weight)
+            total += loss.detach() * weight
+        training.optimizer_step()
+        return total
+
+    own = rehearse(workload(train_step=step), Plan(8, accumulation_steps=2), GPU)
+    assert peak(own) > 0
+
+
+def fails(loss_fn: Callable[..., torch.Tensor]) -> CannotTell:
+    with pytest.raises(CannotTell) as caught:
+        rehearse(workload(criterion=None, loss_fn=loss_fn), Plan(16), GPU)
+    return caught.value
+
+
+def test_a_value_that_is_read_is_an_error_that_names_the_line() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        assert loss.item() == loss.item()
+        return loss
+
+    error = fails(loss_fn)
+    assert "test_rehearsal.py" in str(error)
+    assert "loss.item() == loss.item()" in str(error)
+    assert "probe" in str(error)
+
+
+def test_a_shape_that_depends_on_values_is_too() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(batch[0])
+        return output[output > 0].mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    assert "output[output > 0]" in str(fails(loss_fn))
+
+
+def test_numpy_is_too() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        output: torch.Tensor = model(batch[0])
+        output.detach().cpu().numpy()
+        return output.mean()
+
+    assert "output.detach().cpu().numpy()" in str(fails(loss_fn))
+
+
+def test_the_users_own_error_is_raised_as_it_is() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise KeyError("the user's")
+
+    with pytest.raises(KeyError, match="the user's") as caught:
+        rehearse(workload(criterion=None, loss_fn=loss_fn), Plan(16), GPU)
+    assert any("rehearsed" in note for note in caught.value.__notes__)
