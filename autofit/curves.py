@@ -54,7 +54,7 @@ class Spread:
     help: float = -0.2
     trend: float = 0.6
     bend: float = 0.4
-    hinted: float = 0.1
+    hinted: float = 0.07
     own: float = 0.06
 
 

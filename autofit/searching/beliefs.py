@@ -27,7 +27,7 @@ MEMORY_ERROR = 0.02
 
 _TIME_ERROR = 0.01  # no line is straighter, however well a step time repeats
 _ALIKE = 1.5  # steps whose lengths differ by less scatter alike
-_MEMORY_SPREAD = Spread(intercept=0.1, trend=0.7, bend=0.4)
+_MEMORY_SPREAD = Spread(intercept=0.05, trend=0.7, bend=0.4)
 _PREDICTED_SPREAD = Spread(intercept=0.05, common=0.05, slope=0.05, help=0.0, trend=0.05, bend=0.05)
 _TIME_SPREAD = Spread(intercept=0.05, trend=0.3, bend=0.15)
 
@@ -143,6 +143,10 @@ class Beliefs:
         """(worlds, variants): the micro-batch that a probe just has room for, noise included."""
         noise = np.random.default_rng(self.seed + 2).standard_normal((WORLDS, 1))
         return self.memory.reach(self.facts.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
+
+    def risk(self, plan: Plan) -> float:
+        """The probability that a probe of the plan runs out of memory."""
+        return float((self.room[:, self.index(plan)] < plan.micro_batch).mean())
 
     def scatter(self, trial: Trial) -> float:
         """Standard deviation of the logarithm of a probe's step time, from probe to probe.

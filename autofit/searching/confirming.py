@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.searching.beliefs import Beliefs, beliefs_of
 from autofit.searching.facts import SearchFacts
+from autofit.searching.proposals import oom_cost
 
 TIE = 0.005
 """Plans nearer to each other than this, as a share of their speed, are equally fast."""
@@ -29,7 +32,7 @@ def confirm(facts: SearchFacts, trials: Sequence[Trial]) -> Plan | None:
     confirmed = {t.plan for t in beliefs.probes if t.role is Role.CONFIRMED and t.ok}
     if not contenders or len(confirmed) >= _MOST_CONFIRMED:
         return None
-    leader, *others = contenders
+    leader, *others = sorted(contenders, key=lambda trial: -_promise(beliefs, trial))
     if leader.plan not in confirmed:
         return leader.plan
     rivals = [trial for trial in others if _may_win(beliefs, trial, leader)]
@@ -53,6 +56,14 @@ def _by_speed(beliefs: Beliefs, trials: Sequence[Trial]) -> list[Trial]:
     """The last trial of each plan, the fastest first."""
     last = {trial.plan: trial for trial in trials}
     return sorted(last.values(), key=lambda t: -float(beliefs.speed(t.plan).mean()))
+
+
+def _promise(beliefs: Beliefs, trial: Trial) -> float:
+    """The speed that is expected, less what it may cost that the plan does not fit again."""
+    cost = 0.0
+    if trial.role is not Role.CONFIRMED:
+        cost = float(oom_cost(beliefs, np.array(beliefs.risk(trial.plan))))
+    return float(beliefs.speed(trial.plan).mean()) - cost
 
 
 def _lead(beliefs: Beliefs, leader: Trial, other: Trial) -> float:

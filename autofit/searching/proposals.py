@@ -25,20 +25,23 @@ from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.searching.beliefs import MEMORY_ERROR, Beliefs
 from autofit.searching.sizes import Counts
+from autofit.searching.tally import oom_probes_of
 
 Mask: TypeAlias = NDArray[np.bool_]
 
-WORTH_A_PROBE = 0.005
+WORTH_A_PROBE = 0.003
 """A probe that is worth less is not run; where none is worth more, the search ends."""
 
 OPENED = 0.6
 """How much of a variant's potential a probe of it is credited with."""
 
-OOM_COST = 0.1
-"""What running out of memory costs: a probe is lost, and a fresh worker may be needed."""
+OOM_COST = 0.07
+"""What running out of memory costs the first time: a probe is lost, and a fresh worker may be
+needed. It counts with the root of its probability, as small probabilities are the least certain,
+and grows with every time it happened."""
 
-CEILING_MARGIN = 1.3 * MEMORY_ERROR
-"""What a plan leaves free so that it seldom goes over: about 90 % of its probes then fit."""
+CEILING_MARGIN = 0.8 * MEMORY_ERROR
+"""What a plan leaves free so that it seldom goes over: about 80 % of its probes then fit."""
 
 STRIDE = 4
 """No micro-batch is tried that is more than so many times the largest measured."""
@@ -71,6 +74,12 @@ def propose(beliefs: Beliefs, allowed: Mask) -> Plan | None:
     return best.plan if best is not None and best.worth > WORTH_A_PROBE else None
 
 
+def oom_cost(beliefs: Beliefs, risk: Array) -> Array:
+    """What such a risk of running out of memory costs after these probes."""
+    cost: Array = OOM_COST * (1 + oom_probes_of(beliefs.probes)) * np.sqrt(risk)
+    return cost
+
+
 def ceilings(beliefs: Beliefs) -> Counts:
     """(worlds, variants): the largest micro-batch with room to spare; 0 where there is none."""
     budget = beliefs.facts.vram_budget_bytes * math.exp(-CEILING_MARGIN)
@@ -87,7 +96,7 @@ def _new_plans(beliefs: Beliefs, leader: Trial, allowed: Mask) -> list[Proposal]
         gain = (np.maximum(beliefs.speeds(sizes) - ahead, 0) * fits).mean(axis=0)
         opened = OPENED * np.maximum(potential - gain, 0)
         chance = fits.mean(axis=0)
-        worth = gain + chance * opened - OOM_COST * np.sqrt(1 - chance)
+        worth = gain + chance * opened - oom_cost(beliefs, 1 - chance)
         worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
         best = int(np.argmax(worth))
         if worth[best] > -np.inf:
@@ -121,13 +130,12 @@ def _repeats(beliefs: Beliefs, leader: Trial, allowed: Mask) -> list[Proposal]:
         for trial in beliefs.fitting
         if trial.plan != leader.plan and allowed[beliefs.index(trial.plan)]
     }
-    return [
-        Proposal(
-            plan,
-            _knowledge(beliefs.speed(plan) - beliefs.speed(leader.plan), beliefs.scatter(trial)),
-        )
-        for plan, trial in rivals.items()
-    ]
+    proposals = []
+    for plan, trial in rivals.items():
+        ahead = beliefs.speed(plan) - beliefs.speed(leader.plan)
+        cost = oom_cost(beliefs, np.array(beliefs.risk(plan)))
+        proposals.append(Proposal(plan, _knowledge(ahead, beliefs.scatter(trial)) - float(cost)))
+    return proposals
 
 
 def _knowledge(ahead: Array, noise: float) -> float:

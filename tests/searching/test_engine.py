@@ -24,7 +24,9 @@ def _is_half(plan: Plan) -> bool:
     return plan.settings["precision.dtype"] == "bfloat16"
 
 
-def _failing(outcome: Outcome, when: Callable[[Plan], bool]) -> Callable[[Plan], Measurement | None]:
+def _failing(
+    outcome: Outcome, when: Callable[[Plan], bool]
+) -> Callable[[Plan], Measurement | None]:
     return lambda plan: Measurement(outcome, detail="on purpose") if when(plan) else None
 
 
@@ -139,7 +141,9 @@ def test_a_precision_that_makes_the_loss_infinite_is_out(rig: Any) -> None:
 @pytest.mark.parametrize(
     ("outcome", "words"), [(Outcome.NONFINITE, "not finite"), (Outcome.LEAK, "more memory")]
 )
-def test_a_plain_workload_that_is_broken_is_an_error(rig: Any, outcome: Outcome, words: str) -> None:
+def test_a_plain_workload_that_is_broken_is_an_error(
+    rig: Any, outcome: Outcome, words: str
+) -> None:
     with pytest.raises(WorkloadFailed, match=words):
         run_search(rig.prober(_failing(outcome, lambda plan: True)), rig.facts())
 
@@ -201,9 +205,7 @@ def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(rig: Any)
     vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
     assert vetoed
     assert len(prober.probed) == result.probes <= 12
-    without = run_search(
-        free, rig.facts(), sampler=TPESampler(seed=1), max_probes=12, veto=False
-    )
+    without = run_search(free, rig.facts(), sampler=TPESampler(seed=1), max_probes=12, veto=False)
     assert result.oom_probes < without.oom_probes
 
 

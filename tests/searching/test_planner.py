@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
-from autofit.plan import Dimension, Hint, Plan
+from autofit.plan import Dimension, Hint, Plan, Scalar
 from autofit.searching import beliefs, planner
 from autofit.searching.confirming import best_of, confirm
 from autofit.searching.engine import run_search
@@ -17,8 +17,8 @@ from autofit.searching.exclusions import exclusions_of
 from autofit.searching.facts import SearchFacts
 
 MakeRig = Callable[..., Any]
-PLAIN = {"precision.dtype": "as_is", "checkpointing.level": 0}
-HALF = {"precision.dtype": "bfloat16", "checkpointing.level": 0}
+PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", "checkpointing.level": 0}
+HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 0}
 
 
 def _trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: Any) -> Trial:
@@ -106,7 +106,7 @@ def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(rig: Any) -> N
 
 
 def test_a_fault_is_blamed_on_what_never_worked(rig: Any) -> None:
-    both = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
+    both: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
         _trial(1, Plan(4, settings=both), Outcome.NONFINITE, detail="loss nan"),
@@ -193,9 +193,7 @@ def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
     for number in range(6):
         plan, held = ((full, 6), (lean, 3))[number % 2]
         role = Role.CONFIRMED if number > 3 else Role.SEARCH
-        measurement = Measurement(
-            Outcome.OK, step_times_s=steps, peak_reserved_bytes=held * 2**30
-        )
+        measurement = Measurement(Outcome.OK, step_times_s=steps, peak_reserved_bytes=held * 2**30)
         trials.append(Trial(number, role, plan, measurement))
     best = best_of(rig.facts(), trials)
     assert best is not None

@@ -27,11 +27,13 @@ def test_any_process_with_the_study_asks_for_the_planners_plan(rig: Any) -> None
     assert asked.params == ledger.params_of(decided)
 
 
-def test_a_finished_planner_repeats_the_best_plan(rig: Any) -> None:
+def test_a_finished_planner_repeats_the_best_plan(rig_of: Any) -> None:
+    small = rig_of(dimensions={}, max_micro_batch=4)
     with Store.open(None, {}) as store:
-        result = run_search(rig.prober(), rig.facts(), store=store)
+        result = run_search(small.prober(), small.facts(), store=store)
+        assert planner.decide(small.facts(), store.trials).plan is None
         store.study.sampler = PlannerSampler()
-        asked = store.study.ask(ledger.distributions(rig.space))
+        asked = store.study.ask(ledger.distributions(small.space))
     assert asked.params == ledger.params_of(result.best.plan)
 
 
