@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase  # the one class behind all batch normalizations
+from torch.nn.modules.module import register_module_forward_hook
 
-from autofit.batching import Batch
+from autofit.batching import Batch, tensors_of
 from autofit.training import Training
 
 SAMPLES_OF_A_COMPARISON = 5
@@ -30,7 +31,7 @@ class Gradients:
     Attributes:
         loss: the mean loss.
         by_name: the gradient of each parameter that got one, in its own type.
-        tolerance: the most that roundings of the parameters' types explain.
+        tolerance: the most that roundings explain, in the types of parameters and activations.
         normalizing: the modules that normalized over the batch.
     """
 
@@ -78,7 +79,7 @@ def gradients(training: Training, batch: Batch, *, seed: int, calm: bool = True)
     `calm=False` leaves every module in its mode, for models whose loss exists in training only.
     """
     model = training.model
-    with _calm(model) if calm else nullcontext():
+    with _calm(model) if calm else nullcontext(), _types_of_outputs() as types:
         loss = _accumulate_in_range(training, batch, seed)
         normalizing = tuple(batch_normalizing(model))
     scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
@@ -88,7 +89,8 @@ def gradients(training: Training, batch: Batch, *, seed: int, calm: bool = True)
         if parameter.grad is not None
     }
     training.zero_grad()
-    tolerance = max((_tolerance(p.dtype) for p in model.parameters()), default=0.0)
+    types.update(parameter.dtype for parameter in model.parameters())
+    tolerance = max((_tolerance(dtype, training.device.type) for dtype in types), default=0.0)
     return Gradients(loss, by_name, tolerance, normalizing)
 
 
@@ -163,11 +165,32 @@ def _calm(model: torch.nn.Module) -> Iterator[None]:
             module.dropout = dropout
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    """Roundings add up over a reduction: a few thousand units in the last place, capped."""
+@contextmanager
+def _types_of_outputs() -> Iterator[set[torch.dtype]]:
+    """The types that modules return: under the user's own autocast they are not the parameters'."""
+    types: set[torch.dtype] = set()
+
+    def note(module: Any, inputs: Any, output: Any) -> None:
+        types.update(tensor.dtype for tensor in tensors_of(output))
+
+    handle = register_module_forward_hook(note)
+    try:
+        yield types
+    finally:
+        handle.remove()
+
+
+def _tolerance(dtype: torch.dtype, device_type: str) -> float:
+    """Roundings add up: a few thousand units in the last place, but a few where those are coarse.
+
+    On a GPU float32 counts as TF32, in which cuDNN convolves unless told otherwise.
+    """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    return min(torch.finfo(dtype).eps * 8192, 0.05)
+    eps = torch.finfo(dtype).eps
+    if device_type == "cuda" and dtype in (torch.float32, torch.complex64):
+        eps = torch.finfo(torch.float16).eps
+    return min(eps * 8192, max(eps * 4, 1e-3))
 
 
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,22 @@ def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
         Plan(5),
         device=CPU,
     )
-    assert gradients(coarse, X, seed=0).tolerance == 0.05
+    assert gradients(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
+
+
+def _in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_the_users_own_autocast_explains_its_roundings_and_no_more() -> None:
+    batch = (X, LABELS)
+    found = _split_against_whole(_body(nn.Tanh()), batch, loss_fn=_in_bfloat16)
+    assert found.gradient > 1e-3
+    assert found.equal
+    normalized = _split_against_whole(_body(nn.BatchNorm1d(8)), batch, loss_fn=_in_bfloat16)
+    assert not normalized.equal
+    assert normalized.modules == ("1",)
 
 
 def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
