@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autofit.errors import AutofitError
+from autofit import capacity_commands
+from autofit.errors import AutofitError, InvalidRequest
 from autofit.measurement import Trial
 from autofit.options import (
     AccumulationSteps,
@@ -125,6 +126,9 @@ def search(
                 isolation=isolation,
                 progress=progress,
             )
+    report = replace(
+        report, record=replace(report.record, workload={**report.record.workload, "target": target})
+    )
     try:
         for path in out or ():
             report.save(path)
@@ -183,6 +187,35 @@ def report(
 
 
 @app.command()
+def soak(
+    path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="default: what the report was made of")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=8, help="optimizer steps to train")] = 200,
+    device: DeviceName = None,
+    isolation: Isolation = "process",
+    as_json: AsJson = False,
+) -> None:
+    """Train a report's best plan for longer; exits with 1 where it strays from the report."""
+    from autofit.report.report import load
+
+    report = load(path)
+    searched = target or report.record.workload.get("target")
+    if searched is None:
+        raise InvalidRequest(f"{path} does not say what it was made of: give TARGET")
+    with _stdout_for_results_only():
+        from autofit.target import load_target
+
+        endured = report.soak(
+            load_target(searched), steps=steps, device=device, isolation=isolation
+        )
+    _print(json.dumps(endured.to_dict(), indent=1) if as_json else str(endured))
+    if not endured.held:
+        raise typer.Exit(1)
+
+
+@app.command()
 def strategies() -> None:
     """List the installed strategies and how far each may change the arithmetic."""
     from autofit.registry import load_strategies
@@ -210,6 +243,9 @@ def doctor(device: DeviceName = None) -> None:
     _print(f"{'strategies':<16}{', '.join(installed_names())}")
     for package in ("torch-autofit", "optuna", "cloudpickle"):
         _print(f"{package:<16}{importlib.metadata.version(package)}")
+
+
+capacity_commands.register(app)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ a probe watches: growth at the step boundary, allocator retries, other processes
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
@@ -92,7 +92,7 @@ def soak(
 
     Args:
         report: of a search of this very workload.
-        workload: what was searched.
+        workload: what was searched; its global batch is the report's.
         steps: timed optimizer steps; the warm-up comes before them.
         device: None: the report's own.
         isolation: as for `autofit.search`.
@@ -108,6 +108,7 @@ def soak(
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
     best, record = report.best, report.record
+    workload = replace(workload, global_batch=record.workload["global_batch"])
     names = sorted({setting.partition(".")[0] for setting in best.plan.settings})
     strategies = tuple(report.strategies) or load_strategies(names)
     with open_prober(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +54,46 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
     assert not any("peak" in line or "loss" in line for line in endured.strayed)
     assert endured.to_dict()["plan"] == report.best.plan.to_dict()
+
+
+def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
+    assert report.soak(steps=8, isolation="inprocess").measurement.ok
+    loaded = autofit.load(report.save(tmp_path / "report.json"))
+    with pytest.raises(InvalidRequest, match="pass the one that was searched"):
+        loaded.soak()
+
+
+TARGET = """
+import torch
+from autofit import Workload
+
+def small():
+    return Workload(lambda: torch.nn.Linear(16, 16), torch.randn(4, 16))
+"""
+
+
+def test_the_command_line_soaks_a_report(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TARGET)
+    here = ["--device", "cpu", "--isolation", "inprocess"]
+    budget = ["--vram-budget", "4MiB", "--strategies", "precision", "--max-probes", "2"]
+    searched = run("search", "mine.py:small", *here, *budget, "--out", "r.json", cwd=tmp_path)
+    assert searched.returncode == 0, searched.stderr
+    soaked = run("soak", "r.json", "--steps", "36", *here, "--json", cwd=tmp_path)
+    said = json.loads(soaked.stdout)
+    assert soaked.returncode == (0 if said["held"] else 1)
+    assert said["steps"] == 36
+    assert said["measurement"]["outcome"] == "ok"
+    assert said["plan"] == json.loads((tmp_path / "r.json").read_text())["best"]["plan"]
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autofit", *command],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
 
 
 def test_another_workload_is_refused(report: autofit.Report) -> None:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+    from autofit.endurance import Endurance
     from autofit.recipe import Recipe
     from autofit.strategy import Strategy
     from autofit.training import Training
+    from autofit.workload import Workload
 
 _SAY_THE_LOSS = {"loss_fn", "criterion", "train_step"}
 
@@ -38,11 +40,13 @@ class Report:
         recipe: the user's functions that the search was given; None in a loaded report.
         strategies: the strategy objects that the search was given; empty in a loaded report,
             which finds the installed ones by name.
+        workload: what was searched; None in a loaded report.
     """
 
     record: Record
     recipe: Recipe | None = None
     strategies: Sequence[Strategy] = ()
+    workload: Workload | None = None
 
     @property
     def best(self) -> Trial:
@@ -151,6 +155,29 @@ class Report:
             strategies=self._strategies_of(plan.settings),
             payloads=self.record.payloads(plan.settings),
         )
+
+    def soak(
+        self,
+        workload: Workload | None = None,
+        *,
+        steps: int = 200,
+        device: str | None = None,
+        isolation: str = "process",
+    ) -> Endurance:
+        """Train the best plan for longer and say whether peak, speed and loss stayed the same.
+
+        Args:
+            workload: what was searched; a loaded report has to be told.
+            steps, device, isolation, and what is raised: as for `autofit.endurance.soak`.
+        """
+        from autofit.endurance import soak
+
+        trained = workload or self.workload
+        if trained is None:
+            raise InvalidRequest(
+                "a loaded report holds no workload: pass the one that was searched"
+            )
+        return soak(self, trained, steps=steps, device=device, isolation=isolation)
 
     def _recipe(self, said: dict[str, Any]) -> Recipe:
         from autofit.recipe import Recipe

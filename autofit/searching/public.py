@@ -145,7 +145,7 @@ def search(
             )
         difference = _difference(prober, result)
     record = _record(survey, result, chosen, workload, difference, time.monotonic() - started)
-    return Report(record, recipe=workload.recipe, strategies=chosen)
+    return Report(record, recipe=workload.recipe, strategies=chosen, workload=workload)
 
 
 def probe(
