@@ -12,7 +12,7 @@ from autofit.devices.cuda import CudaDevice
 from autofit.errors import InvalidRequest
 
 
-def open_device(name: str | None) -> Device:
+def open_device(name: str | torch.device | None) -> Device:
     """The device of that name, held by this process from now on.
 
     Args:
@@ -22,9 +22,9 @@ def open_device(name: str | None) -> Device:
         InvalidRequest: no such kind of device.
         DeviceUnavailable: it is not there.
     """
-    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = str(name) if name is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if chosen == "cpu":
         return CpuDevice()
     if re.fullmatch(r"cuda(:\d+)?", chosen):
         return CudaDevice(chosen)
-    raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')
+    raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {chosen!r}')

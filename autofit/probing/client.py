@@ -68,7 +68,12 @@ class WorkerProber:
         self._deadlines = deadlines or Deadlines()
         self._losses = Losses()
         self._lock: DeviceLock | None = None
-        self._opening = {"do": "open", "device": device, "vram_budget": vram_budget, "seed": seed}
+        self._opening = {
+            "do": "open",
+            "device": str(device) if device else None,  # a torch.device is no JSON
+            "vram_budget": vram_budget,
+            "seed": seed,
+        }
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
         self._survey: Survey | None = None

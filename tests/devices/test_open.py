@@ -11,6 +11,7 @@ from autofit.errors import DeviceUnavailable, InvalidRequest
 
 def test_the_cpu_is_always_there() -> None:
     assert open_device("cpu").torch_device == torch.device("cpu")
+    assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
