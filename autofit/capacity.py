@@ -37,6 +37,7 @@ class Verdict:
         plan: the plan that was checked.
         method: "probe" or "predict".
         vram_budget_bytes: what is allowed.
+        peak_allocated_bytes: most bytes in live tensors; None: it is not known.
         required_bytes: what the plan needs, non-torch bytes included; None: it is not known.
         margin_bytes: what was added to required bytes before they were held against the budget.
         breakdown: bytes by kind, where predicted.
@@ -53,6 +54,7 @@ class Verdict:
     breakdown: Mapping[str, int] | None = None
     largest_micro_batch: int | None = None
     detail: str | None = None
+    peak_allocated_bytes: int | None = None
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -92,6 +94,7 @@ class Verdict:
             "method": self.method,
             "plan": self.plan.to_dict(),
             "vram_budget_bytes": self.vram_budget_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
             "required_bytes": self.required_bytes,
             "margin_bytes": self.margin_bytes,
             "headroom_bytes": self.headroom_bytes,
@@ -168,6 +171,7 @@ def _by_prediction(prediction: Prediction, budget: int) -> Verdict:
         prediction.interval[1] - prediction.required_bytes,
         prediction.breakdown,
         None if fits else prediction.largest_micro_batch_within(budget),
+        peak_allocated_bytes=prediction.peak_allocated_bytes,
     )
 
 
@@ -192,7 +196,15 @@ def _by_trial(trial: Trial, budget: int) -> Verdict:
         fits = measured.ok
     required = measured.held_bytes if measured.ok else None
     detail = measured.detail or (None if measured.ok else f"the probe ended as {measured.outcome}")
-    return Verdict(fits, trial.plan, "probe", budget, required, detail=detail)
+    return Verdict(
+        fits,
+        trial.plan,
+        "probe",
+        budget,
+        required,
+        detail=detail,
+        peak_allocated_bytes=measured.peak_allocated_bytes if measured.ok else None,
+    )
 
 
 def _budget_on(device: str | None, vram_budget: str | float | None) -> int:

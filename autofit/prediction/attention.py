@@ -20,6 +20,7 @@ from autofit.prediction.dispatch import beneath, emulate
 from autofit.prediction.gpus import Gpu, find_gpu
 
 aten: Any = torch.ops.aten
+_switches: Any = torch.backends.cuda  # torch does not annotate them
 
 
 class Kernel(Enum):
@@ -99,7 +100,7 @@ def _cudnn_can(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.tensors
     widest = 256 if gpu.capability == (9, 0) else 128
     return (
-        torch.backends.cuda.cudnn_sdp_enabled()
+        _switches.cudnn_sdp_enabled()
         and gpu.capability >= (8, 0)
         and _half(call, gpu)
         and (_heads_agree(call) or call.grouped)
@@ -115,7 +116,7 @@ def _cudnn_can(call: Call, gpu: Gpu) -> bool:
 def _flash_can(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.tensors
     return (
-        torch.backends.cuda.flash_sdp_enabled()
+        _switches.flash_sdp_enabled()
         and gpu.capability >= (8, 0)
         and _half(call, gpu)
         and call.mask is None
@@ -130,7 +131,7 @@ def _efficient_can(call: Call, gpu: Gpu) -> bool:
     if call.query.dtype == torch.float32 and not gpu.tf32:
         alignment = 1
     return (
-        torch.backends.cuda.mem_efficient_sdp_enabled()
+        _switches.mem_efficient_sdp_enabled()
         and (_half(call, gpu) or call.query.dtype == torch.float32)
         and _heads_agree(call)
         and all(tensor.size(3) % alignment == 0 for tensor in (call.query, call.value))

@@ -29,7 +29,7 @@ class Labels:
         """Note weights now, and gradients as they appear."""
         self._note("weights", [*training.model.parameters(), *training.model.buffers()])
         hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch's
             for parameter in training.model.parameters()
             if parameter.requires_grad
         ]

@@ -25,6 +25,7 @@ from autofit.prediction.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.losses import ctc_loss, ctc_loss_backward
 from autofit.prediction.recurrent import cudnn_rnn, cudnn_rnn_backward
 from autofit.prediction.scratch import scratch_bytes
 from autofit.units import MIB
@@ -44,14 +45,19 @@ _IN_PLACE = frozenset(
 )
 # fmt: on
 """They change values alone, and there are none: nothing is to be done, and quickly so."""
-_STAND_INS = {"_cudnn_rnn": cudnn_rnn, "_cudnn_rnn_backward": cudnn_rnn_backward}
+_STAND_INS = {
+    "_cudnn_rnn": cudnn_rnn,
+    "_cudnn_rnn_backward": cudnn_rnn_backward,
+    "_ctc_loss": ctc_loss,
+    "_ctc_loss_backward": ctc_loss_backward,
+}
 
 
 class NeedsValues(Exception):
     """An operator asked for the values of a tensor, and a rehearsal has none."""
 
 
-class CudaTracer(MemoryTracer):
+class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook
     """Traces a rehearsal on the meta device as if it ran on a GPU.
 
     Args:
@@ -79,7 +85,7 @@ class CudaTracer(MemoryTracer):
         name = _name(func)
         if name in _VALUES and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             raise NeedsValues(f"aten::{name} needs the values of a tensor")
-        if name in _STAND_INS:
+        if name in _STAND_INS and _on_device(args[0]):
             result, self._order = _STAND_INS[name](args)
             return result
         if _on_device(args[0] if args else None):

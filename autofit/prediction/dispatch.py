@@ -15,15 +15,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.library import Library, fallthrough_kernel
 
 _DEVICE = "ipu"
 _KEY_NAME = "AutocastIPU"
 _KEY: Any = getattr(torch._C.DispatchKey, _KEY_NAME)
 
-_every_operator = Library("_", "IMPL")
-_every_operator.fallback(fallthrough_kernel, _KEY_NAME)
-_aten = Library("aten", "IMPL")
+_library: Any = torch.library  # torch does not annotate it
+_every_operator = _library.Library("_", "IMPL")
+_every_operator.fallback(_library.fallthrough_kernel, _KEY_NAME)
+_aten = _library.Library("aten", "IMPL")
 
 
 def emulate(name: str, kernel: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from autofit.prediction.rehearsal import rehearse
 from autofit.prediction.settings import meaning_of, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy
+from autofit.units import KIB
 from autofit.workload import Workload
 
 MARGIN = 0.05
@@ -132,7 +134,7 @@ def predict(
             strategies=chosen,
             payloads=meanings,
             expandable_segments=expandable_segments(),
-            workspace_bytes=calibration.workspace_bytes,
+            workspace_bytes=calibration.workspace_bytes or configured_workspace_bytes(),
         )
         breakdown = rehearsal.labels.at_peak(rehearsal.recording)
         return _prediction(plan, found, rehearsal.recording, breakdown, calibration, at)
@@ -144,6 +146,12 @@ def expandable_segments() -> bool:
     """Whether the user's environment asks the allocator for them."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
+
+
+def configured_workspace_bytes() -> int | None:
+    """What CUBLAS_WORKSPACE_CONFIG asks for, such as ":4096:2:16:8" in KiB; None: nothing."""
+    numbers = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * int(count) for size, count in numbers) * KIB or None
 
 
 def _calibrated(gpu: Gpu, calibration: Calibration | None) -> Gpu:

@@ -55,7 +55,7 @@ def _rms_norm(
             data, weight = autocast.in_float32(data), autocast.in_float32(weight)
         if not data.is_meta or (weight is not None and weight.dtype != data.dtype):
             return aten.rms_norm(data, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # likewise
-        return _FusedRmsNorm.apply(data, normalized_shape, weight)  # type: ignore[no-any-return]  # likewise
+        return _FusedRmsNorm.apply(data, normalized_shape, weight)  # type: ignore[no-any-return, no-untyped-call]  # likewise
 
 
 def _softmax(name: str) -> Callable[..., torch.Tensor]:

@@ -23,6 +23,7 @@ class MetaDevice:
     """
 
     tracked_steps = 0
+    exclusive_key: str | None = None
 
     def __init__(self, gpu: Gpu, tracer: CudaTracer) -> None:
         self.torch_device = torch.device("meta")

@@ -8,6 +8,7 @@ Everything is put back when it is left.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -140,9 +141,15 @@ def _amp() -> Iterator[Patch]:
 
 
 def _optimizers() -> Iterator[Patch]:
-    """The kernels over lists of tensors, and fused ones, that CUDA has."""
+    """The kernels over lists of tensors, fused ones and capturable steps that CUDA has."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils as lists
+
+    name = "_get_capturable_supported_devices"
+    capturable = [*optimizer._get_capturable_supported_devices(), "meta"]
+    for module in [module for key, module in sys.modules.items() if key.startswith("torch.optim")]:
+        if hasattr(module, name):
+            yield module, name, lambda *args, **kwargs: capturable
 
     foreach = [*lists._get_foreach_kernels_supported_devices(), "meta"]
     fused = [*lists._get_fused_kernels_supported_devices(), "meta"]
@@ -156,12 +163,14 @@ def _backward(mode: _CudaIsMeta) -> Iterator[Patch]:
 
     `Tensor.backward` is itself a torch function, and inside one the mode is not in force.
     """
-    engine = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if mode in torch.overrides._get_current_function_mode_stack():
+        overrides: Any = torch.overrides
+        if mode in overrides._get_current_function_mode_stack():
             return engine(*args, **kwargs)
         with mode:
             return engine(*args, **kwargs)
 
-    yield torch.autograd, "_engine_run_backward", run
+    yield autograd, "_engine_run_backward", run

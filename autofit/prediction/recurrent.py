@@ -98,8 +98,10 @@ Order: TypeAlias = list[int | torch.Tensor | None]
 
 def cudnn_rnn(args: Any) -> tuple[Any, Order]:
     """Stands in for `aten::_cudnn_rnn`: its results, and the order of allocations."""
-    data, weights, hidden, cell, mode, width = args[0], args[1], *args[4:8]
-    layers, batch_first, train, both, batch_sizes = args[9], args[10], args[12], args[13], args[14]
+    data, weights, _, _, hidden, cell, mode, width, _, layers, batch_first, _, train, both = args[
+        :14
+    ]
+    batch_sizes = args[14]
     directions = 2 if both else 1
     batch_first = batch_first and not batch_sizes
     steps = data.transpose(0, 1) if batch_first else data
@@ -119,7 +121,7 @@ def cudnn_rnn(args: Any) -> tuple[Any, Order]:
 
 def cudnn_rnn_backward(args: Any) -> tuple[Any, Order]:
     """Stands in for `aten::_cudnn_rnn_backward`, likewise; weight gradients share one buffer."""
-    data, weights, hidden, cell, output = args[0], args[1], *args[4:7]
+    data, weights, _, _, hidden, cell, output = args[:7]
     mode, width, layers, both, mask = args[10], args[11], args[13], args[17], args[-1]
     buffer = data.new_empty(sum(weight.numel() for weight in weights))
     gradients, offset = [], 0

@@ -36,6 +36,7 @@ from autofit.training import Training
 from autofit.workload import Workload
 
 STEPS = 2
+_UTILITIES = ("_contextlib.py", "_python_dispatch.py", "contextlib.py", "eval_frame.py")
 EMULATED = (attention, autocast, fused, recurrent)
 """Imported for what they register with `autofit.prediction.dispatch`."""
 
@@ -143,7 +144,10 @@ def _reason(error: Exception) -> str:
 def _users_line(error: Exception) -> str:
     """The innermost line that is neither torch's nor autofit's."""
     ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, autofit))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*ours, "<")):
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
+    others = [frame for frame in frames if not frame.filename.startswith((ours[1], "<"))]
+    for frame in reversed(users or others):
+        if not frame.filename.endswith(_UTILITIES):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "in the backward pass, or in torch's own code"
+    return "in the backward pass"

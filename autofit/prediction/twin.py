@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autofit.batching import map_tensors
+from autofit.errors import CannotTell
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.probing.object_state import walk
 from autofit.workload import Workload
@@ -32,10 +33,16 @@ def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
     with tracer.aside():
         if not isinstance(workload.model, torch.nn.Module):
             workload = replace(workload, model=_built(workload))
-        parts = {
+        parts: dict[str, Any] = {
             name: part for name in _COPIED if isinstance(part := getattr(workload, name), _STATEFUL)
         }
-        twins = copy.deepcopy(parts, _memo(parts))
+        try:
+            twins = copy.deepcopy(parts, _memo(parts))
+        except Exception as error:
+            raise CannotTell(
+                f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
+                f"{error}); pass a function that builds it, or probe"
+            ) from error
         return replace(workload, **twins, sample_batch=_batch_twin(workload))
 
 

@@ -53,7 +53,8 @@ class Block(nn.Module):
         length = q.shape[-2]
         weights = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
         seen = torch.ones(length, length, device=q.device, dtype=torch.bool).tril()
-        return weights.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+        mixed: Tensor = weights.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+        return mixed
 
 
 class GPT(nn.Module):

@@ -75,7 +75,7 @@ class Training:
         context = torch.autocast("cuda", dtype=self.autocast) if self.autocast else nullcontext()
         with context:
             loss = model(*batch)
-        scaler.scale(loss / self.accumulation_steps).backward()  # type: ignore[no-untyped-call]  # torch's
+        scaler.scale(loss / self.accumulation_steps).backward()
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self.sgd:

@@ -71,7 +71,7 @@ def test_the_users_switch_is_heeded() -> None:
         assert chosen_kernel(call(), find_gpu("H100")) is Kernel.MATH
 
 
-class _Listening(CudaTracer):
+class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
     def __init__(self, gpu: str) -> None:
         super().__init__(find_gpu(gpu))
         self.operators: list[str] = []

@@ -17,7 +17,7 @@ RECORDED = {recorded.name: recorded for recorded in recorded_trainings()}
 _IGNORED = ("profiler", "aten.lift_fresh", "aten.detach", "aten._local_scalar_dense")
 
 
-class _Listening(CudaTracer):
+class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
     def __init__(self) -> None:
         super().__init__(find_gpu("H200"))
         self.operators: list[str] = []
