@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autofit.capacity import Verdict, check
+    from autofit.endurance import Endurance
     from autofit.errors import (
         AutofitError,
         CannotTell,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     )
     from autofit.measurement import Measurement, Outcome, Role, Trial
     from autofit.plan import Dimension, Hint, Plan
+    from autofit.prediction.engine import Prediction, predict
     from autofit.report.report import Report, load
     from autofit.searching.public import probe, search
     from autofit.strategy import Numerics, Phase, Strategy
@@ -35,6 +38,7 @@ __all__ = [
     "CannotTell",
     "DeviceUnavailable",
     "Dimension",
+    "Endurance",
     "Hint",
     "InvalidRequest",
     "Measurement",
@@ -43,21 +47,27 @@ __all__ = [
     "Outcome",
     "Phase",
     "Plan",
+    "Prediction",
     "Report",
     "Role",
     "Strategy",
     "StudyRefused",
     "Training",
     "Trial",
+    "Verdict",
     "WorkerFailed",
     "Workload",
     "WorkloadFailed",
+    "check",
     "load",
+    "predict",
     "probe",
     "search",
 ]
 
 _HOMES = {
+    "autofit.capacity": ("Verdict", "check"),
+    "autofit.endurance": ("Endurance",),
     "autofit.errors": (
         "AutofitError",
         "CannotTell",
@@ -70,6 +80,7 @@ _HOMES = {
     ),
     "autofit.measurement": ("Measurement", "Outcome", "Role", "Trial"),
     "autofit.plan": ("Dimension", "Hint", "Plan"),
+    "autofit.prediction.engine": ("Prediction", "predict"),
     "autofit.report.report": ("Report", "load"),
     "autofit.searching.public": ("probe", "search"),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),

@@ -1,0 +1,219 @@
+"""`autofit predict` and `autofit check`: what a training needs, and whether that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from sys import stderr
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autofit.errors import InvalidRequest
+from autofit.options import (
+    AccumulationSteps,
+    AsJson,
+    Budget,
+    DeviceName,
+    GlobalBatch,
+    MicroBatch,
+    PlanFile,
+    PlanOptions,
+    SettingsGiven,
+    StrategyNames,
+    Target,
+    read_budget,
+)
+from autofit.units import format_bytes
+
+if TYPE_CHECKING:
+    from autofit.capacity import Verdict
+    from autofit.regression import Regression
+    from autofit.report.report import Report
+
+GpuName = Annotated[
+    str | None, typer.Option("--gpu", help="predict for this one: L4, A100-80GB, or a size")
+]
+_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
+
+
+def predict(
+    target: Target,
+    gpu: GpuName = None,
+    micro_batch: MicroBatch = None,
+    accumulation_steps: AccumulationSteps = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_file: PlanFile = None,
+    strategies: StrategyNames = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a plan would need on a GPU, without one."""
+    options = PlanOptions(
+        micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
+    )
+    with redirect_stdout(stderr):
+        from autofit.target import load_target
+
+        workload = load_target(target)
+        from autofit.prediction.engine import predict as run
+
+        tuned = _report(plan_file)
+        prediction = run(
+            workload,
+            plan=options.plan(workload),
+            gpu=gpu,
+            strategies=strategies,
+            payloads=tuned.record.payloads(tuned.best.plan.settings) if tuned else None,
+        )
+        largest = prediction.largest_micro_batch
+    if as_json:
+        typer.echo(json.dumps(prediction.to_dict() | {"largest_micro_batch": largest}, indent=1))
+        return
+    low, high = prediction.interval
+    rows = {
+        "required": f"{format_bytes(prediction.required_bytes)} "
+        f"({format_bytes(low)} to {format_bytes(high)})",
+        "peak allocated": format_bytes(prediction.peak_allocated_bytes),
+        **{kind: format_bytes(size) for kind, size in prediction.breakdown.items()},
+        "largest micro-batch": f"{largest or 'none'} on {prediction.gpu.name}",
+    }
+    typer.echo(f"{prediction.plan} on {prediction.gpu.name}")
+    typer.echo("\n".join(f"  {label:<20}{text}" for label, text in rows.items()))
+
+
+def check(
+    target: Target,
+    vram_budget: Budget = None,
+    gpu: GpuName = None,
+    method: Annotated[
+        str, typer.Option(help="probe, predict, or auto: probe where there is a GPU")
+    ] = "auto",
+    micro_batch: MicroBatch = None,
+    accumulation_steps: AccumulationSteps = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_file: PlanFile = None,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", help="plan, budget and GPU of this report")
+    ] = None,
+    device: DeviceName = None,
+    strategies: StrategyNames = None,
+    against: Annotated[
+        Path | None, typer.Option(help="an earlier report, or what check --json printed")
+    ] = None,
+    max_regression: Annotated[
+        str, typer.Option(help="how much more it may need than in --against")
+    ] = "5%",
+    junit_xml: Annotated[Path | None, typer.Option(help="write a JUnit XML file")] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(help=f"append Markdown to this file; default: ${_SUMMARY_VARIABLE}"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a plan trains within a VRAM budget: 0 yes, 1 no, 5 could not be told."""
+    from autofit.regression import compare_with, read_fraction
+
+    if report_file is not None and plan_file is not None:
+        raise InvalidRequest("--report says all that --plan does, and more: leave --plan out")
+    tuned = _report(report_file or plan_file)
+    options = PlanOptions(
+        micro_batch,
+        accumulation_steps,
+        global_batch,
+        tuple(setting or ()),
+        report_file or plan_file,
+    )
+    allowed = read_fraction(max_regression)
+    with redirect_stdout(stderr):
+        verdict = _verdict(
+            target,
+            options,
+            tuned,
+            vram_budget=_budget(vram_budget, tuned if report_file else None),
+            gpu=gpu or _gpu_of(tuned if report_file else None, method),
+            method=method,
+            device=device,
+            strategies=strategies,
+        )
+    regression = compare_with(verdict, against, allowed) if against is not None else None
+    _write_forms(target, verdict, regression, junit_xml, summary)
+    if as_json:
+        typer.echo(json.dumps(verdict.to_dict(), indent=1))
+    else:
+        typer.echo(str(verdict) + (f"; {regression}" if regression else ""))
+    raise typer.Exit(_exit_code(verdict, regression))
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands to the command line."""
+    commands: list[Callable[..., Any]] = [predict, check]
+    for command in commands:
+        app.command()(command)
+
+
+def _verdict(target: str, options: PlanOptions, tuned: Report | None, **how: Any) -> Verdict:
+    from autofit.target import load_target
+
+    workload = load_target(target)
+    from autofit.capacity import check as run
+
+    payloads = tuned.record.payloads(tuned.best.plan.settings) if tuned else None
+    return run(workload, plan=options.plan(workload), payloads=payloads, **how)
+
+
+def _budget(text: str | None, tuned: Report | None) -> str | float | None:
+    if text is None and tuned is not None:
+        return tuned.record.vram_budget_bytes
+    return read_budget(text)
+
+
+def _gpu_of(tuned: Report | None, method: str) -> str | int | None:
+    """The GPU a report was made on, where a prediction has to name one."""
+    if tuned is None or method == "probe":
+        return None
+    from autofit.prediction.gpus import find_gpu
+
+    name = tuned.record.environment.get("gpu")
+    try:
+        return find_gpu(name).name if name else None
+    except InvalidRequest:  # one that the table does not know: its size says enough
+        return int(tuned.record.environment["total_bytes"])
+
+
+def _report(path: Path | None) -> Report | None:
+    if path is None:
+        return None
+    from autofit.report.report import load
+
+    return load(path)
+
+
+def _write_forms(
+    target: str,
+    verdict: Verdict,
+    regression: Regression | None,
+    junit_path: Path | None,
+    summary_path: Path | None,
+) -> None:
+    from autofit.capacity_forms import junit_xml, markdown
+
+    page = summary_path or os.environ.get(_SUMMARY_VARIABLE)
+    try:
+        if junit_path is not None:
+            junit_path.write_text(junit_xml(target, verdict, regression))
+        if page:
+            with Path(page).open("a") as file:
+                file.write(markdown(target, verdict, regression))
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def _exit_code(verdict: Verdict, regression: Regression | None) -> int:
+    if verdict.fits is None:
+        return 5
+    return 0 if verdict.fits and (regression is None or regression.passed) else 1

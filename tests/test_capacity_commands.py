@@ -1,0 +1,120 @@
+"""`autofit predict` and `autofit check` as a CI job calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from autofit.cli import app
+
+WORKLOAD = """
+import torch
+from torch import nn
+from autofit import Workload
+
+def make():
+    model = lambda: nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512))
+    return Workload(model, torch.randn(16, 512))
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
+
+def branching():
+    return Workload(Branching, torch.randn(4, 8))
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / f"workload_{tmp_path.name}.py"
+    path.write_text(WORKLOAD)
+    return f"{path}:make"
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, result.stdout
+
+
+def test_check_says_yes(target: str) -> None:
+    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "8")
+    assert code == 0
+    assert "fits in 22" in said
+    assert "predicted" in said
+
+
+def test_check_says_no_and_what_would_fit(target: str) -> None:
+    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "4000000")
+    assert code == 1
+    assert "does not fit" in said
+    assert "the largest micro-batch that fits is" in said
+
+
+def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
+    code, said = run("check", target.replace(":make", ":branching"), "--gpu", "L4")
+    assert code == 5
+    assert "could not be told" in said
+
+
+def test_check_writes_junit_and_markdown(target: str, tmp_path: Path) -> None:
+    junit, page = tmp_path / "junit.xml", tmp_path / "page.md"
+    page.write_text("# before\n")
+    forms = ["--junit-xml", str(junit), "--summary", str(page)]
+    code, _ = run("check", target, "--gpu", "L4", "--micro-batch", "4000000", *forms)
+    assert code == 1
+    suite = ElementTree.parse(junit).getroot()
+    assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert "activations" in (failure.text or "")
+    assert page.read_text().startswith("# before\n### autofit check")
+    assert "| required |" in page.read_text()
+
+
+def test_check_finds_the_summary_page_of_the_job(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "page.md"))
+    assert run("check", target, "--gpu", "L4")[0] == 0
+    assert "fits" in (tmp_path / "page.md").read_text()
+
+
+def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "1000", "--json")
+    assert code == 0
+    earlier.write_text(said)
+    grown = ["check", target, "--gpu", "L4", "--micro-batch", "100000", "--against", str(earlier)]
+    code, said = run(*grown)
+    assert code == 1
+    assert "required bytes +" in said
+    assert run(*grown, "--max-regression", "100000%")[0] == 0
+
+
+def test_predict_shows_the_breakdown(target: str) -> None:
+    code, said = run("predict", target, "--gpu", "24GiB", "--json")
+    assert code == 0
+    prediction = json.loads(said)
+    assert prediction["required_bytes"] >= prediction["breakdown"]["weights"]
+    assert prediction["largest_micro_batch"] > 16
+
+
+def test_check_of_a_tuned_plan(target: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    searched = ["search", target, "--device", "cpu", "--vram-budget", "512MiB"]
+    assert run(*searched, "--max-probes", "3", "--out", str(report))[0] == 0
+    code, said = run("check", target, "--report", str(report), "--gpu", "L4")
+    plan = json.loads(report.read_text())["best"]["plan"]
+    assert f"{plan['micro_batch']} x" in said
+    assert "512 MiB" in said
+    assert code in (0, 1)  # a GPU's context alone takes more than this budget
+    assert (code == 1) == ("does not fit" in said)

@@ -1,0 +1,70 @@
+"""Today's verdict against an earlier one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autofit import InvalidRequest, Plan, Verdict
+from autofit.regression import compare_with, read_fraction
+
+
+def verdict(method: str, required: int | None, peak: int | None) -> Verdict:
+    return Verdict(True, Plan(8), method, 10**9, required_bytes=required, peak_allocated_bytes=peak)
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_verdicts_told_the_same_way_compare_required_bytes(tmp_path: Path) -> None:
+    before = written(tmp_path, verdict("predict", 1000, 900).to_dict())
+    regression = compare_with(verdict("predict", 1040, 900), before, 0.05)
+    assert regression.quantity == "required bytes"
+    assert regression.growth == pytest.approx(0.04)
+    assert regression.passed
+
+
+def test_more_than_allowed_does_not_pass(tmp_path: Path) -> None:
+    before = written(tmp_path, verdict("predict", 1000, 900).to_dict())
+    assert not compare_with(verdict("predict", 1060, 900), before, 0.05).passed
+
+
+def test_verdicts_told_differently_compare_peak_allocated(tmp_path: Path) -> None:
+    before = written(tmp_path, verdict("probe", 1000, 500).to_dict())
+    regression = compare_with(verdict("predict", 2000, 505), before, 0.05)
+    assert regression.quantity == "peak allocated bytes"
+    assert regression.passed
+
+
+def test_a_probe_compares_with_what_a_report_held(tmp_path: Path) -> None:
+    best = {"peak_reserved_bytes": 900, "non_torch_bytes": 100, "peak_allocated_bytes": 800}
+    regression = compare_with(verdict("probe", 1100, 800), written(tmp_path, {"best": best}), 0.05)
+    assert (regression.before_bytes, regression.now_bytes) == (1000, 1100)
+    assert not regression.passed
+
+
+def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
+    before = written(tmp_path, verdict("predict", 1000, None).to_dict())
+    with pytest.raises(InvalidRequest, match="no figure in common"):
+        compare_with(verdict("probe", None, None), before, 0.05)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"absent\.json"):
+        compare_with(verdict("probe", 1, 1), tmp_path / "absent.json", 0.05)
+
+
+@pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.1", 0.1), (" 12.5 % ", 0.125)])
+def test_fractions(text: str, value: float) -> None:
+    assert read_fraction(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "five", "-5%", "5%%"])
+def test_what_is_no_fraction_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="fraction"):
+        read_fraction(text)
