@@ -105,8 +105,11 @@ class Workload:
 
     @property
     def sample_batch_size(self) -> int:
-        """n; for a function n -> batch it is 1, the least that any training can start from."""
-        return 1 if self.makes_batches else batch_size(self.sample_batch)
+        """n; for a function n -> batch it is 2, the least that every module trains on.
+
+        BatchNorm refuses to normalize over one value a channel.
+        """
+        return 2 if self.makes_batches else batch_size(self.sample_batch)
 
     @property
     def batched_places(self) -> frozenset[int] | None:

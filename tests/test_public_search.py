@@ -122,7 +122,7 @@ def own_train_step() -> autofit.Report:
         (mapping_and_output_loss, "the model's own loss", 4),
         (tensor_without_a_loss, "the mean of the model's floating outputs", 4),
         (workload_alone, "loss_fn", 4),
-        (function_that_makes_batches, "loss_fn", 1),
+        (function_that_makes_batches, "loss_fn", 2),
         (live_optimizer, "criterion", 4),
         (own_train_step, "train_step", 4),
     ],

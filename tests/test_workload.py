@@ -52,9 +52,9 @@ def test_functions_are_believed_only_as_far_as_they_deliver() -> None:
         Workload(nn.Linear(3, 2), X, optimizer=lambda p: "adam").build_optimizer(nn.Linear(3, 2))  # type: ignore[arg-type,return-value]  # wrong on purpose
 
 
-def test_a_function_makes_batches_from_one_sample_on() -> None:
+def test_a_function_makes_batches_from_two_samples_on() -> None:
     workload = Workload(nn.Linear(3, 2), lambda n: torch.ones(n, 3))
-    assert workload.sample_batch_size == 1
+    assert workload.sample_batch_size == 2
     assert workload.batch(7).shape == (7, 3)
     assert workload.batched_places is None
     assert Workload(nn.Linear(3, 2), (X, torch.ones(9))).batched_places == frozenset({0})

@@ -147,10 +147,10 @@ def test_each_probe_starts_from_the_users_weights() -> None:
 
 
 def test_functions_that_build_are_welcome_too() -> None:
+    """Also where one sample would be too few: `Net` normalizes over the batch."""
     workload = Workload(Net, lambda n: torch.randn(n, 6), optimizer=torch.optim.SGD)
     with InProcessProber(workload, device="cpu", vram_budget="64MiB") as prober:
-        assert prober.survey().sample_batch_size == 1
-        assert prober.probe(ProbeRequest(Plan(8))).ok
+        assert prober.probe(ProbeRequest(prober.survey().space().baseline)).ok
 
 
 def test_the_budget_can_be_changed_and_is_told() -> None:
