@@ -7,8 +7,8 @@ space that fits. "After n probes" is what would be returned if the search were c
 that ended before has its final answer. "OOM" counts probes that ran out of memory, and "probes" all
 probes, baseline and confirmations included.
 
-    python -m benchmarks.planner_quality                  the planner, and all samplers (long)
-    python -m benchmarks.planner_quality --planner-only   minutes
+    python -m benchmarks.planner_quality                      all samplers on 200 devices (hours)
+    python -m benchmarks.planner_quality --others 0 --gp 0    the planner alone (minutes)
 
 The planner was tuned on seeds below 10 000; devices here begin at 10 000.
 """
@@ -23,8 +23,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,16 @@ _OTHERS: _Samplers = {
     "GP": lambda seed: GPSampler(seed=seed, deterministic_objective=False),
     "random": lambda seed: RandomSampler(seed=seed),
 }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One search to make: a device, and who searches it; no sampler: the planner."""
+
+    seed: int
+    sampler: str | None
+    hints: bool
+    veto: bool
 
 
 @dataclass(frozen=True)
@@ -99,16 +111,20 @@ def _ooms(probes: list[Trial]) -> int:
     return sum(not trial.ok and trial.measurement.outcome.about_memory for trial in probes)
 
 
-def measure(
-    name: str, count: int, sampler: Callable[[int], BaseSampler] | None, *, hints: bool, veto: bool
-) -> str:
+def score(job: Job) -> Score:
+    """The search that the job describes; in whatever process."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    sampler = None if job.sampler is None else _OTHERS[job.sampler](job.seed)
+    return search(draw_device(job.seed, hints=job.hints), sampler, veto=job.veto)
+
+
+def measure(pool: Executor, count: int, sampler: str | None, *, hints: bool, veto: bool) -> str:
     """A row of the table: one sampler on that many devices."""
     began = time.perf_counter()
-    scores = []
-    for seed in range(FIRST_SEED, FIRST_SEED + count):
-        device = draw_device(seed, hints=hints)
-        made = None if sampler is None else sampler(seed)
-        scores.append(search(device, made, veto=veto))
+    seeds = range(FIRST_SEED, FIRST_SEED + count)
+    scores = list(pool.map(score, [Job(seed, sampler, hints, veto) for seed in seeds]))
+    name = f"{sampler}, {'with' if veto else 'without'} the veto" if sampler else "planner"
     row = [name, str(count)]
     for index in range(len(CUTS)):
         row.append(_spread([score.after[index] for score in scores]))
@@ -125,7 +141,7 @@ def _spread(fractions: list[float]) -> str:
     return f"{statistics.mean(fractions):.3f} ({np.quantile(fractions, 0.1):.3f})"
 
 
-def table(count: int, others: dict[str, int], *, hints: bool) -> list[str]:
+def table(pool: Executor, count: int, others: dict[str, int], *, hints: bool) -> list[str]:
     """The table of one kind of device, as Markdown lines."""
     cuts = " | ".join(f"after {cut}" for cut in CUTS)
     lines = [
@@ -135,12 +151,11 @@ def table(count: int, others: dict[str, int], *, hints: bool) -> list[str]:
         "",
         f"| sampler | devices | {cuts} | at its end | OOM | baseline OOM | probes | most |",
         "|---|---" + "|---" * (len(CUTS) + 5) + "|",
-        measure("planner", count, None, hints=hints, veto=True),
+        measure(pool, count, None, hints=hints, veto=True),
     ]
     for name, devices in others.items():
-        for veto in (True, False):
-            label = f"{name}, {'with' if veto else 'without'} the veto"
-            lines.append(measure(label, devices, _OTHERS[name], hints=hints, veto=veto))
+        for veto in (True, False) if devices else ():
+            lines.append(measure(pool, devices, name, hints=hints, veto=veto))
     return [*lines, ""]
 
 
@@ -149,17 +164,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=200, help="simulated devices")
-    parser.add_argument("--gp-devices", type=int, help="fewer for GP, which is slow")
-    parser.add_argument("--planner-only", action="store_true", help="leave the samplers out")
+    parser.add_argument("--devices", type=int, default=200, help="for the planner")
+    parser.add_argument("--others", type=int, default=200, help="for TPE and random; 0: none")
+    parser.add_argument("--gp", type=int, default=200, help="for GP, which is slow; 0: none")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     arguments = parser.parse_args()
-    others = {}
-    if not arguments.planner_only:
-        others = dict.fromkeys(_OTHERS, arguments.devices)
-        others["GP"] = arguments.gp_devices or arguments.devices
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    others = {"TPE": arguments.others, "GP": arguments.gp, "random": arguments.others}
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(arguments.workers, get_context("spawn")) as pool:
+        tables = [
+            *table(pool, arguments.devices, others, hints=False),
+            *table(pool, arguments.devices, {}, hints=True),
+            "The other samplers know nothing of hints: their rows above stand for both.",
+        ]
     lines = [
         f"# Planner quality, {date.today()}",
         "",
@@ -167,8 +185,8 @@ def main() -> None:
         f"optuna {optuna.__version__}, numpy {np.__version__}; no GPU is involved. "
         f"Devices: seeds from {FIRST_SEED}.",
         "",
-        *table(arguments.devices, others, hints=False),
-        *table(arguments.devices, others, hints=True),
+        *tables,
+        "",
     ]
     text = "\n".join(lines)
     print(text)

@@ -29,13 +29,13 @@ from autofit.searching.tally import oom_probes_of
 
 Mask: TypeAlias = NDArray[np.bool_]
 
-WORTH_A_PROBE = 0.003
+WORTH_A_PROBE = 0.002
 """A probe that is worth less is not run; where none is worth more, the search ends."""
 
 OPENED = 0.6
 """How much of a variant's potential a probe of it is credited with."""
 
-OOM_COST = 0.07
+OOM_COST = 0.055
 """What running out of memory costs the first time: a probe is lost, and a fresh worker may be
 needed. It counts with the root of its probability, as small probabilities are the least certain,
 and grows with every time it happened."""
