@@ -28,6 +28,7 @@ from autofit.report.report import Report
 from autofit.searching.engine import INTERRUPTED, SearchResult, run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.facts import SearchFacts
+from autofit.searching.foresight import learned, predicted_lines
 from autofit.searching.store import Store
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -130,9 +131,13 @@ def search(
         check_weights_fit(survey)
         identity = _identity(survey, chosen, numerics, vram_budget, max_micro_batch)
         with Store.open(study, identity) as store:
-            facts = store.facts or SearchFacts(
-                survey.space(max_micro_batch), survey.vram_budget_bytes, seed, identity
-            )
+            facts = store.facts
+            if facts is None:
+                space = survey.space(max_micro_batch)
+                foreseen = predicted_lines(workload, survey, space, chosen)
+                survey = replace(survey, notes=(*survey.notes, *foreseen.notes))
+                budget = survey.vram_budget_bytes
+                facts = SearchFacts(space, budget, seed, identity, foreseen.lines)
             prober.rebudget(facts.vram_budget_bytes)
             result = run_search(
                 prober,
@@ -315,4 +320,5 @@ def _record(
         },
         notes=survey.notes,
         difference=difference,
+        calibration=learned(workload, survey, space, strategies, result.baseline),
     )
