@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from autofit.prediction import autocast
-from autofit.prediction.dispatch import beneath, emulate
-from autofit.prediction.gpus import Gpu, find_gpu
+from autofit.prediction.dispatch import beneath, emulate, emulated_gpu
+from autofit.prediction.gpus import Gpu
 
 aten: Any = torch.ops.aten
 _switches: Any = torch.backends.cuda  # torch does not annotate them
@@ -30,6 +30,13 @@ class Kernel(Enum):
     FLASH = "flash"
     EFFICIENT = "efficient"
     MATH = "math"
+
+
+_BY_NUMBER = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT, 3: Kernel.CUDNN}
+"""As `torch.nn.attention.SDPBackend` numbers them."""
+_DEFAULT_ORDER = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH, Kernel.CUDNN]
+_PREFER_CUDNN = ((9, 0), (10, 0))
+_priority_order: Any = torch._C._get_sdp_priority_order
 
 
 @dataclass(frozen=True)
@@ -54,25 +61,25 @@ class Call:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 
-_gpu = find_gpu(None)
-
-
-def set_gpu(gpu: Gpu) -> None:
-    """Choose kernels as this GPU would."""
-    global _gpu
-    _gpu = gpu
-
-
 def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
     """The kernel that CUDA takes for a call on that GPU."""
-    prefers_cudnn = gpu.capability in ((9, 0), (10, 0))
-    order = [Kernel.FLASH, Kernel.CUDNN, Kernel.EFFICIENT]
-    if prefers_cudnn:
-        order = [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT]
-    can = {Kernel.CUDNN: _cudnn_can, Kernel.FLASH: _flash_can, Kernel.EFFICIENT: _efficient_can}
+    can = {
+        Kernel.CUDNN: _cudnn_can,
+        Kernel.FLASH: _flash_can,
+        Kernel.EFFICIENT: _efficient_can,
+        Kernel.MATH: _math_can,
+    }
     if not _shapes_suit_fused(call):
         return Kernel.MATH
-    return next((kernel for kernel in order if can[kernel](call, gpu)), Kernel.MATH)
+    return next((kernel for kernel in _order(gpu) if can[kernel](call, gpu)), Kernel.MATH)
+
+
+def _order(gpu: Gpu) -> list[Kernel]:
+    """The user's order; cuDNN comes first where that is PyTorch's own and the GPU suits it."""
+    order = [_BY_NUMBER[number] for number in _priority_order() if number in _BY_NUMBER]
+    if order == _DEFAULT_ORDER and gpu.capability in _PREFER_CUDNN:
+        return [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH]
+    return order
 
 
 def _shapes_suit_fused(call: Call) -> bool:
@@ -85,6 +92,10 @@ def _shapes_suit_fused(call: Call) -> bool:
         return False
     same_batch = query.size(0) == key.size(0) == value.size(0)
     return same_batch and min(query.size(2), key.size(2)) > 0
+
+
+def _math_can(call: Call, gpu: Gpu) -> bool:
+    return bool(_switches.math_sdp_enabled())
 
 
 def _heads_agree(call: Call) -> bool:
@@ -158,7 +169,7 @@ def _attention(
         call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if not query.is_meta:
             return _math(call)
-        kernel = chosen_kernel(call, _gpu)
+        kernel = chosen_kernel(call, emulated_gpu())
         if kernel is Kernel.MATH:
             return _math(call)
         return {Kernel.CUDNN: _cudnn, Kernel.FLASH: _flash, Kernel.EFFICIENT: _efficient}[kernel](

@@ -4,7 +4,7 @@ What CUDA does before autograd sees an operator (autocast's casts, the choice of
 kernel, an RNN as one cuDNN call) has no counterpart for meta tensors. It is emulated by Python
 kernels that stand at the very place where CUDA's stand: at an autocast key. The key of a device
 that no build of PyTorch has kernels for is used, so these kernels can be registered once and for
-all; they act only inside `emulation()`, on that thread, and also in the backward pass and in a
+all; they act only inside `emulation`, on that thread, and also in the backward pass and in a
 checkpoint's recomputation, since autograd carries dispatch keys along.
 """
 
@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from autofit.prediction.gpus import Gpu
+
 _DEVICE = "ipu"
 _KEY_NAME = "AutocastIPU"
+_gpu: ContextVar[Gpu] = ContextVar("_gpu")
 _KEY: Any = getattr(torch._C.DispatchKey, _KEY_NAME)
 
 _library: Any = torch.library  # torch does not annotate it
@@ -42,13 +46,20 @@ def beneath() -> AbstractContextManager[None]:
     return guard
 
 
+def emulated_gpu() -> Gpu:
+    """The GPU that `emulation` was entered with."""
+    return _gpu.get()
+
+
 @contextmanager
-def emulation() -> Iterator[None]:
-    """Let the registered kernels act on this thread."""
+def emulation(gpu: Gpu) -> Iterator[None]:
+    """Let the registered kernels act on this thread, as they would on that GPU."""
     before = torch.is_autocast_enabled(_DEVICE)
     torch.set_autocast_enabled(_DEVICE, True)  # the key is masked out otherwise
+    token = _gpu.set(gpu)
     try:
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield
     finally:
+        _gpu.reset(token)
         torch.set_autocast_enabled(_DEVICE, before)

@@ -104,12 +104,11 @@ def _steps(
 @contextmanager
 def stage(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
     """Inside it, code runs on the meta device as if it ran on that GPU; the process is put back."""
-    attention.set_gpu(gpu)
     with ExitStack() as stack:
         stack.enter_context(preserved({}))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user hears them when the step really runs
-        for context in (emulation(), pretence(gpu), autocast.cast_cache(), tracer):
+        for context in (emulation(gpu), pretence(gpu), autocast.cast_cache(), tracer):
             stack.enter_context(context)
         yield
 

@@ -50,14 +50,15 @@ MASK = torch.empty(128, 128, dtype=BF16, device="meta")
         ("H100", call(torch.float64), Kernel.MATH),
         ("T4", call(torch.float16), Kernel.EFFICIENT),
         ("T4", call(BF16), Kernel.MATH),
-        ("A100", call(mask=MASK), Kernel.CUDNN),
+        ("A100", call(mask=MASK), Kernel.EFFICIENT),
+        ("H100", call(mask=MASK), Kernel.CUDNN),
         ("H100", call(width=320), Kernel.EFFICIENT),
         ("A100", call(width=100), Kernel.FLASH),
         ("H100", call(width=100), Kernel.FLASH),
         ("A100", call(FP32, width=66), Kernel.MATH),
         ("A100", call(key_heads=2, grouped=True), Kernel.FLASH),
         ("A100", call(FP32, key_heads=2, grouped=True), Kernel.MATH),
-        ("A100", call(causal=True, key_length=64), Kernel.CUDNN),
+        ("A100", call(causal=True, key_length=64), Kernel.EFFICIENT),
     ],
 )
 def test_the_kernel(gpu: str, made: Call, kernel: Kernel) -> None:
@@ -67,6 +68,10 @@ def test_the_kernel(gpu: str, made: Call, kernel: Kernel) -> None:
 def test_the_users_switch_is_heeded() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert chosen_kernel(call(), find_gpu("H100")) is Kernel.EFFICIENT
+    with sdpa_kernel(
+        [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
+    ):
+        assert chosen_kernel(call(), find_gpu("A100")) is Kernel.EFFICIENT
     with sdpa_kernel(SDPBackend.MATH):
         assert chosen_kernel(call(), find_gpu("H100")) is Kernel.MATH
 
