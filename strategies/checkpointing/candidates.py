@@ -138,15 +138,12 @@ def _runs(
     is_flat = 2 * sum(child in worthy for child in children) <= len(children)
     if len(children) < SHORTEST_SEQUENTIAL or not is_flat:
         return
-    if any(len(timeline.calls_of.get(c, ())) != _times(name, timeline) for c in children):
+    times = len(timeline.calls_of.get(name, ()))
+    if not times or any(len(timeline.calls_of.get(c, ())) != times for c in children):
         return  # a child that also runs elsewhere, or one module standing twice in the list
     saved = [_saved_in(timeline, timeline.calls_of[child]) for child in children]
     for start, stop in _nested_cuts(saved):
         yield from _calls_of_run(Unit(name, start, stop), children[start:stop], timeline)
-
-
-def _times(name: str, timeline: Timeline) -> int:
-    return len(timeline.calls_of.get(name, ()))
 
 
 def _nested_cuts(saved: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,9 @@ from math import inf
 from .knapsack import Item, cheapest
 from .timeline import Timeline
 
-CEILINGS = 40
+COARSE_CEILINGS, CEILINGS = 12, 40
+"""How many ceilings are tried to find the lowest that can be met, and how many above that."""
+
 MAX_LEVELS = 12
 LEAST_STEP = 0.01
 """Share of what plain training holds that a level must save beyond the one before it."""
@@ -46,13 +48,20 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
     names = [unit for unit in timeline.calls_of if timeline.gain(unit) > 0]
     items = _items(timeline, names, seconds)
     peak = timeline.peak(())
-    ceilings = [peak * (number + 1) / CEILINGS for number in range(CEILINGS)]
-    solutions = cheapest(items, timeline.saved_bytes, ceilings)
-    chosen = {(), *(tuple(items[i].name for i in solution) for solution in solutions)}
-    return undominated(
-        Placement(units, timeline.peak(units), sum(seconds[unit] for unit in units))
-        for units in chosen
-    )
+
+    def solved(lowest: float, count: int) -> list[Placement]:
+        ceilings = [lowest + (peak - lowest) * number / count for number in range(count)]
+        chosen = cheapest(items, timeline.saved_bytes, ceilings)
+        placed = {tuple(items[index].name for index in indices) for indices in chosen}
+        return [
+            Placement(units, timeline.peak(units), sum(seconds[unit] for unit in units))
+            for units in placed
+        ]
+
+    plain = Placement((), peak, 0.0)
+    coarse = [plain, *solved(0.0, COARSE_CEILINGS)]
+    lowest = min(placement.peak_bytes for placement in coarse)
+    return undominated([*coarse, *solved(lowest - peak / COARSE_CEILINGS, CEILINGS)])
 
 
 def _items(timeline: Timeline, names: Sequence[str], seconds: Mapping[str, float]) -> list[Item]:

@@ -25,6 +25,8 @@ SEEDS = (0, 1, 2)
 MOST_STEPS = 300
 """A model in which so many units differ is not worth more steps; the untried ones are left out."""
 
+_TOO_LARGE = "not tried: without it a step does not fit into memory"
+
 Outcome = dict[str, Any]
 """What a step left behind; see `state.traces`."""
 
@@ -110,7 +112,8 @@ class _Gate:
         middle = len(units) // 2
         self.search(units[:middle])
         self.search(units[middle:])
-        if len(self.parity.left_out) == known:  # harmless apart, harmful together
+        is_new = len(self.parity.left_out) == known
+        if is_new and reason != _TOO_LARGE:  # harmless apart, harmful together
             together = f"{reason}, together with others"
             self.parity.left_out |= dict.fromkeys(units[middle:], together)
 
@@ -127,7 +130,7 @@ class _Gate:
         except torch.OutOfMemoryError:
             if not self._always:
                 raise
-            return "not tried: without it a step does not fit into memory"
+            return _TOO_LARGE
         except Exception as error:  # whatever a recomputation raises speaks against the unit
             return f"it cannot run twice ({type(error).__name__}: {_first_line(error)})"
         return _first_difference(self._plain, outcome, self._noise)

@@ -127,15 +127,15 @@ class Recorder:
 
         It does not where the model has put saved-tensor hooks of its own on top: then a saving
         made on purpose does not arrive. Nor in the backward pass, where only a recomputation
-        calls modules. Where nothing is differentiated, nothing is saved either.
+        calls modules; it must find as much saved as in the forward pass, so the saving is made
+        there too. Where nothing is differentiated, nothing is saved.
         """
-        if torch._C._current_graph_task_id() != -1:
-            return False
+        in_backward = torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled():
-            return True
+            return not in_backward
         self._sign_was_seen = False
         self._sign.square()
-        return self._sign_was_seen
+        return self._sign_was_seen and not in_backward
 
     # -- storages ------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""Which units are found in which models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Part = Callable[[str], Any]
+
+
+def _find(part: Part, model: nn.Module, batch: torch.Tensor) -> Any:
+    recorder = part("recorder").Recorder(model, [batch], keep=False)
+    with recorder.watching():
+        model(batch)
+    timeline, itself = recorder.timeline(), recorder.checkpointed_itself
+    return part("candidates").find_candidates(model, timeline, itself)
+
+
+def _layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 64, dropout=0.1, batch_first=True)
+
+
+def test_blocks_and_their_parts(part: Part) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.mix(torch.exp(x))) + x
+
+    units = _find(part, nn.Sequential(*(Block() for _ in range(3))), torch.randn(4, 16)).units
+    assert {"0", "1", "2", "0.mix", "1.mix", "2.mix"} <= set(units)
+    assert "0.mix.0" not in units, "a lone layer saves what it is given"
+
+
+def test_runs_of_a_flat_sequential(part: Part) -> None:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(16, 16), nn.Tanh()]
+    found = _find(part, nn.Sequential(*layers), torch.randn(4, 16))
+    runs = [part("units").Unit.parse(unit).run for unit in found.units]
+    assert len(runs) >= 4
+    assert all(run is not None and run[1] - run[0] > 1 for run in runs)
+    outermost = part("candidates").layers(found.timeline)[0]
+    covered = [i for u in outermost for i in range(*part("units").Unit.parse(u).run)]
+    assert len(covered) == len(set(covered)) >= 12
+
+
+def test_a_sequential_with_named_children(part: Part) -> None:
+    from collections import OrderedDict
+
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number in range(6):
+        layers[f"linear{number}"] = nn.Linear(16, 16)
+        layers[f"tanh{number}"] = nn.Tanh()
+    model = nn.ModuleDict({"body": nn.Sequential(layers)})["body"]
+    found = _find(part, model, torch.randn(4, 16))
+    assert found.units
+    x = torch.randn(4, 16)
+    with part("patch").checkpointed(model, found.units[:1]):
+        assert torch.equal(model(x), nn.Sequential(*layers.values())(x))
+
+
+def test_units_of_one_stretch_are_offered_once(part: Part) -> None:
+    model = nn.Sequential(nn.Sequential(_layer()), nn.Sequential(_layer()))
+    units = _find(part, model, torch.randn(2, 4, 16)).units
+    assert ("0" in units) != ("0.0" in units)
+
+
+def test_a_scripted_module_is_let_alone(part: Part) -> None:
+    inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
+    scripted = torch.jit.trace(inner, torch.randn(4, 16))
+    units = _find(part, nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
+    assert not [unit for unit in units if unit.startswith("1")]
+
+
+def test_a_thousand_blocks(part: Part) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(1000)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.sin(block(x))
+            return x
+
+    assert len(_find(part, Deep(), torch.randn(4, 4)).units) == 1000

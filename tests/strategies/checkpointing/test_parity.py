@@ -1,0 +1,223 @@
+"""The gate finds every unit that trains otherwise when it runs twice, and no other."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autofit.plan import Plan
+from autofit.recipe import Recipe
+from autofit.strategy import Strategy
+from autofit.testing.context import PlainContext
+from autofit.training import Training
+from autofit.workload import Workload
+
+WIDTH = 8
+
+
+class Clean(nn.Module):
+    """What the others are made of."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+        self.seen: list[float] = []
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = x + self.narrow(torch.tanh(self.wide(self.changed(x))).exp())
+        return mixed
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Dropout(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(x, 0.3, True)
+
+
+class BatchNorm(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+
+class AverageInPlace(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * self.average
+
+
+class AverageReplaced(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return x * self.average
+
+
+class NumpyRandom(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * np.random.rand()
+
+
+class PythonRandom(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+
+class SometimesSkips(Clean):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1 if random.random() < 0.5 else super().forward(x)
+
+
+class Counts(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class Remembers(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(0.0)
+        return x
+
+
+class InPlace(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(1.1)
+
+
+class WritesThroughData(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(1.1)
+        return x
+
+
+class DecaysItsWeight(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.wide.weight.data.mul_(0.99)
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self, kinds: list[type[Clean]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for kind in kinds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+FINE = [Clean, Dropout, BatchNorm, AverageInPlace, AverageReplaced]
+HARMFUL = {
+    NumpyRandom: "gradient|loss",
+    PythonRandom: "gradient|loss",
+    SometimesSkips: "cannot run twice|random state",
+    Counts: r"attribute blocks\.\d\.calls",
+    Remembers: r"attribute blocks\.\d\.seen",
+    InPlace: "cannot run twice",
+    WritesThroughData: "gradient",
+    DecaysItsWeight: "gradient|parameter",
+}
+
+
+def _gate(part: Callable[[str], Any], model: nn.Module, layers: list[list[str]]) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    training = Training(model, optimizer, Recipe(), Plan(2), device=torch.device("cpu"))
+    batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    return part("parity").check_parity(training, batch, layers)
+
+
+@pytest.mark.parametrize("kind", FINE)
+def test_what_is_made_right_is_let_through(part: Callable[[str], Any], kind: type[Clean]) -> None:
+    torch.manual_seed(0)
+    assert _gate(part, Stack([Clean, kind, Clean]), [["blocks.0", "blocks.1"]]).left_out == {}
+
+
+@pytest.mark.parametrize(("kind", "why"), HARMFUL.items())
+def test_what_is_not_is_found_and_said(
+    part: Callable[[str], Any], kind: type[Clean], why: str
+) -> None:
+    torch.manual_seed(0)
+    units = [f"blocks.{index}" for index in range(6)]
+    found = _gate(part, Stack([Clean, Clean, kind, Clean, kind, Clean]), [units]).left_out
+    assert set(found) == {"blocks.2", "blocks.4"}
+    assert [reason for reason in found.values() if not re.search(why, reason)] == []
+
+
+def test_it_says_which_buffers_a_forward_changes(part: Callable[[str], Any]) -> None:
+    found = _gate(part, Stack([Clean, BatchNorm, AverageReplaced]), [["blocks.1"]]).buffers
+    assert found == {
+        "blocks.1.norm.running_mean",
+        "blocks.1.norm.running_var",
+        "blocks.1.norm.num_batches_tracked",
+        "blocks.2.average",
+    }
+
+
+def test_the_model_and_the_random_states_are_put_back(part: Callable[[str], Any]) -> None:
+    model = Stack([Clean, Counts, BatchNorm, DecaysItsWeight, Remembers, NumpyRandom])
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    _gate(part, model, [[f"blocks.{index}" for index in range(6)]])
+    assert all(torch.equal(model.state_dict()[name], values) for name, values in before.items())
+    assert [block.calls for block in model.blocks] == [0] * 6
+    assert [block.seen for block in model.blocks] == [[]] * 6
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert states[2] == np.random.get_state()[1].tolist()
+
+
+def test_steps_stay_few_where_nothing_is_wrong(
+    part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group is tried at once, so sixty-four clean units take no more steps than one."""
+    steps = []
+    model = Stack([Clean] * 64)
+    model.register_forward_hook(lambda *_: steps.append(1))
+    _gate(part, model, [[f"blocks.{index}" for index in range(64)]])
+    seeds = len(part("parity").SEEDS)
+    assert len(steps) == 2 * seeds + 1, "a plain step and a checkpointed one each, and a repeat"
+
+
+def test_a_step_that_only_fits_with_checkpointing(part: Callable[[str], Any]) -> None:
+    """Then every unit is tried by leaving it alone out."""
+    model = Stack([Clean, Counts, Clean])
+    patched = [block.__dict__ for block in model.blocks]
+
+    def refuse(*_: Any) -> None:
+        if sum("forward" not in attributes for attributes in patched) > 1:
+            raise torch.OutOfMemoryError("no room")
+
+    model.register_forward_pre_hook(refuse)
+    layers = [["blocks.0", "blocks.1", "blocks.2"], ["blocks.0.wide"]]
+    found = _gate(part, model, layers).left_out
+    assert set(found) == {"blocks.1", "blocks.0.wide"}
+    assert "calls" in found["blocks.1"]
+    assert "does not fit" in found["blocks.0.wide"]
+
+
+def test_the_reader_of_the_report_is_told(checkpointing: Strategy) -> None:
+    torch.manual_seed(0)
+    model = Stack([Clean, Counts, Clean, Clean])
+    context = PlainContext(lambda: Workload(model, torch.randn(4, WIDTH)))
+    levels = checkpointing.dimensions(context)["checkpointing.level"]
+    assert [note for note in context.notes if "blocks.1 " in note and "calls" in note]
+    named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
+    assert {"blocks.0", "blocks.2"} <= named
+    assert "blocks.1" not in named

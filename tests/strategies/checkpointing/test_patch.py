@@ -1,0 +1,301 @@
+"""Covering units of a live model: nothing shows, everything works on, and it is taken back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+
+Checkpointed = Callable[..., AbstractContextManager[None]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = x + self.narrow(torch.tanh(self.wide(x)))
+        return mixed
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.flat = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.flat(self.blocks(x))
+        return y
+
+
+UNITS = ("blocks.1", "blocks.2", "flat[1:4]")
+
+
+@pytest.fixture
+def checkpointed(part: Callable[[str], Any]) -> Checkpointed:
+    function: Checkpointed = part("patch").checkpointed
+    return function
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _count_forwards(block: Block) -> list[int]:
+    runs: list[int] = []
+    block.wide.register_forward_hook(lambda *_: runs.append(1))
+    return runs
+
+
+def test_units_run_twice_and_others_once(model: Net, checkpointed: Checkpointed) -> None:
+    runs = {name: _count_forwards(model.blocks.get_submodule(name)) for name in "0123"}  # type: ignore[arg-type]  # a Block
+    with checkpointed(model, UNITS):
+        model(torch.randn(2, 8)).sum().backward()
+    assert {name: len(found) for name, found in runs.items()} == {"0": 1, "1": 2, "2": 2, "3": 1}
+
+
+def test_gradients_are_the_same(model: Net, checkpointed: Checkpointed) -> None:
+    x = torch.randn(2, 8)
+    plain = _gradients(model, x)
+    with checkpointed(model, UNITS):
+        inside = _gradients(model, x)
+    assert all(map(torch.equal, plain, inside))
+
+
+def _everything(model: nn.Module) -> list[Any]:
+    return [
+        list(model.state_dict()),
+        [(name, id(p)) for name, p in model.named_parameters()],
+        [(name, id(m), type(m)) for name, m in model.named_modules()],
+        [list(m._forward_hooks) + list(m._forward_pre_hooks) for m in model.modules()],
+    ]
+
+
+def test_names_types_and_hooks_show_nothing(model: Net, checkpointed: Checkpointed) -> None:
+    before = _everything(model)
+    with checkpointed(model, UNITS):
+        assert _everything(model) == before
+        assert isinstance(model.blocks[1], Block)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_undo_restores_every_dict(model: Net, checkpointed: Checkpointed, raises: bool) -> None:
+    before = [list(module.__dict__.items()) for module in model.modules()]
+    try:
+        with checkpointed(model, UNITS):
+            assert "forward" in model.blocks[1].__dict__
+            if raises:
+                raise KeyError
+    except KeyError:
+        pass
+    after = [list(module.__dict__.items()) for module in model.modules()]
+    assert [[(k, id(v)) for k, v in items] for items in after] == [
+        [(k, id(v)) for k, v in items] for items in before
+    ]
+
+
+def test_a_forward_of_the_users_own_comes_back(model: Net, checkpointed: Checkpointed) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    model.blocks[1].forward = doubled
+    with checkpointed(model, ["blocks.1"]):
+        assert torch.equal(
+            model.blocks[1](torch.ones(1, 8, requires_grad=True)), torch.full((1, 8), 2.0)
+        )
+    assert model.blocks[1].__dict__["forward"] is doubled
+
+
+def test_a_deep_copy_runs_its_own_weights(model: Net, checkpointed: Checkpointed) -> None:
+    x = torch.randn(2, 8)
+    with checkpointed(model, UNITS):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert torch.equal(twin(x), torch.zeros(2, 8))
+        assert not torch.equal(model(x), torch.zeros(2, 8))
+
+
+def test_a_whole_model_is_saved_and_loads_as_a_plain_one(
+    model: Net, checkpointed: Checkpointed
+) -> None:
+    x = torch.randn(2, 8)
+    with checkpointed(model, UNITS):
+        stream = io.BytesIO()
+        torch.save(model, stream, pickle_module=pickle)
+        stream.seek(0)
+        loaded = torch.load(stream, weights_only=False)
+        assert torch.equal(loaded(x), model(x))
+        assert all(map(torch.equal, _gradients(loaded, x), _gradients(model, x)))
+
+
+def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> None:
+    x = torch.randn(2, 8)
+    plain = _gradients(model, x)
+    with checkpointed(model, UNITS):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        model.zero_grad()
+        compiled(x).square().mean().backward()
+        found = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(found, plain)
+
+
+def test_double_backward(model: Net, checkpointed: Checkpointed) -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+
+    def penalty() -> list[torch.Tensor]:
+        model.zero_grad()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = penalty()
+    with checkpointed(model, UNITS):
+        assert all(map(torch.equal, plain, penalty()))
+
+
+def test_a_graph_kept_for_a_second_backward(model: Net, checkpointed: Checkpointed) -> None:
+    x = torch.randn(2, 8)
+
+    def twice() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = twice()
+    with checkpointed(model, UNITS):
+        assert all(map(torch.equal, plain, twice()))
+
+
+def test_under_torch_func_it_is_off_and_says_so(model: Net, checkpointed: Checkpointed) -> None:
+    x, weights = torch.randn(2, 8), dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    plain = torch.func.grad(loss)(weights)
+    with checkpointed(model, UNITS), pytest.warns(UserWarning, match="off inside torch.func"):
+        found = torch.func.grad(loss)(weights)
+    torch.testing.assert_close(found, plain)
+
+
+def test_without_gradients_nothing_is_recomputed(model: Net, checkpointed: Checkpointed) -> None:
+    runs = _count_forwards(model.blocks[1])  # type: ignore[arg-type]  # a Block
+    with checkpointed(model, UNITS), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 8))
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_the_same_in_both_runs(
+    model: Net, checkpointed: Checkpointed, dtype: torch.dtype
+) -> None:
+    x, scaler = torch.randn(2, 8), torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def scaled() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = scaled()
+    with checkpointed(model, UNITS):
+        assert all(map(torch.equal, plain, scaled()))
+
+
+def test_an_error_in_a_unit_leaves_the_next_step_right(
+    model: Net, checkpointed: Checkpointed
+) -> None:
+    x = torch.randn(2, 8)
+    plain = _gradients(model, x)
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with checkpointed(model, UNITS):
+        loss = model(x).square().mean()
+        handle = model.blocks.get_submodule("1.narrow").register_forward_pre_hook(refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        handle.remove()
+        assert all(map(torch.equal, plain, _gradients(model, x)))
+
+
+def test_one_module_standing_twice_in_a_sequential(checkpointed: Checkpointed) -> None:
+    shared = nn.Tanh()
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared)
+    x = torch.randn(2, 4)
+    plain = model(x)
+    with checkpointed(model, ["[0:2]", "[2:4]"]):
+        assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize("unit", ["blocks.9", "flat[2:7]", "blocks.0[0:1]"])
+def test_a_unit_that_is_not_there_is_refused(
+    model: Net, checkpointed: Checkpointed, unit: str
+) -> None:
+    before = [dict(module.__dict__) for module in model.modules()]
+    with (
+        pytest.raises(InvalidRequest, match="search again"),
+        checkpointed(model, ["blocks.0", unit]),
+    ):
+        pass
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+class Averaging(nn.Module):
+    """Its output depends on a buffer that each forward changes."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
+        return torch.sin(self.linear(x)) * self.average
+
+
+def test_buffers_are_shown_as_before_and_changed_once(checkpointed: Checkpointed) -> None:
+    """Called twice in one forward, so each recomputation must see its own past."""
+    torch.manual_seed(0)
+    model, x = Averaging(), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+
+    def train(net: nn.Module) -> list[torch.Tensor]:
+        net(net(x)).square().mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    plain = train(twin)
+    holder = nn.ModuleDict({"inner": model})
+    with checkpointed(holder, ["inner"], ["inner.average"]):
+        assert all(map(torch.equal, plain, train(model)))
+    assert torch.equal(model.average, twin.average)

@@ -1,0 +1,132 @@
+"""What the recorder sees of a forward pass: bytes kept, calls, and what the model does itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+BATCH, WIDTH = 4, 16
+ACTIVATION = BATCH * WIDTH * 4
+
+
+class Block(nn.Module):
+    """Keeps what it is given, what tanh returns (twice, counted once) and what exp returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x))).exp()
+
+
+class Stack(nn.Module):
+    def __init__(self, itself: str = "") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.itself = itself
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if self.itself and index == 1:
+                x = checkpoint(block, x, use_reentrant=self.itself == "reentrant")
+            else:
+                x = block(x)
+        return x.mean()
+
+
+class Outer(nn.Module):
+    def __init__(self, itself: str) -> None:
+        super().__init__()
+        self.stack = Stack(itself)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.stack(self.first(x))
+        return loss
+
+
+def _record(part: Callable[[str], Any], model: nn.Module, *, keep: bool, steps: int = 1) -> Any:
+    batch = torch.randn(BATCH, WIDTH)
+    recorder = part("recorder").Recorder(model, [batch], keep=keep)
+    with recorder.watching():
+        for _ in range(steps):
+            loss = model(batch)
+            if keep:
+                loss.backward()
+    return recorder
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_bytes_are_counted_once_and_weights_not(part: Callable[[str], Any], keep: bool) -> None:
+    timeline = _record(part, Stack(), keep=keep).timeline()
+    inner = 2 * ACTIVATION
+    assert timeline.saved_bytes == 3 * inner
+    assert timeline.gain("blocks.0") == ACTIVATION, "what it returns the next one keeps anyway"
+    assert timeline.gain("blocks.2") == inner
+    assert timeline.gain("blocks.1.one") <= 0
+
+
+def test_hooks_are_gone_after(part: Callable[[str], Any]) -> None:
+    model = Stack()
+    _record(part, model, keep=True)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_letting_go_needs_no_memory_for_activations(part: Callable[[str], Any]) -> None:
+    alive: list[int] = []
+    model = nn.Sequential(*(Block() for _ in range(6)))
+    batch = torch.randn(BATCH, WIDTH)
+    from autofit.memory.tracer import MemoryTracer
+
+    for keep in (True, False):
+        tracer = MemoryTracer()
+        recorder = part("recorder").Recorder(model, [batch], keep=keep)
+        with tracer, recorder.watching():
+            model(batch)
+            alive.append(tracer.allocator.peak_allocated_bytes)
+    kept, let_go = alive
+    assert let_go < kept / 2
+
+
+def test_a_forward_that_needs_what_it_saved_is_told_apart(part: Callable[[str], Any]) -> None:
+    class Physics(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
+            return slope.mean()
+
+    with pytest.raises(part("recorder").NeedsSavedTensors):
+        _record(part, Physics(), keep=False)
+    assert _record(part, Physics(), keep=True).timeline().saved_bytes > 0
+
+
+@pytest.mark.parametrize("itself", ["reentrant", "not reentrant"])
+def test_a_model_that_checkpoints_itself_is_noticed(
+    part: Callable[[str], Any], itself: str
+) -> None:
+    recorder = _record(part, Outer(itself), keep=True)
+    timeline = recorder.timeline()
+    assert "stack" in recorder.checkpointed_itself
+    assert "stack.blocks.0" not in recorder.checkpointed_itself
+    gains = {unit: timeline.gain(unit) for unit in timeline.calls_of if "blocks.1" in unit}
+    assert all(gain <= 0 for gain in gains.values()), "there is nothing left to gain in it"
+
+
+def test_calls_of_a_shared_module_are_all_there(part: Callable[[str], Any]) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.block(self.block(x))).mean()
+
+    timeline = _record(part, Shared(), keep=True).timeline()
+    assert len(timeline.calls_of["block"]) == 3
+    assert timeline.gain("block") == 4 * ACTIVATION, "three tanh and the last exp"

@@ -1,0 +1,175 @@
+"""The dimension as a search sees it: levels, payloads, hints, and lines to paste."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Dimension, Plan
+from autofit.recipe import Recipe
+from autofit.registry import load_strategies
+from autofit.strategy import Strategy
+from autofit.testing.context import PlainContext
+from autofit.testing.samples import attention, convolutions
+from autofit.training import Training
+from autofit.workload import Workload
+
+SETTING = "checkpointing.level"
+
+
+@pytest.fixture(scope="module")
+def levels() -> Dimension:
+    (strategy,) = load_strategies(["checkpointing"])
+    return strategy.dimensions(PlainContext(attention))[SETTING]
+
+
+def test_levels_go_from_plain_to_least_memory(levels: Dimension) -> None:
+    assert list(levels.values) == list(range(len(levels.values)))
+    assert 3 <= len(levels.values) <= 12
+    assert 0 not in levels.payloads
+    assert all(levels.payloads[level]["units"] for level in levels.values[1:])
+
+
+def test_hints_say_less_memory_for_more_time(levels: Dimension) -> None:
+    hints = [levels.hints[level] for level in levels.values]
+    assert (hints[0].bytes_per_sample, hints[0].seconds_per_sample) == (1.0, 1.0)
+    for before, after in pairwise(hints):
+        assert after.bytes_per_sample is not None
+        assert after.seconds_per_sample is not None
+        assert before.bytes_per_sample is not None
+        assert before.seconds_per_sample is not None
+        assert after.bytes_per_sample < before.bytes_per_sample
+        assert after.seconds_per_sample > before.seconds_per_sample
+
+
+def test_levels_survive_the_report(levels: Dimension) -> None:
+    back = Dimension.from_dict(json.loads(json.dumps(levels.to_dict())))
+    assert back.to_dict() == levels.to_dict()
+
+
+def _gradients(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model(**batch)["loss"].backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_the_lines_to_paste_do_the_same(checkpointing: Strategy, levels: Dimension) -> None:
+    last = levels.values[-1]
+    lines = checkpointing.describe({SETTING: last}, {SETTING: levels.payloads[last]})
+    workload, twin = attention(), attention()
+    scope: dict[str, Any] = {"model": workload.build_model(), "train": _gradients}
+    scope["batch"] = workload.sample_batch
+    exec("\n".join([*lines, "    found = train(model, batch)"]), scope)
+    plain = _gradients(twin.build_model(), twin.sample_batch)
+    assert all(map(torch.equal, scope["found"], plain))
+    assert checkpointing.describe({SETTING: 0}, {}) == []
+
+
+def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Dimension) -> None:
+    model = convolutions().build_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InvalidRequest, match="search again"):
+        Training(
+            model,
+            optimizer,
+            Recipe(),
+            Plan(2, settings={SETTING: 1}),
+            device=torch.device("cpu"),
+            strategies=[checkpointing],
+            payloads={SETTING: {"units": ["decoder.layers.7"], "buffers": []}},
+        )
+
+
+def test_a_model_with_nothing_to_gain(checkpointing: Strategy) -> None:
+    context = PlainContext(lambda: Workload(nn.Linear(4, 4), torch.randn(8, 4)))
+    assert checkpointing.dimensions(context) == {}
+
+
+class CheckpointsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_a_model_that_checkpoints_itself_is_left_as_it_is(checkpointing: Strategy) -> None:
+    model = nn.Sequential(CheckpointsItself())
+    context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
+    assert checkpointing.dimensions(context) == {}
+    assert context.notes == ["0 is not checkpointed: it checkpoints a part of itself"]
+
+
+class NoRoom(PlainContext):
+    """A device on which no backward pass fits; `forwards` says whether a forward does."""
+
+    forwards = True
+
+    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
+        def with_little_room(training: Any, batch: Any) -> Any:
+            undo = training.wrap_optimizer_step(_refuse)
+            if not self.forwards:
+                training.model.register_forward_pre_hook(_refuse)
+            try:
+                return run(training, batch)
+            finally:
+                undo()
+
+        return super().profile(with_little_room, micro_batch)
+
+
+def _refuse(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_no_room_for_a_forward_leaves_it_out_and_says_so(checkpointing: Strategy) -> None:
+    context = NoRoom(attention)
+    context.forwards = False
+    assert checkpointing.dimensions(context) == {}
+    assert context.notes == ["checkpointing left out: a step of 2 samples does not fit into memory"]
+
+
+def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> None:
+    """A GAN: the step runs both networks, so units of both are found and tried."""
+
+    def network() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)]
+        return nn.Sequential(*blocks)
+
+    def train_step(training: Any, batch: torch.Tensor) -> torch.Tensor:
+        for name, sign in (("critic", 1.0), ("maker", -1.0)):
+            training.zero_grad()
+            made = training.model["maker"](batch)
+            loss = sign * training.model["critic"](made).mean()
+            training.backward(loss)
+            training.optimizer_step(name)
+        return loss.detach()
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"critic": network(), "maker": network()})
+        return Workload(
+            model,
+            torch.randn(16, 8),
+            train_step=train_step,
+            optimizer={"critic": torch.optim.SGD, "maker": torch.optim.SGD},  # type: ignore[dict-item]  # classes that take parameters
+        )
+
+    levels = checkpointing.dimensions(PlainContext(build))[SETTING]
+    named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
+    assert any(unit.startswith("critic") for unit in named)
+    assert any(unit.startswith("maker") for unit in named)
