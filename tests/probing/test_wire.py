@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -138,6 +139,7 @@ def test_a_class_that_comes_home_is_left_as_it_was() -> None:
             payloads={"a.x": ["layer.0", "layer.1"]},
             incumbent_samples_per_second=12.5,
             full_accumulation=True,
+            steps=40,
         ),
     ],
 )
@@ -145,4 +147,6 @@ def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
     pipe = io.StringIO()
     send(pipe, request_to_dict(request_))
     (line,) = pipe.getvalue().splitlines()
+    # What the parent alone goes by: when to take the worker for hung.
+    assert set(json.loads(line)) | {"expected_seconds"} == {f.name for f in fields(ProbeRequest)}
     assert request_from_dict(json.loads(line)) == request_
