@@ -38,7 +38,9 @@ class Spread:
         split: of how the first value measured is split between intercept and slope, each way.
         predicted: of how far predicted lines are off, all together.
         intercept: of what one setting does to the intercept.
-        slope: of what one value of an unordered setting does to the slope.
+        common: of what all values of an unordered setting but the first do to the slope alike.
+        slope: of what one of them does to the slope beside that.
+        help: no deviation but the mean of what they do: values are offered because they may help.
         trend: of what the last value of an ordered setting does to the slope, as a straight trend.
         bend: of how far the values of an ordered setting stray from that trend.
         hinted: of what a value with a hint does to the slope, around the hint.
@@ -48,7 +50,7 @@ class Spread:
     level: float = 2.0
     split: float = 1.0
     predicted: float = 0.15
-    intercept: float = 0.12
+    intercept: float = 0.05
     common: float = 0.5
     slope: float = 0.5
     help: float = -0.2

@@ -27,9 +27,9 @@ MEMORY_ERROR = 0.02
 
 _TIME_ERROR = 0.01  # no line is straighter, however well a step time repeats
 _ALIKE = 1.5  # steps whose lengths differ by less scatter alike
-_MEMORY_SPREAD = Spread(intercept=0.05, trend=0.7, bend=0.4)
-_PREDICTED_SPREAD = Spread(intercept=0.05, common=0.05, slope=0.05, help=0.0, trend=0.05, bend=0.05)
-_TIME_SPREAD = Spread(intercept=0.05, trend=0.3, bend=0.15)
+_MEMORY_SPREAD = Spread(trend=0.7, bend=0.4)
+_PREDICTED_SPREAD = Spread(common=0.05, slope=0.05, help=0.0, trend=0.05, bend=0.05)
+_TIME_SPREAD = Spread(trend=0.3, bend=0.15)
 
 
 class Beliefs:

@@ -12,18 +12,16 @@ from dataclasses import dataclass, replace
 
 from optuna.samplers import BaseSampler
 
-from autofit.errors import NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.probing.prober import Prober, ProbeRequest
-from autofit.searching import confirming, events, ledger, planner
+from autofit.searching import confirming, events, failures, ledger, planner
 from autofit.searching.beliefs import beliefs_of
 from autofit.searching.facts import SearchFacts
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.skips import Skip, skips
 from autofit.searching.store import Store
 from autofit.searching.tally import oom_probes_of, probes_of
-from autofit.units import format_bytes
 
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
@@ -102,19 +100,12 @@ def run_search(
         Exception: whatever the user's code raised on the plain workload.
     """
     with Store.open(None, facts.identity) as memory:
-        run = _Run(prober, facts, store or memory, sampler, max_probes, timeout_s, on_event)
-        run.veto = veto
+        run = _Run(prober, facts, store or memory, sampler, max_probes, timeout_s, on_event, veto)
         return run.result()
 
 
 class _Run:
-    """One call of `run_search`.
-
-    Attributes:
-        veto: whether proposals of another sampler may be refused.
-    """
-
-    veto = True
+    """One call of `run_search`."""
 
     def __init__(
         self,
@@ -125,12 +116,14 @@ class _Run:
         max_probes: int | None,
         timeout_s: float | None,
         on_event: events.OnEvent | None,
+        veto: bool,
     ) -> None:
         store.begin(facts)
         self._prober, self._facts, self._store = prober, facts, store
         self._planner = sampler if isinstance(sampler, PlannerSampler) else PlannerSampler()
         self._sampler = sampler or self._planner
         self._max_probes, self._timeout_s = max_probes, timeout_s
+        self._vetoes = veto and self._sampler is not self._planner
         self._tell = on_event or (lambda event: None)
         self._began = time.monotonic()
         self._trials = store.trials
@@ -151,7 +144,7 @@ class _Run:
             stopped_because = INTERRUPTED
         best = confirming.best_of(self._facts, self._trials)
         if best is None:
-            raise self._nothing_fits()
+            raise failures.nothing_fits(self._facts, self._trials)
         return SearchResult(
             self._facts,
             self._trials,
@@ -221,7 +214,7 @@ class _Run:
             plan = ledger.plan_of(asked.params, self._facts.space)
             known = planner.forecast(self._facts, self._trials, plan)
             veto = None
-            if self.veto and sampler is self._sampler and sampler is not self._planner:
+            if self._vetoes and sampler is self._sampler:
                 veto = planner.veto(self._facts, self._trials, plan)
             if veto is not None:
                 trial = self._trial(Role.VETOED, plan, veto, known)
@@ -233,7 +226,9 @@ class _Run:
         self._trials = self._store.trials
         finished = events.Vetoed if veto is not None else events.ProbeFinished
         self._tell(finished(self._trials[-1], self._progress()))
-        self._raise_if_hopeless(self._trials[-1])
+        error = failures.hopeless(self._trials[-1], self._prober)
+        if error is not None:
+            raise error
         return veto is None
 
     def _run(self, plan: Plan, role: Role, known: planner.Forecast) -> Measurement:
@@ -260,48 +255,6 @@ class _Run:
         """Whether what happens to this plan happens to the user's own training."""
         baseline = self._facts.space.baseline
         return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
-
-    def _raise_if_hopeless(self, trial: Trial) -> None:
-        """An error of the plain workload is the user's to see, at once."""
-        outcome, detail = trial.measurement.outcome, trial.measurement.detail
-        if outcome is Outcome.USER_ERROR:
-            error = self._prober.user_exception()
-            raise error if error is not None else WorkloadFailed(detail or "the workload failed")
-        if trial.role is not Role.BASELINE:
-            return
-        if outcome is Outcome.NONFINITE:
-            raise WorkloadFailed(
-                f"the loss of the plain workload is not finite ({detail or trial.plan}): check the "
-                "sample batch, the loss and the learning rate before looking for a faster plan"
-            )
-        if outcome is Outcome.LEAK:
-            raise WorkloadFailed(
-                f"the plain workload holds more memory after every step ({detail or trial.plan}): "
-                "no plan can fit for long; look for a loss or an output that is kept with its graph"
-            )
-
-    def _nothing_fits(self) -> Exception:
-        tried = probes_of(self._trials)
-        about_memory = [t for t in tried if t.measurement.outcome.about_memory]
-        if not about_memory:
-            last = tried[-1]
-            return WorkloadFailed(
-                f"not one plan could be run; the last, {last.plan}, ended "
-                f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
-            )
-        smallest = min(
-            about_memory, key=lambda t: (t.plan.micro_batch, t.measurement.held_bytes or 2**62)
-        )
-        required, allowed = smallest.measurement.held_bytes, self._facts.vram_budget_bytes
-        needed = f"needed {format_bytes(required)}" if required else "ran out of memory"
-        return NoFeasiblePlan(
-            f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
-            f"{format_bytes(allowed)} were allowed; raise the VRAM budget, shorten the samples or "
-            "make the model smaller",
-            plan=smallest.plan,
-            required_bytes=required,
-            allowed_bytes=allowed,
-        )
 
     def _probes_left(self, reserved: int = 0) -> int | None:
         if self._max_probes is None:
