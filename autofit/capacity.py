@@ -8,7 +8,6 @@ margin. False is said where it ran out, or where the prediction does not fit wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,87 +20,11 @@ from autofit.prediction.calibration import Calibration
 from autofit.prediction.engine import Prediction, predict
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.strategy import Strategy
-from autofit.units import format_bytes
+from autofit.verdict import Verdict
 from autofit.workload import Workload
 
 Method = Literal["auto", "probe", "predict"]
 METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a plan fits.
-
-    Attributes:
-        fits: True or False; None where it could not be told.
-        plan: the plan that was checked.
-        method: "probe" or "predict".
-        vram_budget_bytes: what is allowed.
-        peak_allocated_bytes: most bytes in live tensors; None: it is not known.
-        required_bytes: what the plan needs, non-torch bytes included; None: it is not known.
-        margin_bytes: what was added to required bytes before they were held against the budget.
-        breakdown: bytes by kind, where predicted.
-        largest_micro_batch: the largest that would fit, where the plan does not and it is known.
-        detail: why it could not be told, or how the probe ended.
-    """
-
-    fits: bool | None
-    plan: Plan
-    method: str
-    vram_budget_bytes: int
-    required_bytes: int | None = None
-    margin_bytes: int = 0
-    breakdown: Mapping[str, int] | None = None
-    largest_micro_batch: int | None = None
-    detail: str | None = None
-    peak_allocated_bytes: int | None = None
-
-    @property
-    def headroom_bytes(self) -> int | None:
-        """The budget less required bytes; below zero where it does not fit."""
-        if self.required_bytes is None:
-            return None
-        return self.vram_budget_bytes - self.required_bytes
-
-    def __str__(self) -> str:
-        """One line."""
-        said = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
-        line = f"{self.plan} {said} in {format_bytes(self.vram_budget_bytes)}"
-        if self.required_bytes is not None:
-            line += f": {self._needs()}"
-        elif self.detail:
-            line += f": {self.detail}"
-        if self.fits is False and self.largest_micro_batch:
-            line += f"; the largest micro-batch that fits is {self.largest_micro_batch}"
-        return line
-
-    def _needs(self) -> str:
-        how = "measured" if self.method == "probe" else "predicted"
-        needs = f"{format_bytes(self.required_bytes)} {how}"
-        return needs + (f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else "")
-
-    def explain(self) -> str:
-        """Several lines: required, allowed, the breakdown, and the largest micro-batch."""
-        rows = [("required", self.required_bytes), ("allowed", self.vram_budget_bytes)]
-        rows += list((self.breakdown or {}).items())
-        lines = [f"  {name:<16}{format_bytes(size):>12}" for name, size in rows]
-        return "\n".join([str(self), *lines])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return {
-            "fits": self.fits,
-            "method": self.method,
-            "plan": self.plan.to_dict(),
-            "vram_budget_bytes": self.vram_budget_bytes,
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "required_bytes": self.required_bytes,
-            "margin_bytes": self.margin_bytes,
-            "headroom_bytes": self.headroom_bytes,
-            "breakdown": dict(self.breakdown) if self.breakdown else None,
-            "largest_micro_batch": self.largest_micro_batch,
-            "detail": self.detail,
-        }
 
 
 def check(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from autofit.capacity import Verdict
     from autofit.plan import Plan, Scalar
+    from autofit.verdict import Verdict
     from autofit.workload import Workload
 
 Checker = Callable[..., "Verdict"]

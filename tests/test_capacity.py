@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.capacity import Verdict, check
+from autofit.capacity import check
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
 from autofit.units import GIB, MIB
@@ -83,9 +83,3 @@ def test_a_probe_on_the_cpu_device() -> None:
 def test_a_method_that_there_is_not() -> None:
     with pytest.raises(InvalidRequest, match="auto, probe, predict"):
         check(workload(), vram_budget="2GiB", method="guess")
-
-
-def test_the_json_form_has_the_contracts_names() -> None:
-    data = check(workload(), vram_budget="2GiB", gpu="L4").to_dict()
-    assert {"fits", "required_bytes", "headroom_bytes", "method"} <= data.keys()
-    assert isinstance(Verdict(None, Plan(1), "predict", 1).to_dict(), dict)

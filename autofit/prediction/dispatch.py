@@ -31,7 +31,7 @@ _aten = _library.Library("aten", "IMPL")
 
 
 def emulate(name: str, kernel: Callable[..., Any]) -> None:
-    """Have `kernel` called in place of the aten operator `name` inside `emulation()`.
+    """Have `kernel` called in place of the aten operator `name` inside `emulation`.
 
     The kernel calls operators of its own inside `beneath()`, or they would come back to it.
     """

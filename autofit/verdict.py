@@ -1,0 +1,123 @@
+"""What a check answers, and the forms it takes: a line, JSON, Markdown, JUnit XML.
+
+Imports no torch, so that a report of a check can be written and read anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+from autofit.plan import Plan
+from autofit.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan fits.
+
+    Attributes:
+        fits: True or False; None where it could not be told.
+        plan: the plan that was checked.
+        method: "probe" or "predict".
+        vram_budget_bytes: what is allowed.
+        required_bytes: what the plan needs, non-torch bytes included; None: it is not known.
+        margin_bytes: what was added to required bytes before they were held against the budget.
+        breakdown: bytes by kind, where predicted.
+        largest_micro_batch: the largest that would fit, where the plan does not and it is known.
+        detail: why it could not be told, or how the probe ended.
+    """
+
+    fits: bool | None
+    plan: Plan
+    method: str
+    vram_budget_bytes: int
+    required_bytes: int | None = None
+    margin_bytes: int = 0
+    breakdown: Mapping[str, int] | None = None
+    largest_micro_batch: int | None = None
+    detail: str | None = None
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """The budget less required bytes; below zero where it does not fit."""
+        if self.required_bytes is None:
+            return None
+        return self.vram_budget_bytes - self.required_bytes
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line returns: 0 fits, 1 does not, 5 could not be told."""
+        return {True: 0, False: 1, None: 5}[self.fits]
+
+    def growth_since(self, earlier_required_bytes: int) -> float | None:
+        """How much more is required than at an earlier commit, as a share: 0.05 is 5 % more."""
+        if self.required_bytes is None:
+            return None
+        return self.required_bytes / earlier_required_bytes - 1
+
+    def __str__(self) -> str:
+        """One line."""
+        said = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
+        line = f"{self.plan} {said} in {format_bytes(self.vram_budget_bytes)}"
+        if self.required_bytes is not None:
+            line += f": {self._needs()}"
+        elif self.detail:
+            line += f": {self.detail}"
+        if self.fits is False and self.largest_micro_batch:
+            line += f"; the largest micro-batch that fits is {self.largest_micro_batch}"
+        return line
+
+    def _needs(self) -> str:
+        how = "measured" if self.method == "probe" else "predicted"
+        needs = f"{format_bytes(self.required_bytes)} {how}"
+        return needs + (f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else "")
+
+    def _rows(self) -> list[tuple[str, str]]:
+        sizes: list[tuple[str, int | None]] = [("required", self.required_bytes)]
+        sizes += [("margin", self.margin_bytes)] if self.margin_bytes else []
+        sizes += [("allowed", self.vram_budget_bytes), *(self.breakdown or {}).items()]
+        return [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
+
+    def explain(self) -> str:
+        """Several lines: required, allowed, the breakdown, and the largest micro-batch."""
+        lines = [f"  {name:<16}{size:>12}" for name, size in self._rows()]
+        return "\n".join([str(self), *lines])
+
+    def to_markdown(self) -> str:
+        """A heading and a table, for the summary page of a CI job."""
+        rows = [f"| {name} | {size} |" for name, size in self._rows()]
+        return "\n".join([f"### {self}", "", "| | |", "|---|---:|", *rows, ""])
+
+    def to_junit_xml(self, name: str = "autofit check") -> str:
+        """One test case, which failed where it does not fit and was skipped where not told."""
+        suite = ElementTree.Element(
+            "testsuite",
+            name="autofit",
+            tests="1",
+            failures=str(int(self.fits is False)),
+            skipped=str(int(self.fits is None)),
+        )
+        case = ElementTree.SubElement(suite, "testcase", classname="autofit", name=name)
+        if self.fits is not True:
+            kind = "failure" if self.fits is False else "skipped"
+            ElementTree.SubElement(case, kind, message=str(self)).text = self.explain()
+        ElementTree.indent(suite)
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "fits": self.fits,
+            "method": self.method,
+            "plan": self.plan.to_dict(),
+            "vram_budget_bytes": self.vram_budget_bytes,
+            "required_bytes": self.required_bytes,
+            "margin_bytes": self.margin_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "breakdown": dict(self.breakdown) if self.breakdown else None,
+            "largest_micro_batch": self.largest_micro_batch,
+            "detail": self.detail,
+        }
