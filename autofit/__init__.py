@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofit.capacity import Verdict, check
+    from autofit.capacity import check
     from autofit.endurance import Endurance
     from autofit.errors import (
         AutofitError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autofit.searching.public import probe, search
     from autofit.strategy import Numerics, Phase, Strategy
     from autofit.training import Training
+    from autofit.verdict import Verdict
     from autofit.workload import Workload
 
 __all__ = [
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "autofit.capacity": ("Verdict", "check"),
+    "autofit.capacity": ("check",),
     "autofit.endurance": ("Endurance",),
     "autofit.errors": (
         "AutofitError",
@@ -85,6 +86,7 @@ _HOMES = {
     "autofit.searching.public": ("probe", "search"),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),
     "autofit.training": ("Training",),
+    "autofit.verdict": ("Verdict",),
     "autofit.workload": ("Workload",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -30,9 +30,9 @@ from autofit.options import (
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
-    from autofit.capacity import Verdict
     from autofit.regression import Regression
     from autofit.report.report import Report
+    from autofit.verdict import Verdict
 
 GpuName = Annotated[
     str | None, typer.Option("--gpu", help="predict for this one: L4, A100-80GB, or a size")

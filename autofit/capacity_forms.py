@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from autofit.capacity import Verdict
 from autofit.regression import Regression
 from autofit.units import format_bytes
+from autofit.verdict import Verdict
 
 
 def junit_xml(name: str, verdict: Verdict, regression: Regression | None) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autofit.capacity import Verdict
 from autofit.errors import InvalidRequest
 from autofit.units import format_bytes
+from autofit.verdict import Verdict
 
 
 @dataclass(frozen=True)

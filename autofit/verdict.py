@@ -23,6 +23,7 @@ class Verdict:
         plan: the plan that was checked.
         method: "probe" or "predict".
         vram_budget_bytes: what is allowed.
+        peak_allocated_bytes: most bytes in live tensors; None: it is not known.
         required_bytes: what the plan needs, non-torch bytes included; None: it is not known.
         margin_bytes: what was added to required bytes before they were held against the budget.
         breakdown: bytes by kind, where predicted.
@@ -39,6 +40,7 @@ class Verdict:
     breakdown: Mapping[str, int] | None = None
     largest_micro_batch: int | None = None
     detail: str | None = None
+    peak_allocated_bytes: int | None = None
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -114,6 +116,7 @@ class Verdict:
             "method": self.method,
             "plan": self.plan.to_dict(),
             "vram_budget_bytes": self.vram_budget_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
             "required_bytes": self.required_bytes,
             "margin_bytes": self.margin_bytes,
             "headroom_bytes": self.headroom_bytes,

@@ -9,7 +9,7 @@ import pytest
 # Workers inherit it: on two cores, several threads a process only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402 - it reads the variable above when it is imported
+import torch  # it reads the variable above when it is imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
