@@ -129,7 +129,8 @@ class Bench:
 
     def time_parts(self, units: Sequence[str]) -> None:
         """Measure the forward time of all these units, and of the whole."""
-        model, batch = self._build().build_model(), self._build().sample_batch
+        model = self._build().build_model()
+        batch: Any = self._build().sample_batch
         parse = _part("units").Unit.parse
         parts = {unit: parse(unit).parts(model) for unit in units}
         names = {"", *(name for names in parts.values() for name in names)}
@@ -261,7 +262,8 @@ def frontier_of_a_thousand() -> Iterator[str]:
     """Seconds to find the levels of a model with 1,000 candidates."""
     timeline, frontier = _part("timeline"), _part("frontier")
     generator = random.Random(0)
-    storages, calls = [], []
+    storages: list[Any] = []
+    calls: list[Any] = []
     for index in range(1000):
         start = len(storages)
         for _ in range(generator.randint(4, 12)):

@@ -17,18 +17,23 @@ import torch
 from torch import nn
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class State:
-    """Parameters, buffers, attributes of all modules, and the random states of this process."""
+    """Parameters, buffers, attributes of all modules, and the random states of this process.
+
+    Parameters are kept on the host, so that a large model needs no second copy on its device.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._tensors = [
-            (tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())
+        self._parameters = [
+            (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
         ]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._attributes = [(m, _copied(m.__dict__), dict(m._buffers)) for m in model.modules()]
         self._random = _random_states()
 
@@ -39,16 +44,17 @@ class State:
             module.__dict__.update(_copied(attributes))
             module._buffers.clear()
             module._buffers.update(buffers)
-        with torch.no_grad():
-            for tensor, values in self._tensors:
-                tensor.data.copy_(values)
-        for parameter in self._model.parameters():
+        for buffer, values in self._buffers:
+            buffer.data.copy_(values)
+        for parameter, sum_before, values in self._parameters:
             parameter.grad = None
+            if checksum(parameter) != sum_before:
+                parameter.data.copy_(values)
         _set_random_states(self._random)
 
     def changed_buffers(self) -> set[str]:
         """Dotted names of the buffers that are not what they were."""
-        before = {id(tensor): values for tensor, values in self._tensors}
+        before = {id(buffer): values for buffer, values in self._buffers}
         kept = {
             (id(module), name): buffer
             for module, _, buffers in self._attributes
@@ -73,12 +79,19 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def checksum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's bits, read as whole numbers; it says whether values were changed."""
+    width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
+    bits = tensor.detach().contiguous().reshape(-1).view(width)
+    return int(bits.sum(dtype=torch.int64))
+
+
 def traces(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """What a step left behind, as names for a reader and values that compare.
 
     Gradients are not among them: they are dropped at the end of a step, and are taken before.
     """
-    yield from ((f"parameter {name}", p.detach().clone()) for name, p in model.named_parameters())
+    yield from ((f"parameter {name}", checksum(p)) for name, p in model.named_parameters())
     yield from ((f"buffer {name}", b.detach().clone()) for name, b in model.named_buffers())
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():

@@ -52,7 +52,11 @@ class Checkpointing:
         found = find_candidates(
             context.model, small.survey.timeline, small.survey.checkpointed_itself
         )
-        parity = self._parity(context, layers(found.timeline))
+        try:
+            parity = self._parity(context, layers(found.timeline))
+        except torch.OutOfMemoryError:
+            context.note("checkpointing left out: there is no memory to compare a step with it")
+            return {}
         for unit, why in (found.left_out | parity.left_out).items():
             context.note(f"{unit} is not checkpointed: {why}")
         units = [unit for unit in found.units if unit not in parity.left_out]

@@ -18,7 +18,7 @@ from .stopwatch import Stopwatch
 from .timeline import Timeline
 from .units import Unit
 
-LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 30, 2.0
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
 """Steps are timed thoroughly until they are enough, or have taken long enough."""
 
 FORWARDS_IN_A_STEP = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -268,10 +269,28 @@ def workload(name: str) -> Workload:
 
 
 @pytest.fixture(params=list(NETS))
-def build(request: pytest.FixtureRequest) -> Callable[[], Workload]:
-    """A function that builds the workload of each network in turn."""
+def net(request: pytest.FixtureRequest) -> str:
+    """The name of each network in turn."""
     name: str = request.param
-    return lambda: workload(name)
+    return name
+
+
+@pytest.fixture
+def build(net: str) -> Callable[[], Workload]:
+    """A function that builds the network's workload."""
+    return lambda: workload(net)
+
+
+@lru_cache
+def _levels_of(net: str) -> Dimension:
+    (strategy,) = load_strategies(["checkpointing"])
+    return strategy.dimensions(PlainContext(lambda: workload(net)))[SETTING]
+
+
+@pytest.fixture
+def levels(net: str) -> Dimension:
+    """The dimension that the strategy finds for the network, found once."""
+    return _levels_of(net)
 
 
 @pytest.fixture
@@ -284,16 +303,6 @@ def part(checkpointing: Strategy) -> Callable[[str], Any]:
     """A module of the strategy's package, by its last name."""
     package = type(checkpointing).__module__.rpartition(".")[0]
     return lambda name: importlib.import_module(f"{package}.{name}")
-
-
-@pytest.fixture
-def find_levels(checkpointing: Strategy) -> Callable[[Callable[[], Workload]], Dimension]:
-    """The dimension that the strategy finds for a workload."""
-
-    def find(build: Callable[[], Workload]) -> Dimension:
-        return checkpointing.dimensions(PlainContext(build))[SETTING]
-
-    return find
 
 
 @pytest.fixture

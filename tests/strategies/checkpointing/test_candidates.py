@@ -73,7 +73,8 @@ def test_units_of_one_stretch_are_offered_once(part: Part) -> None:
 
 def test_a_scripted_module_is_let_alone(part: Part) -> None:
     inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
-    scripted = torch.jit.trace(inner, torch.randn(4, 16))
+    trace: Any = torch.jit.trace
+    scripted = trace(inner, torch.randn(4, 16))
     units = _find(part, nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
     assert not [unit for unit in units if unit.startswith("1")]
 

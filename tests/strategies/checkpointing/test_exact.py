@@ -43,16 +43,13 @@ def _assert_same(plain: Mapping[str, Any], other: Mapping[str, Any], level: obje
 
 
 def test_every_level_is_bit_exact(
-    build: Build,
-    find_levels: Callable[[Build], Dimension],
-    train_at: Callable[..., Training],
+    build: Build, levels: Dimension, train_at: Callable[..., Training]
 ) -> None:
-    dimension = find_levels(build)
-    assert len(dimension.values) > 2, "there must be something between none and least memory"
+    assert len(levels.values) > 2, "there must be something between none and least memory"
     batch = build().sample_batch
     plain = _after_training(train_at(build(), None), batch)
-    for level in dimension.values[1:]:
-        trained = _after_training(train_at(build(), dimension.payloads[level]), batch)
+    for level in levels.values[1:]:
+        trained = _after_training(train_at(build(), levels.payloads[level]), batch)
         _assert_same(plain, trained, level)
 
 
@@ -65,15 +62,12 @@ def _peak_bytes(training: Training, batch: Any) -> int:
 
 
 def test_the_least_memory_level_needs_less_than_half(
-    build: Build,
-    find_levels: Callable[[Build], Dimension],
-    train_at: Callable[..., Training],
+    build: Build, levels: Dimension, train_at: Callable[..., Training]
 ) -> None:
-    dimension = find_levels(build)
     batch = build().batch(SAMPLES)
-    least = dimension.values[-1]
+    least = levels.values[-1]
     peaks = {
-        level: _peak_bytes(train_at(build(), dimension.payloads.get(level), SAMPLES), batch)
+        level: _peak_bytes(train_at(build(), levels.payloads.get(level), SAMPLES), batch)
         for level in (0, least)
     }
     assert peaks[least] < peaks[0] / 2

@@ -15,7 +15,9 @@ Part = Callable[[str], Any]
 def _chain(part: Part, seed: int, units: int = 8) -> tuple[Any, dict[str, float]]:
     """A random chain of units, some with two smaller ones within, and their seconds."""
     timeline, generator = part("timeline"), random.Random(seed)
-    storages, calls, seconds = [], [], {}
+    storages: list[Any] = []
+    calls: list[Any] = []
+    seconds: dict[str, float] = {}
     for number in range(units):
         start = len(storages)
         for _ in range(generator.randint(2, 6)):

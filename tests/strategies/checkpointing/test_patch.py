@@ -165,15 +165,16 @@ def test_a_full_graph_is_compiled(model: Net, checkpointed: Checkpointed) -> Non
 def test_double_backward(model: Net, checkpointed: Checkpointed) -> None:
     x = torch.randn(2, 8, requires_grad=True)
 
-    def penalty() -> list[torch.Tensor]:
+    def gradients() -> list[torch.Tensor]:
         model.zero_grad()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        slope.square().sum().backward()
+        penalty: Any = slope.square().sum()
+        penalty.backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    plain = penalty()
+    plain = gradients()
     with checkpointed(model, UNITS):
-        assert all(map(torch.equal, plain, penalty()))
+        assert all(map(torch.equal, plain, gradients()))
 
 
 def test_a_graph_kept_for_a_second_backward(model: Net, checkpointed: Checkpointed) -> None:
@@ -192,10 +193,12 @@ def test_a_graph_kept_for_a_second_backward(model: Net, checkpointed: Checkpoint
 
 
 def test_under_torch_func_it_is_off_and_says_so(model: Net, checkpointed: Checkpointed) -> None:
-    x, weights = torch.randn(2, 8), dict(model.named_parameters())
+    x = torch.randn(2, 8)
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
 
     def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(model, weights, (x,)).square().mean()
+        y: torch.Tensor = torch.func.functional_call(model, weights, (x,))
+        return y.square().mean()
 
     plain = torch.func.grad(loss)(weights)
     with checkpointed(model, UNITS), pytest.warns(UserWarning, match="off inside torch.func"):
@@ -281,7 +284,8 @@ class Averaging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
-        return torch.sin(self.linear(x)) * self.average
+        scaled: torch.Tensor = torch.sin(self.linear(x)) * self.average
+        return scaled
 
 
 def test_buffers_are_shown_as_before_and_changed_once(checkpointed: Checkpointed) -> None:

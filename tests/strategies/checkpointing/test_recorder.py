@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autofit.memory.tracer import MemoryTracer
+
 BATCH, WIDTH = 4, 16
 ACTIVATION = BATCH * WIDTH * 4
 
@@ -22,7 +24,8 @@ class Block(nn.Module):
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x))).exp()
+        y: torch.Tensor = self.two(torch.tanh(self.one(x))).exp()
+        return y
 
 
 class Stack(nn.Module):
@@ -82,8 +85,6 @@ def test_letting_go_needs_no_memory_for_activations(part: Callable[[str], Any]) 
     alive: list[int] = []
     model = nn.Sequential(*(Block() for _ in range(6)))
     batch = torch.randn(BATCH, WIDTH)
-    from autofit.memory.tracer import MemoryTracer
-
     for keep in (True, False):
         tracer = MemoryTracer()
         recorder = part("recorder").Recorder(model, [batch], keep=keep)
@@ -125,7 +126,8 @@ def test_calls_of_a_shared_module_are_all_there(part: Callable[[str], Any]) -> N
             self.block = Block()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(self.block(self.block(x))).mean()
+            loss: torch.Tensor = self.block(self.block(self.block(x))).mean()
+            return loss
 
     timeline = _record(part, Shared(), keep=True).timeline()
     assert len(timeline.calls_of["block"]) == 3

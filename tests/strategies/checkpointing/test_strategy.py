@@ -154,7 +154,7 @@ def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> N
         for name, sign in (("critic", 1.0), ("maker", -1.0)):
             training.zero_grad()
             made = training.model["maker"](batch)
-            loss = sign * training.model["critic"](made).mean()
+            loss: torch.Tensor = sign * training.model["critic"](made).mean()
             training.backward(loss)
             training.optimizer_step(name)
         return loss.detach()
@@ -166,7 +166,7 @@ def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> N
             model,
             torch.randn(16, 8),
             train_step=train_step,
-            optimizer={"critic": torch.optim.SGD, "maker": torch.optim.SGD},  # type: ignore[dict-item]  # classes that take parameters
+            optimizer={"critic": torch.optim.SGD, "maker": torch.optim.SGD},
         )
 
     levels = checkpointing.dimensions(PlainContext(build))[SETTING]
