@@ -311,7 +311,7 @@ def test_ctrl_c_prints_the_report_of_what_was_measured(folder: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0, err
-    assert "stopped because interrupted" in out
+    assert "stopped because interrupted" in out, err
     assert "[not confirmed: the search was cut short]" in re.sub(r"\s+", " ", out)
     report = json.loads((folder / "cut_short.json").read_text())
     assert report["best"]["outcome"] == "ok"
