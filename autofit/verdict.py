@@ -1,6 +1,6 @@
-"""What a check answers, and the forms it takes: a line, JSON, Markdown, JUnit XML.
+"""What a check answers, as a line, as a table and as JSON.
 
-Imports no torch, so that a report of a check can be written and read anywhere.
+Imports no torch, so that an answer can be written and read anywhere.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from xml.etree import ElementTree
 
 from autofit.plan import Plan
 from autofit.units import format_bytes
@@ -49,17 +48,6 @@ class Verdict:
             return None
         return self.vram_budget_bytes - self.required_bytes
 
-    @property
-    def exit_code(self) -> int:
-        """What the command line returns: 0 fits, 1 does not, 5 could not be told."""
-        return {True: 0, False: 1, None: 5}[self.fits]
-
-    def growth_since(self, earlier_required_bytes: int) -> float | None:
-        """How much more is required than at an earlier commit, as a share: 0.05 is 5 % more."""
-        if self.required_bytes is None:
-            return None
-        return self.required_bytes / earlier_required_bytes - 1
-
     def __str__(self) -> str:
         """One line."""
         said = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
@@ -87,27 +75,6 @@ class Verdict:
         """Several lines: required, allowed, the breakdown, and the largest micro-batch."""
         lines = [f"  {name:<16}{size:>12}" for name, size in self._rows()]
         return "\n".join([str(self), *lines])
-
-    def to_markdown(self) -> str:
-        """A heading and a table, for the summary page of a CI job."""
-        rows = [f"| {name} | {size} |" for name, size in self._rows()]
-        return "\n".join([f"### {self}", "", "| | |", "|---|---:|", *rows, ""])
-
-    def to_junit_xml(self, name: str = "autofit check") -> str:
-        """One test case, which failed where it does not fit and was skipped where not told."""
-        suite = ElementTree.Element(
-            "testsuite",
-            name="autofit",
-            tests="1",
-            failures=str(int(self.fits is False)),
-            skipped=str(int(self.fits is None)),
-        )
-        case = ElementTree.SubElement(suite, "testcase", classname="autofit", name=name)
-        if self.fits is not True:
-            kind = "failure" if self.fits is False else "skipped"
-            ElementTree.SubElement(case, kind, message=str(self)).text = self.explain()
-        ElementTree.indent(suite)
-        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -25,8 +26,9 @@ WORKLOAD = """
 def run(pytester: pytest.Pytester):  # type: ignore[no-untyped-def]  # a function of the fixture
     def run(body: str, *arguments: str) -> pytest.RunResult:
         pytester.makepyfile(WORKLOAD + body)
-        plugin = ("-p", "autofit.pytest_plugin", "-p", "no:cacheprovider")
-        return pytester.runpytest_subprocess(*plugin, *arguments)
+        installed = any(entry.name == "autofit" for entry in entry_points(group="pytest11"))
+        plugin = () if installed else ("-p", "autofit.pytest_plugin")
+        return pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", *arguments)
 
     return run
 
