@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -77,12 +77,11 @@ class WorkerProber:
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
         self._survey: Survey | None = None
-        self._folder = _temporary_folder()
+        self._file = _nameless_file()
+        path = Path(f"/dev/fd/{self._file.fileno()}")
+        self._opening["payload"] = str(path)
         try:
-            self._opening["payload"] = str(Path(self._folder.name, "workload.pt"))
-            write_payload(
-                Payload(workload, strategies, tamper), Path(str(self._opening["payload"]))
-            )
+            write_payload(Payload(workload, strategies, tamper), path)
             self._running()
         except BaseException:
             self.close()
@@ -183,16 +182,16 @@ class WorkerProber:
         self._drop()
 
     def close(self) -> None:
-        """End the worker and delete the payload."""
+        """End the worker, and let the payload and the device go."""
         with interrupts_deferred():
             self._drop()
             if self._lock is not None:
                 self._lock.release()
-            self._folder.cleanup()
+            self._file.close()
 
     def _running(self) -> WorkerProcess:
         if self._process is None:
-            self._process = WorkerProcess()
+            self._process = WorkerProcess(self._file.fileno())
             try:
                 opened = self._ask(self._opening, timeout_s=self._deadlines.start_s)
                 self._claim(opened["exclusive_key"])
@@ -233,9 +232,10 @@ class WorkerProber:
             self._process = None
 
 
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+def _nameless_file() -> IO[bytes]:
+    """A file that vanishes with the processes that hold it open, also if they are killed."""
     try:
-        return tempfile.TemporaryDirectory(prefix="autofit-")
+        return cast(IO[bytes], tempfile.TemporaryFile(prefix="autofit-"))
     except OSError as error:
         raise no_room("a temporary folder", error) from error
 

@@ -53,9 +53,16 @@ class WorkerSilent(Exception):
 
 
 class WorkerProcess:
-    """One child process in a session of its own, with pipes for requests, replies and its life."""
+    """One child process in a session of its own, with pipes for requests, replies and its life.
 
-    def __init__(self) -> None:
+    Args:
+        payload: descriptor of a file that the worker may open as `/dev/fd/N`; None: none.
+
+    Raises:
+        WorkerFailed: it could not be started.
+    """
+
+    def __init__(self, payload: int | None = None) -> None:
         requests_read, requests_write = os.pipe()
         replies_read, replies_write = os.pipe()
         lifeline_read, self._lifeline = os.pipe()
@@ -66,11 +73,11 @@ class WorkerProcess:
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(told)],
+                [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(told)],  # last words count
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=inherited,
+                pass_fds=inherited if payload is None else (*inherited, payload),
                 start_new_session=True,
             )
         except OSError as error:

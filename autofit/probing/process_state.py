@@ -126,7 +126,7 @@ def _attribute(path: str) -> Flag:
 def _torch_modes() -> Iterator[Flag]:
     yield Flag("torch.grad_mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield Flag("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
-    yield Flag("torch.default_device", torch.get_default_device, torch.set_default_device)
+    yield Flag("torch.default_device", torch.get_default_device, _write_default_device)
     yield Flag("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
     yield Flag(
         "torch.deterministic_algorithms",
@@ -214,6 +214,11 @@ def _signal_handlers() -> Iterator[Flag]:
                 partial(signal.getsignal, number),
                 partial(signal.signal, number),
             )
+
+
+def _write_default_device(device: torch.device) -> None:
+    """The CPU is the default where none is set; setting it would cost every call a little."""
+    torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:

@@ -131,9 +131,14 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     ],
     ids=["starting", "asleep", "interpreter locked", "by the pipe alone"],
 )
-def test_a_parent_that_is_killed_leaves_no_worker(
-    start: Any, running: Callable[[int], bool], script: str
+def test_a_parent_that_is_killed_leaves_no_worker_and_no_file(
+    start: Any,
+    running: Callable[[int], bool],
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     parent = start(script)
     read_until(parent.stdout, "ready")
     (worker,) = children_of(parent.pid)
@@ -142,6 +147,7 @@ def test_a_parent_that_is_killed_leaves_no_worker(
     assert running(worker)
     parent.kill()
     assert wait_for(lambda: not running(worker), SECONDS_A_WORKER_MAY_OUTLIVE_ITS_PARENT)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("times", [1, 2])
