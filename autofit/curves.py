@@ -190,7 +190,8 @@ class _Terms:
 
     def slope_means(self, variants: Sequence[Settings]) -> Array:
         """The hinted part of each variant's log slope."""
-        return np.array([self._slope_mean(variant[self._name]) for variant in variants])
+        means: Array = np.array([self._slope_mean(v) for v in self._values])[self._where(variants)]
+        return means
 
     def _slope_mean(self, value: Scalar) -> float:
         if value in self._hints:
@@ -208,7 +209,13 @@ class _Terms:
         return self._rows(variants, lambda i: self._spread.intercept * self._own_column(i))
 
     def _rows(self, variants: Sequence[Settings], row: Callable[[int], Array]) -> Array:
-        return np.array([row(self._values.index(v[self._name])) for v in variants])
+        rows: Array = np.array([row(i) for i in range(len(self._values))])[self._where(variants)]
+        return rows
+
+    def _where(self, variants: Sequence[Settings]) -> list[int]:
+        """Which value each variant has."""
+        place = {value: index for index, value in enumerate(self._values)}
+        return [place[settings[self._name]] for settings in variants]
 
     def _own_column(self, index: int) -> Array:
         """One column per value but the first."""
