@@ -193,8 +193,11 @@ class Session:
             return 0
 
     def _health_fault(self) -> Fault | None:
+        """How the device fails at a small computation; one that is full, and says so, is alive."""
         try:
             self._device.check_health()
         except Exception as error:
-            return replace(fault_of(error), outcome=Outcome.POISONED, kills_context=True)
+            fault = fault_of(error)
+            answers = fault.outcome is Outcome.OOM and not fault.kills_context
+            return None if answers else replace(fault, outcome=Outcome.POISONED, kills_context=True)
         return None

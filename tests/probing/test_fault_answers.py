@@ -247,6 +247,23 @@ def test_a_device_that_died_unseen_is_found_before_ok_is_said(
     assert probing.worker is None
 
 
+def is_full(device: Any) -> Device:
+    """Others hold so much of the device that not even the look at it finds room."""
+
+    def check_health() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    device.check_health = check_health
+    return device  # type: ignore[no-any-return]  # it is what was given
+
+
+def test_a_full_device_is_not_taken_for_a_dead_one(open_probing: Any, minefield: Any) -> None:
+    probing = open_probing(minefield({}), tamper=is_full)
+    worker = probing.worker
+    assert probing.at(CALM).ok
+    assert probing.worker == worker
+
+
 def shared(*foreign_gib: int) -> Callable[[Any], Device]:
     """A device of 32 GiB beside whose worker others hold this much, one reading after the other."""
 
