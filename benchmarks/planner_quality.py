@@ -129,8 +129,8 @@ def measure(pool: Executor, count: int, sampler: str | None, *, hints: bool, vet
     for index in range(len(CUTS)):
         row.append(_spread([score.after[index] for score in scores]))
     row.append(_spread([score.end for score in scores]))
-    row.append(f"{statistics.mean(score.oom_probes for score in scores):.2f}")
-    row.append(f"{statistics.mean(score.baseline_oom for score in scores):.2f}")
+    row.append(f"{statistics.mean(score.oom_probes for score in scores):.3f}")
+    row.append(f"{statistics.mean(score.baseline_oom for score in scores):.3f}")
     row.append(f"{statistics.mean(score.probes for score in scores):.1f}")
     row.append(str(max(score.probes for score in scores)))
     print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from autofit.measurement import Measurement, Outcome, Trial
 from autofit.plan import Plan
 from autofit.searching.beliefs import Beliefs, beliefs_of
 from autofit.searching.facts import SearchFacts
-from autofit.searching.proposals import WORTH_A_PROBE, Mask, propose
+from autofit.searching.proposals import Mask, propose
 from autofit.searching.skips import Skip, skips
 from autofit.searching.tally import probes_of
 from autofit.units import format_bytes
@@ -67,7 +67,7 @@ def decide(facts: SearchFacts, trials: Sequence[Trial]) -> Decision:
         return Decision(plan)
     fits = any(trial.ok for trial in beliefs.probes)
     why = (
-        f"no plan left is worth a probe: expected to gain {WORTH_A_PROBE:.1%} or less"
+        "no plan left is expected to gain enough to be worth a probe"
         if fits
         else "not one plan that was tried fits"
     )

@@ -32,6 +32,9 @@ Mask: TypeAlias = NDArray[np.bool_]
 WORTH_A_PROBE = 0.002
 """A probe that is worth less is not run; where none is worth more, the search ends."""
 
+PATIENCE = 20
+"""After so many probes the next must be worth more, with the square of their number."""
+
 OPENED = 0.6
 """How much of a variant's potential a probe of it is credited with."""
 
@@ -71,7 +74,8 @@ def propose(beliefs: Beliefs, allowed: Mask) -> Plan | None:
         return _likeliest_to_fit(beliefs, allowed)
     found = [*_new_plans(beliefs, leader, allowed), *_repeats(beliefs, leader, allowed)]
     best = max(found, key=lambda proposal: proposal.worth, default=None)
-    return best.plan if best is not None and best.worth > WORTH_A_PROBE else None
+    least = WORTH_A_PROBE * max(1.0, len(beliefs.probes) / PATIENCE) ** 2
+    return best.plan if best is not None and best.worth > least else None
 
 
 def oom_cost(beliefs: Beliefs, risk: Array) -> Array:

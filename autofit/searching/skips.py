@@ -9,6 +9,7 @@ import numpy as np
 from autofit.plan import Scalar, Settings
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.proposals import ceilings, leading
+from autofit.searching.sizes import Counts
 from autofit.units import format_bytes, format_rate
 
 
@@ -28,24 +29,27 @@ class Skip:
 def skips(beliefs: Beliefs) -> tuple[Skip, ...]:
     """What was set aside, then each value of a setting that was never run."""
     blamed = [Skip(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
+    size: Counts = np.median(ceilings(beliefs), axis=0).astype(np.int64)
     run = {pair for trial in beliefs.probes for pair in trial.plan.variant}
     never = [
         Skip({name: value}, why)
         for name, dimension in beliefs.facts.space.dimensions.items()
         for value in dimension.values
-        if (name, value) not in run and (why := _why_not(beliefs, name, value)) is not None
+        if (name, value) not in run and (why := _why_not(beliefs, name, value, size))
     ]
     return (*blamed, *never)
 
 
-def _why_not(beliefs: Beliefs, name: str, value: Scalar) -> str | None:
-    """Why that value was not run; None where what was set aside says so already."""
+def _why_not(beliefs: Beliefs, name: str, value: Scalar, size: Counts) -> str | None:
+    """Why that value was not run; None where what was set aside says so already.
+
+    `size` is the largest micro-batch that each variant is expected to have room for.
+    """
     having = [settings[name] == value for settings in beliefs.variants]
     variants = np.flatnonzero(np.array(having) & beliefs.usable)
     leader = leading(beliefs)
     if not len(variants):
         return None
-    size = np.median(ceilings(beliefs), axis=0).astype(np.int64)
     fitting = variants[size[variants] >= 1]
     if not len(fitting) or leader is None:
         return _too_large(beliefs, variants)
