@@ -19,8 +19,9 @@ import torch
 
 from autofit.prediction.gpus import Gpu
 
-_DEVICE = "ipu"
-_KEY_NAME = "AutocastIPU"
+_UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
+_KEY_NAME = next(name for name in _UNUSED if hasattr(torch._C.DispatchKey, name))
+_DEVICE = _UNUSED[_KEY_NAME]
 _gpu: ContextVar[Gpu] = ContextVar("_gpu")
 _KEY: Any = getattr(torch._C.DispatchKey, _KEY_NAME)
 

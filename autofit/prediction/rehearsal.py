@@ -6,6 +6,7 @@ like it. From the second micro-batch on gradients are resident, so two stand for
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from autofit.training import Training
 from autofit.workload import Workload
 
 STEPS = 2
+_one_at_a_time = threading.RLock()
 _UTILITIES = ("_contextlib.py", "_python_dispatch.py", "contextlib.py", "eval_frame.py")
 EMULATED = (attention, autocast, fused, recurrent)
 """Imported for what they register with `autofit.prediction.dispatch`."""
@@ -105,6 +107,7 @@ def _steps(
 def stage(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
     """Inside it, code runs on the meta device as if it ran on that GPU; the process is put back."""
     with ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)  # the pretence changes torch itself
         stack.enter_context(preserved({}))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user hears them when the step really runs

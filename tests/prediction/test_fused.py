@@ -1,0 +1,68 @@
+"""Composite operators in the form that CUDA has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+
+from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.rehearsal import stage
+
+ROWS, WIDTH = 1024, 1024
+WHOLE = ROWS * WIDTH * 4
+
+
+def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Bytes that are held between forward and backward, the argument and the result included."""
+    tracer = CudaTracer(find_gpu("A100"))
+    with stage(tracer.gpu, tracer):
+        data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        result = run(data)
+        held = tracer.allocator.allocated_bytes
+        result.float().sum().backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        assert data.grad is not None
+        assert data.grad.shape == data.shape
+        del result, data
+    return held
+
+
+def test_dropout_keeps_a_mask_of_bytes() -> None:
+    assert kept(lambda x: F.dropout(x, 0.1)) == 2 * WHOLE + WHOLE // 4
+
+
+def test_dropout_that_does_nothing_keeps_nothing() -> None:
+    assert kept(lambda x: F.dropout(x, 0.1, training=False)) == WHOLE
+    assert kept(lambda x: F.dropout(x, 0.0)) <= 2 * WHOLE
+
+
+def test_rms_norm_keeps_a_number_for_each_row() -> None:
+    assert kept(lambda x: F.rms_norm(x, (WIDTH,))) == 2 * WHOLE + 4 * ROWS
+
+
+def test_rms_norm_of_two_types_is_not_fused() -> None:
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return F.rms_norm(x, (WIDTH,), weight)
+
+    assert kept(normalize) > 3 * WHOLE
+
+
+def test_a_softmax_of_float16_into_float32_copies_nothing() -> None:
+    def soften(x: torch.Tensor) -> torch.Tensor:
+        return x.half().softmax(-1, dtype=torch.float32)
+
+    assert kept(soften) <= 2 * WHOLE + WHOLE // 2
+
+
+def test_under_autocast_they_take_float32() -> None:
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            result = F.rms_norm(x.bfloat16(), (WIDTH,))
+            assert result.softmax(-1).dtype == torch.float32
+        assert result.dtype == torch.float32
+        return result
+
+    kept(normalize)

@@ -1,0 +1,83 @@
+"""Scratch memory of kernels, against sizes recorded on an H200."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.scratch import scratch_bytes
+
+H200 = find_gpu("H200")
+BF16 = torch.bfloat16
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_an_operator_without_a_rule_takes_nothing() -> None:
+    assert scratch_bytes("relu", (meta(8),), meta(8), H200) == []
+
+
+def test_the_gradient_of_an_embedding_sums_segments() -> None:
+    gradient, ids = meta(8, 512, 512), meta(8, 512, dtype=torch.int64)
+    sizes = scratch_bytes("embedding_dense_backward", (gradient, ids, 32000, -1, False), None, H200)
+    assert max(sizes) == 9226240
+    assert sizes.count(32768) >= 4
+    few = meta(1, 512, 512), meta(512, dtype=torch.int64)
+    assert scratch_bytes("embedding_dense_backward", (*few, 512, -1, False), None, H200) == []
+
+
+@pytest.mark.parametrize(("batch", "recorded"), [(8, 8519936), (24, 25559296)])
+def test_the_backward_pass_of_cudnns_attention(batch: int, recorded: int) -> None:
+    query = meta(batch, 8, 512, 64, dtype=BF16)
+    args = (query, query, query, query)
+    name = "_scaled_dot_product_cudnn_attention_backward"
+    assert scratch_bytes(name, args, None, H200) == [recorded]
+
+
+@pytest.mark.parametrize(
+    ("shape", "recorded"),
+    [
+        ((8, 8, 512, 64), [131072, 8388608, 131072, 8396800]),
+        ((24, 6, 145, 64), [83520, 5345280, 83520, 7084800]),
+    ],
+)
+def test_the_backward_pass_of_efficient_attention(
+    shape: tuple[int, ...], recorded: list[int]
+) -> None:
+    query = meta(*shape)
+    name = "_scaled_dot_product_efficient_attention_backward"
+    assert scratch_bytes(name, (query, query, query, query), None, H200) == recorded
+
+
+def test_the_backward_pass_of_a_softmax_multiplies_first() -> None:
+    weights = meta(8, 8, 512, 512)
+    sizes = scratch_bytes("_softmax_backward_data", (weights, weights, -1), weights, H200)
+    assert sizes == [67108864]
+
+
+def test_norms_over_lists_have_a_number_for_each_chunk() -> None:
+    tensors = [meta(32000, 512), *(meta(512) for _ in range(99))]
+    assert scratch_bytes("_foreach_norm", (tensors, 2), tensors, H200) == [100000]
+
+
+def test_group_normalization_has_a_scale_and_a_shift() -> None:
+    args = (meta(8, 32, 192, 192), None, None, 8, 32, 192 * 192, 8, 1e-5)
+    assert scratch_bytes("native_group_norm", args, None, H200) == [1024, 1024]
+
+
+def test_an_argument_in_pieces_is_copied() -> None:
+    sliced = meta(4, 96, 192, 192)[:, 32:96]
+    args = (sliced, [192, 192], [4, 64, 96, 96])
+    assert scratch_bytes("upsample_nearest2d_backward", args, None, H200) == [37748736]
+    whole = (meta(4, 64, 192, 192), *args[1:])
+    assert scratch_bytes("upsample_nearest2d_backward", whole, None, H200) == []
+
+
+def test_a_sum_is_told_by_the_shapes_it_goes_between() -> None:
+    gradient = meta(4096, 512, dtype=BF16)
+    assert scratch_bytes("sum", (gradient, [0]), meta(1, 512), H200) == [16777216, 16]
+    assert scratch_bytes("sum", (gradient, [0]), meta(512), H200) == [16777216, 16]
+    assert scratch_bytes("sum", (meta(0, 8),), meta(), H200) == []
