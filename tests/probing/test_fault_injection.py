@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+import autofit
 from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing.losses import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
@@ -232,3 +233,27 @@ def test_a_model_that_cannot_be_pickled_names_both_ways_out(open_probing: Any) -
     with pytest.raises(InvalidRequest, match=r'a function that builds the model.*"inprocess"'):
         open_probing(model)
     assert isinstance(Workload(model, torch.ones(2, 16)).model, nn.Linear)
+
+
+class Fragile(nn.Module):
+    """Kills its process above sixteen samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > 16:
+            os.kill(os.getpid(), signal.SIGKILL)
+        output: torch.Tensor = self.layer(inputs)
+        return output
+
+
+def test_a_search_over_a_model_that_kills_its_worker_ends_with_a_plan() -> None:
+    report = autofit.search(
+        Fragile(), torch.ones(4, 16), device="cpu", vram_budget="8MiB", strategies=[], max_probes=6
+    )
+    outcomes = {trial.measurement.outcome for trial in report.trials}
+    assert report.best.measurement.ok
+    assert report.best.plan.micro_batch <= 16
+    assert outcomes == {Outcome.OK, Outcome.CRASHED}
