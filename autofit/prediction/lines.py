@@ -59,16 +59,22 @@ def memory_lines(
         )
 
     lines: dict[VariantKey, tuple[float, float]] = {}
+    notes: dict[str, None] = {}
     for settings in space.variants():
         if time.monotonic() - started > timeout_s:
-            return PredictedLines(lines, ("memory of further variants was not predicted: time",))
+            notes["memory of further variants was not predicted: it would have taken too long"] = (
+                None
+            )
+            break
         if space.is_costly(settings):
             continue
         try:
             lines[variant_key(settings)] = _line(required(settings), space, vram_budget_bytes)
         except Exception as error:  # also the user's own: the baseline's probe will report it
-            return PredictedLines(lines, (_note(error),))
-    return PredictedLines(lines)
+            notes[_note(error)] = None
+            if not lines:  # what the plain variant cannot do, no other can
+                break
+    return PredictedLines(lines, tuple(notes))
 
 
 def gpu_of(environment: Environment) -> Gpu | None:

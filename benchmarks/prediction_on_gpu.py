@@ -1,0 +1,105 @@
+"""How near do predictions come on the GPU at hand, for models that were never recorded?
+
+Each plan is predicted for this GPU, and then really run three times in worker processes: once with
+all memory, to compare peak allocated; once with what the prediction calls enough, which must be
+enough; and once with 15 % less than it calls required, which should not be.
+
+    python -m benchmarks.prediction_on_gpu [--json FILE]
+
+Needs a GPU. Exit code 1 where a plan that was said to fit did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from autofit import Plan, Workload, predict, probe
+from autofit.devices.cuda import CudaDevice
+from autofit.prediction.calibration import Calibration
+from autofit.prediction.gpus import Gpu
+from autofit.prediction.lines import gpu_of
+from benchmarks.prediction_models import WORKLOADS
+
+MICRO_BATCHES = (4, 16, 48)
+PRECISIONS = ("as_is", "bfloat16")
+TOO_LITTLE = 0.85
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan.
+
+    Attributes:
+        name: workload, precision and micro-batch.
+        allocated_error: of the predicted peak allocated, as a share of the measured one.
+        enough: whether it ran within what was called enough.
+        too_little: whether it also ran within 15 % less than was called required.
+    """
+
+    name: str
+    allocated_error: float
+    enough: bool
+    too_little: bool
+
+
+def rows(gpu: Gpu) -> Iterator[Row]:
+    """Every workload at every precision and micro-batch."""
+    for name, make in WORKLOADS.items():
+        for precision in PRECISIONS:
+            for micro_batch in MICRO_BATCHES:
+                plan = Plan(micro_batch, settings={"precision.dtype": precision})
+                yield _row(f"{name} {precision} {micro_batch}", make(), plan, gpu)
+
+
+def _row(name: str, workload: Workload, plan: Plan, gpu: Gpu) -> Row:
+    free = probe(workload, plan=plan, strategies=["precision"]).measurement
+    if free.peak_allocated_bytes is None or free.non_torch_bytes is None:
+        raise RuntimeError(f"{name} did not run: {free.outcome} {free.detail}")
+    constants = Calibration(free.non_torch_bytes)  # the context alone, and no residual
+    prediction = predict(workload, plan=plan, gpu=gpu, calibration=constants)
+
+    def runs_within(budget: float) -> bool:
+        limited = probe(workload, plan=plan, strategies=["precision"], vram_budget=int(budget))
+        return limited.ok
+
+    return Row(
+        name,
+        prediction.peak_allocated_bytes / free.peak_allocated_bytes - 1,
+        runs_within(prediction.interval[1]),
+        runs_within(TOO_LITTLE * prediction.required_bytes),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("this needs a GPU; benchmarks.prediction_accuracy needs none", file=sys.stderr)
+        return 2
+    gpu = gpu_of(CudaDevice().environment)
+    assert gpu is not None  # the environment is a GPU's
+    found = []
+    for row in rows(gpu):
+        found.append(row)
+        print(f"{row.name:28}{row.allocated_error:>+9.2%}  enough {row.enough}", flush=True)
+    errors = [abs(row.allocated_error) for row in found]
+    wrong = sum(not row.enough for row in found)
+    generous = sum(row.too_little for row in found)
+    print(f"peak allocated: median error {statistics.median(errors):.2%}, most {max(errors):.2%}")
+    print(f"said to fit and did not: {wrong}; ran within 15 % less than required: {generous}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
