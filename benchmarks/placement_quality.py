@@ -6,8 +6,9 @@ Two networks of nine blocks are small enough to run all 512 subsets of their blo
 of very different sizes, and a GPT. For 20 VRAM budgets between the least that any subset needs
 and what plain training needs, each rule's cheapest placement that really fits is set against the
 cheapest subset that really fits: extra recompute, in percent of one forward pass. Peaks are live
-bytes of real steps, by the memory tracer; costs are measured forward times of the parts. The
-levels are those a search is offered; they may also split blocks, and can then beat every subset.
+bytes of a real micro-batch within an accumulated step, by the memory tracer; costs are measured
+forward times of the parts. The levels are those a search is offered; they may also split blocks,
+and can then beat every subset.
 
 Last, the time to compute the frontier of 1,000 candidates.
 """
@@ -155,8 +156,11 @@ class Bench:
             device=torch.device("cpu"),
         )
         batch = workload.sample_batch
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         tracer = MemoryTracer(record=True)
         tracer.register_foreign([dict(model.state_dict()), batch])
+        tracer.register_foreign([parameter.grad for parameter in model.parameters()])
         with _part("patch").checkpointed(model, units, buffers), tracer:
             training.accumulate(batch)
         seconds = sum(self._seconds[unit] for unit in units)
@@ -217,14 +221,15 @@ def measure(name: str, build: Callable[[], Workload]) -> Iterator[str]:
     took_s = time.perf_counter() - began
     levels = {level: dimension.payloads.get(level, {"units": []}) for level in dimension.values}
     buffers = sorted({b for payload in levels.values() for b in payload.get("buffers", ())})
-    whole = _whole_block_levels(build, blocks)
+    whole, everything = _placements(build, blocks), _placements(build, None)
     bench = Bench(build)
     named: set[str] = {unit for payload in levels.values() for unit in payload["units"]}
-    bench.time_parts(sorted(named | set(blocks)))
+    bench.time_parts(sorted({*named, *blocks, *(u for units in everything for u in units)}))
     run = {units: bench.run(units, buffers) for units in subsets(blocks)}
     candidates: Mapping[str, list[Point]] = {
         f"levels ({len(levels)})": [bench.run(tuple(p["units"]), buffers) for p in levels.values()],
-        f"levels of whole blocks ({len(whole)})": [run[units] for units in whole],
+        f"all placements found ({len(everything)})": [bench.run(u, buffers) for u in everything],
+        f"those of whole blocks ({len(whole)})": [run[units] for units in whole],
         **{rule: [run[units] for units in places] for rule, places in rules(blocks).items()},
     }
     best = list(run.values())
@@ -250,12 +255,17 @@ def _row(rule: str, extra: Sequence[float]) -> str:
     return f"| {rule} | {mean} | {worst} | {len(extra) - len(reached)} |"
 
 
-def _whole_block_levels(build: Callable[[], Workload], blocks: Sequence[str]) -> list[Units]:
-    """The levels with nothing but whole blocks to choose from."""
+def _placements(build: Callable[[], Workload], units: Sequence[str] | None) -> list[Units]:
+    """All placements found before they are thinned to levels; None: of all candidates."""
     context = PlainContext(build)
     levels, survey = _part("levels"), _part("survey").survey
-    small, large = (levels.Measured(size, survey(context, size)) for size in (2, 8))
-    return [p.units for p in levels.find_placements(context.model, blocks, small, large)]
+    small = levels.Measured(2, survey(context, 2))
+    if units is None:
+        units = _part("candidates").find_candidates(context.model, small.survey.timeline).units
+    parse = _part("units").Unit.parse
+    timed = {part for unit in units for part in parse(unit).parts(context.model)}
+    large = levels.Measured(32, survey(context, 32, timed, thorough=True))
+    return [p.units for p in levels.find_placements(context.model, units, small, large)]
 
 
 def frontier_of_a_thousand() -> Iterator[str]:

@@ -51,9 +51,9 @@ def find_candidates(
         timeline: with the calls of all modules.
         checkpointed_itself: modules that checkpoint something on their own.
     """
-    left_out = dict.fromkeys(
-        sorted(name for name in checkpointed_itself if name), "it checkpoints a part of itself"
-    )
+    itself = sorted(name for name in checkpointed_itself if name)
+    outermost = [n for n in itself if not any(n.startswith(f"{outer}.") for outer in itself)]
+    left_out = dict.fromkeys(outermost, "it checkpoints a part of itself")
     closed = {*checkpointed_itself, *_cannot_be_covered(model)}
     modules = [call for call in timeline.calls if call.unit and call.unit not in closed]
     worthy = _worthy(Timeline(timeline.storages, modules))

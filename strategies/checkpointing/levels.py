@@ -38,7 +38,7 @@ def make_dimension(
         small, large: two surveys, so that bytes are a line in the micro-batch; times are those
             of the large one.
     """
-    placements = find_placements(model, units, small, large)
+    placements = thinned(find_placements(model, units, small, large))
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, Hint] = {}
     for level, placement in enumerate(placements):
@@ -54,10 +54,10 @@ def make_dimension(
 def find_placements(
     model: nn.Module, units: Sequence[str], small: Measured, large: Measured
 ) -> list[Placement]:
-    """The placements that become levels; their bytes are bytes per sample."""
+    """The best placements, too many perhaps to be levels; their bytes are bytes per sample."""
     timeline = restricted(model, _per_sample(small, large), units)
     seconds = {unit: large.survey.seconds_of(unit, model) for unit in units}
-    return thinned(spread(frontier(timeline, _evened(model, timeline, seconds))))
+    return spread(frontier(timeline, _evened(model, timeline, seconds)))
 
 
 def _per_sample(small: Measured, large: Measured) -> Timeline:

@@ -8,7 +8,7 @@ a time, and halved where something differs, so a model with nothing wrong costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,6 +18,7 @@ import torch
 
 from autofit.strategy import TrainingView
 
+from .outcomes import Noise, Outcome, first_difference
 from .patch import checkpointed
 from .state import State, seed_everything, traces
 
@@ -26,9 +27,6 @@ MOST_STEPS = 300
 """A model in which so many units differ is not worth more steps; the untried ones are left out."""
 
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
-
-Outcome = dict[str, Any]
-"""What a step left behind; see `state.traces`."""
 
 
 @dataclass
@@ -75,7 +73,7 @@ class _Gate:
         self._steps = 0
         self._always: frozenset[str] = frozenset()
         self._plain: Outcome = {}
-        self._noise: Mapping[str, float] = {}
+        self._noise = Noise()
 
     def compare(self, layers: Sequence[Sequence[str]]) -> None:
         """Search all layers, from several seeds."""
@@ -97,8 +95,6 @@ class _Gate:
         self._seed = seed
         self._plain = self._run(())
         self.parity.buffers |= self._state.changed_buffers()
-        if seed == SEEDS[0]:
-            self._noise = _relative_differences(self._plain, self._run(()))
 
     def search(self, units: Sequence[str]) -> None:
         """Note those of the units that train otherwise when checkpointed."""
@@ -133,7 +129,10 @@ class _Gate:
             return _TOO_LARGE
         except Exception as error:  # whatever a recomputation raises speaks against the unit
             return f"it cannot run twice ({type(error).__name__}: {_first_line(error)})"
-        return _first_difference(self._plain, outcome, self._noise)
+        reason = first_difference(self._plain, outcome, self._noise)
+        if reason is not None and self._noise.learn(self._plain, self._run(())):
+            reason = first_difference(self._plain, outcome, self._noise)
+        return reason
 
     def _run(self, units: Collection[str]) -> Outcome:
         self._steps += 1
@@ -168,41 +167,6 @@ def _gradients_into(training: TrainingView, outcome: Outcome) -> Iterator[None]:
         yield
     finally:
         undo()
-
-
-def _first_difference(plain: Outcome, outcome: Outcome, noise: Mapping[str, float]) -> str | None:
-    for name, value in plain.items():
-        if name not in outcome:
-            return f"it changes what is left behind: no {name}"
-        if not _alike(value, outcome[name], noise.get(name, 0.0)):
-            return f"it changes {name}"
-    extra = [name for name in outcome if name not in plain]
-    return f"it leaves something behind: {extra[0]}" if extra else None
-
-
-def _relative_differences(one: Outcome, other: Outcome) -> dict[str, float]:
-    """How far two runs of the same thing are apart, where they are."""
-    return {
-        name: _relative_difference(value, other[name])
-        for name, value in one.items()
-        if isinstance(value, torch.Tensor) and not torch.equal(value, other[name])
-    }
-
-
-def _alike(one: Any, other: Any, noise: float) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and bool(one == other or one != one)
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if torch.equal(one, other):
-        return True
-    same_nans = one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return same_nans or (noise > 0 and _relative_difference(one, other) <= 10 * noise)
-
-
-def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    size = float(one.double().norm())
-    return float((one.double() - other.double()).norm()) / size if size else float("inf")
 
 
 def _first_line(error: Exception) -> str:

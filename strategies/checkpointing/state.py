@@ -19,6 +19,9 @@ from torch import nn
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_KEPT = ("torch", "builtins", "weakref", "threading", "functools")
+"""Objects of these packages are no state of a model's, and some refuse to be copied."""
+
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
@@ -108,7 +111,7 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name} (its length)", len(value)
     elif isinstance(value, torch.Tensor):
         yield name, value.detach().clone()
-    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+    elif _is_helper(value):
         for key, inner in vars(value).items():
             if isinstance(inner, _PLAIN):
                 yield f"{name}.{key}", inner
@@ -122,10 +125,13 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
 def _copied_value(value: Any) -> Any:
     if type(value) in _CONTAINERS:
         return copy.copy(value)
-    is_helper = hasattr(value, "__dict__") and not callable(value)
-    if is_helper and not isinstance(value, torch.Tensor | nn.Module | type):
-        return copy.copy(value)
-    return value
+    return copy.copy(value) if _is_helper(value) else value
+
+
+def _is_helper(value: Any) -> bool:
+    """Whether this is an object of the user's own, with attributes that a forward may change."""
+    has_attributes = hasattr(value, "__dict__") and not callable(value)
+    return has_attributes and type(value).__module__.partition(".")[0] not in _KEPT
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
