@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Event, Recording
+from autofit.memory.storages import storages_of, tensors_in
 from autofit.units import format_bytes
 
 _FOREIGN = 0
@@ -117,7 +118,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor's storage in the events; None where it does not count."""
-        for storage in _storages_of(tensor):
+        for storage in storages_of(tensor):
             tracked = self._storages.get(storage._cdata)
             if tracked is not None and tracked.number != _FOREIGN:
                 return tracked.number
@@ -169,7 +170,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Take every storage that is not known yet as foreign."""
         for tensor in tensors:
             if tensor.device.type == self._device_type:
-                for storage in _storages_of(tensor):
+                for storage in storages_of(tensor):
                     if storage._cdata not in self._storages:
                         self._track(storage)
 
@@ -178,7 +179,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         for tensor in tensors:
             if tensor.device.type != self._device_type:
                 continue
-            for storage in _storages_of(tensor):
+            for storage in storages_of(tensor):
                 tracked = self._storages.get(storage._cdata)
                 nbytes = storage.nbytes()
                 if tracked is None:
@@ -253,29 +254,6 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` ends with: its argument was made an instant ago, out of the mode's sight."""
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value and in its lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    if tensor.layout is torch.strided:
-        return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return [part.untyped_storage() for part in parts]
-    return []  # an opaque layout (MKL-DNN) keeps its memory to itself
 
 
 def _unwraps_itself(kind: type) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording
-from autofit.memory.tracer import tensors_in
+from autofit.memory.storages import tensors_in
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.training import Training
 

@@ -61,12 +61,12 @@ def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for name, part in parts.items():
         for _, node in walk(part, name):
-            if isinstance(node, torch.Tensor) and _needs_twin(node, parts):
+            if isinstance(node, torch.Tensor) and _needs_twin(node):
                 memo[id(node)] = _twin(node)
     return memo
 
 
-def _needs_twin(tensor: torch.Tensor, parts: Mapping[str, Any]) -> bool:
+def _needs_twin(tensor: torch.Tensor) -> bool:
     """Step counts of optimizers stay numbers on the host."""
     return tensor.dim() > 0 or tensor.device.type != "cpu" or tensor.requires_grad
 
