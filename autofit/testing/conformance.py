@@ -13,11 +13,9 @@ payloads survive JSON; a training script can be told what to write.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from autofit.probing.snapshot import Digest, differences, digest
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing.context import PlainContext
+from autofit.testing.runs import Run, copies, differences_between, gradients_of
 from autofit.testing.samples import attention, convolutions
 from autofit.training import Training
 from autofit.workload import Optimizers, Workload
@@ -92,15 +91,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What some optimizer steps did: losses and gradients of each, parameters after the last."""
-
-    losses: list[torch.Tensor]
-    gradients: list[dict[str, torch.Tensor]]
-    parameters: dict[str, torch.Tensor]
 
 
 class _Case:
@@ -182,7 +172,7 @@ class _Case:
             yield f"losses are not finite: {run.losses}"
         elif numerics < Numerics.REDUCED_PRECISION:
             tolerance = 0.0 if numerics is Numerics.EXACT else ROUNDING_TOLERANCE
-            yield from _unequal(self._plain, run, tolerance)
+            yield from differences_between(self._plain, run, tolerance)
 
     def _leaving_problems(
         self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -211,14 +201,14 @@ class _Case:
             left = differences(before, _state(model, optimizer))
         return [line for line in left if not line.endswith(_EMPTIED)]
 
-    def _steps(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> _Run:
+    def _steps(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> Run:
         workload, model, optimizer = self._fresh()
         plan = Plan(workload.sample_batch_size, settings=settings)
         losses: list[torch.Tensor] = []
         gradients: list[dict[str, torch.Tensor]] = []
 
         def recorded(step: Callable[[], None]) -> None:
-            gradients.append(_gradients(model))
+            gradients.append(gradients_of(model))
             step()
 
         training = Training(
@@ -236,7 +226,7 @@ class _Case:
             for _ in range(STEPS):
                 losses.append(training.step(workload.batch(workload.sample_batch_size)))
             undo()
-        return _Run(losses, gradients, _copies(model.state_dict()))
+        return Run(losses, gradients, copies(model.state_dict()))
 
     def _fresh(self) -> tuple[Workload, torch.nn.Module, Optimizers]:
         workload = self._build()
@@ -267,35 +257,3 @@ def _is_training(difference: str) -> bool:
     """Whether a training itself changes this: values, optimizer state, random states."""
     place = difference.split(":")[0]
     return place.endswith((" values", " gradient")) or "random" in place or ".state" in place
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return _copies({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: copy.deepcopy(tensor.detach()) for name, tensor in tensors.items()}
-
-
-def _unequal(plain: _Run, run: _Run, tolerance: float) -> Iterator[str]:
-    """Where two runs differ by more than the tolerance, the first place of each kind."""
-    steps = zip(plain.losses, run.losses, plain.gradients, run.gradients, strict=True)
-    for number, (loss1, loss2, gradients1, gradients2) in enumerate(steps, start=1):
-        if not _alike(loss1, loss2, tolerance):
-            yield f"the loss of step {number} is {loss2.item()!r}, not {loss1.item()!r}"
-            return
-        for name, gradient in gradients1.items():
-            if name not in gradients2 or not _alike(gradient, gradients2[name], tolerance):
-                yield f"the gradient of {name} differs in step {number}"
-                return
-    for name, values in plain.parameters.items():
-        if not _alike(values, run.parameters[name], tolerance):
-            yield f"{name} differs after {STEPS} steps"
-            return
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    if tolerance == 0.0:
-        return torch.equal(one, other)
-    size = one.double().norm()
-    return bool((one.double() - other.double()).norm() <= tolerance * size + 1e-12)

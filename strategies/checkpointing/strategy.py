@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autofit.errors import CannotTell
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -43,7 +44,12 @@ class Checkpointing:
         """The levels of this model; {} where nothing in it is worth checkpointing.
 
         Runs the user's step a few dozen times on small batches.
+
+        Raises:
+            CannotTell: on the meta device, where nothing can be measured or compared.
         """
+        if context.device.type == "meta":
+            raise CannotTell("checkpoint levels are found by running the model on a real device")
         try:
             small = Measured(SMALL, survey(context, SMALL))
         except (torch.OutOfMemoryError, NeedsSavedTensors):

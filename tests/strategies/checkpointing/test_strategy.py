@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.errors import InvalidRequest
+from autofit.errors import CannotTell, InvalidRequest
 from autofit.plan import Dimension, Plan
 from autofit.recipe import Recipe
 from autofit.registry import load_strategies
@@ -112,6 +112,11 @@ def test_a_model_that_checkpoints_itself_is_left_as_it_is(checkpointing: Strateg
     context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
     assert checkpointing.dimensions(context) == {}
     assert context.notes == ["0 is not checkpointed: it checkpoints a part of itself"]
+
+
+def test_the_meta_device_is_refused(checkpointing: Strategy) -> None:
+    with pytest.raises(CannotTell, match="real device"):
+        checkpointing.dimensions(PlainContext(attention, "meta"))
 
 
 class NoRoom(PlainContext):
