@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -111,7 +112,7 @@ def search(
             workload = replace(workload, global_batch=global_batch)
         if allow_resplit:
             workload = replace(workload, allow_resplit=True)
-        with ProgressLine() as progress:
+        with _ended_like_interrupted(), ProgressLine() as progress:
             report = run(
                 workload,
                 vram_budget=read_budget(vram_budget),
@@ -246,6 +247,16 @@ def doctor(device: DeviceName = None) -> None:
 
 
 capacity_commands.register(app)
+
+
+@contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """A scheduler's SIGTERM is a Ctrl-C: what was measured by then is shown."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C from tearing apart what must be finished: putting state back, killing a worker."""
+"""Ctrl-C neither tears apart what must be finished (restoring, killing a worker) nor gets lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,37 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+class Interrupts:
+    """Whether Ctrl-C came; an import or a finalizer may have swallowed its KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self._came = False
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that is due."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _answer(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        signal.default_int_handler(number, frame)
+
+
+@contextmanager
+def interrupts_remembered() -> Iterator[Interrupts]:
+    """Have every Ctrl-C leave a trace that `check` finds; a handler of the user's is left alone."""
+    interrupts = Interrupts()
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupts._answer)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -102,6 +102,12 @@ class Record:
         by_loss = [loss] if loss in ("loss_fn", "criterion", "train_step") else []
         return tuple(self.workload.get("given", by_loss))
 
+    @property
+    def baseline_beside_best(self) -> Trial:
+        """The baseline as it was last measured: confirmed beside the best plan, if at all."""
+        first = self.trial(self.baseline_number)
+        return next((t for t in reversed(self.trials) if t.plan == first.plan and t.ok), first)
+
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """What those values mean to their strategies, by setting."""
         return {

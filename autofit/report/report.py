@@ -71,8 +71,10 @@ class Report:
     @property
     def speedup(self) -> float | None:
         """The best plan's samples per second over the baseline's; None where that did not fit."""
-        best, baseline = self.best.samples_per_second, self.baseline.samples_per_second
-        return best / baseline if best and baseline and self.baseline.ok else None
+        baseline = self.record.baseline_beside_best
+        if not baseline.ok or not baseline.samples_per_second or not self.best.samples_per_second:
+            return None
+        return self.best.samples_per_second / baseline.samples_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the report file."""

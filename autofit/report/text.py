@@ -33,7 +33,7 @@ def render(record: Record, width: int = WIDTH) -> str:
 
 
 def _parts(record: Record) -> Iterator[str | Table]:
-    best, baseline = record.trial(record.best_number), record.trial(record.baseline_number)
+    best, baseline = record.trial(record.best_number), record.baseline_beside_best
     yield headline(record)
     yield ""
     yield _comparison(best, baseline, record)
@@ -52,7 +52,7 @@ def _parts(record: Record) -> Iterator[str | Table]:
 
 def headline(record: Record) -> str:
     """One line: what is fastest, and how it compares."""
-    best, baseline = record.trial(record.best_number), record.trial(record.baseline_number)
+    best, baseline = record.trial(record.best_number), record.baseline_beside_best
     lines = []
     if best.plan.samples_per_step != baseline.plan.samples_per_step:
         lines.append(

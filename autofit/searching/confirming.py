@@ -1,8 +1,8 @@
 """The end of a search: which plans to measure again, and which trial is the answer.
 
 The leading plan is run again in a fresh worker at its full accumulation. Another plan is run again
-beside it where the two may be tied: then the one that needs less memory wins. Whatever is returned
-was itself run.
+beside it where the two may be tied: then the one that needs less memory wins. Where the machine's
+speed has changed since the search, so is the baseline. Whatever is returned was itself run.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ TIE = 0.005
 _LESS_MEMORY = 0.95  # a rival worth another probe holds at most so much of what the leader holds
 _DOUBT = 0.35  # and so is one that is faster with more than this probability
 _MOST_CONFIRMED = 2
+_DRIFT = 0.05
+"""A gap between two measurements of a plan, beyond both intervals, that noise does not explain."""
 
 
 def confirm(facts: SearchFacts, trials: Sequence[Trial]) -> Plan | None:
     """The leading plan to measure again next; None when the answer is confirmed."""
     beliefs = beliefs_of(facts, trials)
-    contenders = _by_speed(beliefs, beliefs.fitting)
     confirmed = {t.plan for t in beliefs.probes if t.role is Role.CONFIRMED and t.ok}
-    if not contenders or len(confirmed) >= _MOST_CONFIRMED:
+    if len(confirmed) < _MOST_CONFIRMED:
+        plan = _leading(beliefs, confirmed)
+        if plan is not None:
+            return plan
+    baseline = beliefs.probes[0] if beliefs.probes else None
+    if baseline is None or not baseline.ok or not confirmed or baseline.plan in confirmed:
         return None
-    leader, *others = sorted(contenders, key=lambda trial: -_promise(beliefs, trial))
-    if leader.plan not in confirmed:
-        return leader.plan
-    rivals = [trial for trial in others if _may_win(beliefs, trial, leader)]
-    return next((trial.plan for trial in rivals if trial.plan not in confirmed), None)
+    return baseline.plan if _has_drifted(beliefs) else None
 
 
 def best_of(facts: SearchFacts, trials: Sequence[Trial]) -> Trial | None:
@@ -46,10 +48,54 @@ def best_of(facts: SearchFacts, trials: Sequence[Trial]) -> Trial | None:
     """
     beliefs = beliefs_of(facts, trials)
     contenders = beliefs.fitting
-    confirmed = [trial for trial in contenders if trial.role is Role.CONFIRMED]
+    confirmed = _not_slower_than_baseline(
+        facts, [trial for trial in contenders if trial.role is Role.CONFIRMED]
+    )
     ranked = _by_speed(beliefs, confirmed or contenders)
     tied = [trial for trial in ranked if _lead(beliefs, ranked[0], trial) <= TIE]
     return min(tied, key=_held, default=None)
+
+
+def _leading(beliefs: Beliefs, confirmed: set[Plan]) -> Plan | None:
+    """The leader, then what may be tied with it; None where all of these were confirmed."""
+    contenders = _by_speed(beliefs, beliefs.fitting)
+    if not contenders:
+        return None
+    leader, *others = sorted(contenders, key=lambda trial: -_promise(beliefs, trial))
+    if leader.plan not in confirmed:
+        return leader.plan
+    rivals = [trial for trial in others if _may_win(beliefs, trial, leader)]
+    return next((trial.plan for trial in rivals if trial.plan not in confirmed), None)
+
+
+def _has_drifted(beliefs: Beliefs) -> bool:
+    """Whether a confirmation ran at another speed than the plan's own search probe.
+
+    Then the machine's speed has changed meanwhile, and nothing measured before can be set beside
+    what was measured since: not the baseline either.
+    """
+    searched = {t.plan: t for t in beliefs.probes if t.role is not Role.CONFIRMED and t.ok}
+    pairs = [
+        (searched[t.plan], t)
+        for t in beliefs.probes
+        if t.role is Role.CONFIRMED and t.ok and t.plan in searched
+    ]
+    return any(_differ(before, after) for before, after in pairs)
+
+
+def _differ(before: Trial, after: Trial) -> bool:
+    slower, faster = sorted((before, after), key=lambda t: t.samples_per_second or 0.0)
+    high, low = slower.samples_per_second_high, faster.samples_per_second_low
+    return high is not None and low is not None and high * (1 + _DRIFT) < low
+
+
+def _not_slower_than_baseline(facts: SearchFacts, confirmed: list[Trial]) -> list[Trial]:
+    """Those that are no slower than the baseline, where it was confirmed beside them."""
+    plain = [t for t in confirmed if t.plan == facts.space.baseline]
+    if not plain:
+        return confirmed
+    rate = plain[-1].samples_per_second or 0.0
+    return [t for t in confirmed if (t.samples_per_second or 0.0) >= rate]
 
 
 def _by_speed(beliefs: Beliefs, trials: Sequence[Trial]) -> list[Trial]:

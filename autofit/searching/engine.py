@@ -14,6 +14,7 @@ from optuna.samplers import BaseSampler
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
+from autofit.probing.interrupts import Interrupts, interrupts_remembered
 from autofit.probing.prober import Prober, ProbeRequest
 from autofit.searching import confirming, events, failures, ledger, planner
 from autofit.searching.beliefs import beliefs_of
@@ -127,17 +128,13 @@ class _Run:
         self._tell = on_event or (lambda event: None)
         self._began = time.monotonic()
         self._trials = store.trials
+        self._interrupts = Interrupts()
 
     def result(self) -> SearchResult:
         """Search, confirm, and put together what came out."""
         try:
-            stopped_because = self._search()
-            returns = _MOST_RETURNS
-            while not self._confirmed(stopped_because, may_return=returns > 0):
-                returns -= 1
-                stopped_because = self._search()
-            if self._limit_reached() is None:
-                self._store.mark_ended(stopped_because)
+            with interrupts_remembered() as self._interrupts:
+                stopped_because = self._search_and_confirm()
         except KeyboardInterrupt:
             if not any(trial.ok for trial in self._trials):
                 raise
@@ -154,6 +151,16 @@ class _Run:
             stopped_because,
             time.monotonic() - self._began,
         )
+
+    def _search_and_confirm(self) -> str:
+        stopped_because = self._search()
+        returns = _MOST_RETURNS
+        while not self._confirmed(stopped_because, may_return=returns > 0):
+            returns -= 1
+            stopped_because = self._search()
+        if self._limit_reached() is None:
+            self._store.mark_ended(stopped_because)
+        return stopped_because
 
     def _search(self) -> str:
         """Probe until there is a reason to stop; the reason."""
@@ -210,6 +217,7 @@ class _Run:
 
     def _probe(self, sampler: BaseSampler, role: Role) -> bool:
         """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
+        self._interrupts.check()
         with self._store.asking(sampler) as asked:
             plan = ledger.plan_of(asked.params, self._facts.space)
             known = planner.forecast(self._facts, self._trials, plan)

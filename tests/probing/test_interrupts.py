@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autofit.probing.interrupts import interrupts_deferred
+from autofit.probing.interrupts import interrupts_deferred, interrupts_remembered
 
 
 def interrupted_twice(done: list[str]) -> None:
@@ -63,3 +63,30 @@ def test_does_nothing_in_other_threads() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+def test_an_interrupt_is_raised_at_once_and_remembered() -> None:
+    with interrupts_remembered() as interrupts:
+        interrupts.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_is_left_alone() -> None:
+    came: list[int] = []
+
+    def own(number: int, _: object) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with interrupts_remembered() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+            interrupts.check()
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGINT]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,3 +239,48 @@ def test_a_repeated_proposal_is_answered_from_memory(rig: Any) -> None:
         told = {trial.value for trial in store.study.trials[1:-1]}
     assert told == {result.baseline.samples_per_second}
     assert len(prober.probed) == 2
+
+
+class _Wrapped:
+    """A prober that does something more around another one's probes."""
+
+    def __init__(self, inner: Any, then: Callable[[Any, Measurement], Measurement]) -> None:
+        self._inner, self._then = inner, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def probe(self, request: ProbeRequest) -> Measurement:
+        return self._then(self._inner, self._inner.probe(request))
+
+
+def test_an_interrupt_that_was_swallowed_still_ends_the_search(rig: Any) -> None:
+    def swallow(_: Any, measurement: Measurement) -> Measurement:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return measurement
+
+    result = run_search(_Wrapped(rig.prober(), swallow), rig.facts())
+    assert result.stopped_because == INTERRUPTED
+    assert result.probes == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_machine_that_slowed_down_has_its_baseline_measured_again(rig: Any) -> None:
+    def slower(inner: Any, measurement: Measurement) -> Measurement:
+        if not inner.renewals or not measurement.step_times_s:
+            return measurement
+        return replace(measurement, step_times_s=[3 * t for t in measurement.step_times_s])
+
+    result = run_search(_Wrapped(rig.prober(), slower), rig.facts())
+    confirmed = {t.plan: t for t in result.trials if t.role is Role.CONFIRMED and t.ok}
+    baseline = confirmed[rig.space.baseline]
+    assert result.best.samples_per_second is not None
+    assert baseline.samples_per_second is not None
+    assert result.best.samples_per_second >= baseline.samples_per_second
+    assert result.best.role is Role.CONFIRMED
+
+
+def test_a_steady_machine_has_its_baseline_measured_once(rig: Any) -> None:
+    result = run_search(rig.prober(), rig.facts())
+    assert [t.plan for t in result.trials].count(rig.space.baseline) == 1
