@@ -147,7 +147,7 @@ def test_a_parent_that_is_killed_leaves_no_worker_and_no_file(
     assert running(worker)
     parent.kill()
     assert wait_for(lambda: not running(worker), SECONDS_A_WORKER_MAY_OUTLIVE_ITS_PARENT)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("autofit*")) == []  # torch keeps a cache there, too
 
 
 @pytest.mark.parametrize("times", [1, 2])
