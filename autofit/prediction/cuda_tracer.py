@@ -80,6 +80,12 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Devices were translated above; the shape functions of meta are Python, and much faster
+        # when nobody listens to what they ask of tensors.
+        with torch._C.DisableTorchFunction():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run it on meta tensors, or stand in for it."""
         name = _name(func)
