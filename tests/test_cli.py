@@ -288,7 +288,10 @@ def test_a_device_that_is_not_there_exits_with_4(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_prints_the_report_of_what_was_measured(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_prints_the_report_of_what_was_measured(
+    folder: Path, number: signal.Signals
+) -> None:
     command = [
         sys.executable, "-m", "autofit", "search", "models.py:slow", "--device", "cpu",
         "--vram-budget", "256MiB", "--out", "cut_short.json",
@@ -306,7 +309,7 @@ def test_ctrl_c_prints_the_report_of_what_was_measured(folder: Path) -> None:
         for line in process.stderr:
             if "] probe 1 (baseline)" in line:
                 break
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+        os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
