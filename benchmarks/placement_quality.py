@@ -5,8 +5,8 @@
 Two networks of nine blocks are small enough to run all 512 subsets of their blocks: convolutions
 of very different sizes, and a GPT. For 20 VRAM budgets between the least that any subset needs
 and what plain training needs, each rule's cheapest placement that really fits is set against the
-cheapest subset that really fits: extra recompute, in percent of one forward pass. Peaks are live
-bytes of a real micro-batch within an accumulated step, by the memory tracer; costs are measured
+cheapest subset that really fits: extra recompute, in percent of one forward pass. Peaks are
+those of a real forward and backward pass, in the simulated CUDA allocator; costs are measured
 forward times of the parts. The levels are those a search is offered; they may also split blocks,
 and can then beat every subset.
 
@@ -98,9 +98,9 @@ class Convolutions(nn.Module):
 
 
 def convolutions() -> Workload:
-    """The heterogeneous network, 32 images of 32x32."""
+    """The heterogeneous network, 16 images of 32x32."""
     torch.manual_seed(0)
-    batch = {"images": torch.randn(32, 3, 32, 32), "labels": torch.randint(0, 10, (32,))}
+    batch = {"images": torch.randn(16, 3, 32, 32), "labels": torch.randint(0, 10, (16,))}
     return Workload(Convolutions(), batch)
 
 
@@ -135,14 +135,18 @@ class Bench:
         parse = _part("units").Unit.parse
         parts = {unit: parse(unit).parts(model) for unit in units}
         names = {"", *(name for names in parts.values() for name in names)}
-        least = dict.fromkeys(names, float("inf"))
+        runs = []
         for _ in range(REPEATS):
             stopwatch = _part("stopwatch").Stopwatch(model, names, torch.device("cpu"))
             with stopwatch.running():
                 model(**batch)
-            least = {name: min(least[name], s) for name, s in stopwatch.seconds().items()}
-        self.forward_s = least[""]
-        self._seconds = {u: sum(least[name] for name in names) for u, names in parts.items()}
+            runs.append(stopwatch.seconds())
+        self.forward_s = min(run[""] for run in runs)
+        shares = {name: statistics.median(run[name] / run[""] for run in runs) for name in names}
+        self._seconds = {
+            unit: self.forward_s * sum(shares[name] for name in names)
+            for unit, names in parts.items()
+        }
 
     def run(self, units: Units, buffers: Sequence[str]) -> Point:
         """Peak bytes of one real step with these units checkpointed, and its recompute time."""
@@ -156,28 +160,12 @@ class Bench:
             device=torch.device("cpu"),
         )
         batch = workload.sample_batch
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        tracer = MemoryTracer(record=True)
+        tracer = MemoryTracer()
         tracer.register_foreign([dict(model.state_dict()), batch])
-        tracer.register_foreign([parameter.grad for parameter in model.parameters()])
         with _part("patch").checkpointed(model, units, buffers), tracer:
             training.accumulate(batch)
         seconds = sum(self._seconds[unit] for unit in units)
-        return Point(units, _most_live_bytes(tracer.events), seconds)
-
-
-def _most_live_bytes(events: Sequence[tuple[int, int]]) -> int:
-    """The most bytes in tensors at once; no allocator's rounding blurs the comparison."""
-    live, now, most = {}, 0, 0
-    for number, nbytes in events:
-        if number > 0:
-            live[number] = nbytes
-            now += nbytes
-            most = max(most, now)
-        else:
-            now -= live.pop(-number)
-    return most
+        return Point(units, tracer.allocator.peak_allocated_bytes, seconds)
 
 
 def subsets(blocks: Sequence[str]) -> Iterator[Units]:

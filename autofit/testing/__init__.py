@@ -9,11 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autofit.testing.conformance import NotConformant, check_strategy
+    from autofit.testing.context import PlainContext
     from autofit.testing.simulated import SimulatedProber
 
-__all__ = ["SimulatedProber"]
+__all__ = ["NotConformant", "PlainContext", "SimulatedProber", "check_strategy"]
 
-_HOMES = {"SimulatedProber": "autofit.testing.simulated"}
+_HOMES = {
+    "NotConformant": "autofit.testing.conformance",
+    "PlainContext": "autofit.testing.context",
+    "SimulatedProber": "autofit.testing.simulated",
+    "check_strategy": "autofit.testing.conformance",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The suite that every strategy must pass, run on real training; for third parties too.
 
-    from autofit.testing.conformance import check_strategy
+    from autofit.testing import check_strategy
 
     def test_my_strategy():
         check_strategy(MyStrategy())

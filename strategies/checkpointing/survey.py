@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import inf
+from statistics import median
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def _watched(
         run(training, batch)
     names = {name for name, _ in training.model.named_modules()} if timed is None else timed
     with nullcontext() if keep else _letting_go():
-        seconds, whole_s = _fastest(training, names, lambda: run(training, batch), steps)
+        seconds, whole_s = _timed(training, names, lambda: run(training, batch), steps)
     return Survey(
         recorder.timeline(),
         seconds,
@@ -122,21 +122,24 @@ def _letting_go() -> AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
-def _fastest(
+def _timed(
     training: TrainingView, names: Collection[str], run: Callable[[], None], steps: int
 ) -> tuple[dict[str, float], float]:
-    """The least seconds of each module, and of the whole, over some runs."""
-    seconds: dict[str, float] = dict.fromkeys(names, inf)
-    whole_s = inf
-    spent_s = 0.0
+    """Seconds of each module and of the whole: of the fastest run, shared out as in the usual one.
+
+    What slows a whole run down (another process, a clock that falls) slows its parts alike, so a
+    part's share of its own run says more than its seconds.
+    """
+    shares: dict[str, list[float]] = {name: [] for name in names}
+    wholes_s: list[float] = []
     for number in range(steps):
-        if number >= LEAST_STEPS and spent_s >= ENOUGH_S:
+        if number >= LEAST_STEPS and sum(wholes_s) >= ENOUGH_S:
             break
         stopwatch = Stopwatch(training.model, names, training.device)
         with stopwatch.running():
             run()
-        for name, took in stopwatch.seconds().items():
-            seconds[name] = min(seconds[name], took)
-        whole_s = min(whole_s, stopwatch.whole_s())
-        spent_s += stopwatch.whole_s()
-    return seconds, whole_s
+        wholes_s.append(stopwatch.whole_s())
+        for name, took_s in stopwatch.seconds().items():
+            shares[name].append(took_s / wholes_s[-1] if wholes_s[-1] else 0.0)
+    whole_s = min(wholes_s)
+    return {name: whole_s * median(each) for name, each in shares.items()}, whole_s

@@ -11,7 +11,7 @@ import torch
 
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
-from autofit.testing.conformance import NotConformant, check_strategy
+from autofit.testing import NotConformant, check_strategy
 from autofit.testing.samples import convolutions
 
 SETTING = "scaling.factor"
