@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -137,16 +138,18 @@ class WorkerProber:
         message = {"do": "probe", "request": request_to_dict(request)}
         timeout_s = self._deadlines.of(request)
         process, kills = self._running(), oom_kills()
+        began = time.monotonic()
         try:
             reply = process.ask(message, timeout_s=timeout_s)
         except WorkerGone as gone:
             self._drop()
             words = words_of_death(gone.returncode, process.last_words())
-            return Measurement(outcome_of_death(gone.returncode, kills), words)
+            outcome = outcome_of_death(gone.returncode, kills)
+            return Measurement(outcome, words, seconds=time.monotonic() - began)
         except WorkerSilent as silent:
             self._drop()
             words = f"no answer within {format_seconds(timeout_s)}; it hung here:\n{silent.stack}"
-            return Measurement(Outcome.TIMEOUT, words)
+            return Measurement(Outcome.TIMEOUT, words, seconds=time.monotonic() - began)
         except BaseException:  # Ctrl-C: the worker may answer later, to nobody
             self._drop()
             raise

@@ -116,6 +116,7 @@ def test_a_hang_costs_one_probe_and_says_where(
     lost = probing.worker
     measurement = probing.at(SIZES[hang], patient=False)
     assert measurement.outcome is Outcome.TIMEOUT
+    assert measurement.seconds >= 2.0, "what it cost counts against the search's time"
     assert HANGS[hang] in measurement.detail
     assert not running(lost)
     assert probing.at(CALM).ok
