@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from autofit.probing.comparison import Comparison
 from autofit.probing.deadlines import Deadlines
 from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.losses import Losses, oom_kills, outcome_of_death, words_of_death
-from autofit.probing.payload import Payload, no_room, write_payload
+from autofit.probing.payload import Payload, nameless_file, write_payload
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
 from autofit.probing.survey import Survey
@@ -78,7 +77,7 @@ class WorkerProber:
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
         self._survey: Survey | None = None
-        self._file = _nameless_file()
+        self._file = nameless_file()
         path = Path(f"/dev/fd/{self._file.fileno()}")
         self._opening["payload"] = str(path)
         try:
@@ -233,14 +232,6 @@ class WorkerProber:
         if self._process is not None:
             self._process.kill()
             self._process = None
-
-
-def _nameless_file() -> IO[bytes]:
-    """A file that vanishes with the processes that hold it open, also if they are killed."""
-    try:
-        return cast(IO[bytes], tempfile.TemporaryFile(prefix="autofit-"))
-    except OSError as error:
-        raise no_room("a temporary folder", error) from error
 
 
 def _with_caller(survey: Survey, workload: Workload) -> Survey:

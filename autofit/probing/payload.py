@@ -11,12 +11,13 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import IO, Any, cast
 
 import cloudpickle
 import torch
@@ -53,6 +54,18 @@ class Payload:
     tamper: Callable[[Device], Device] | None = None
 
 
+def nameless_file() -> IO[bytes]:
+    """A file that vanishes with the processes that hold it open, also if they are killed.
+
+    Raises:
+        WorkerFailed: there is no folder for temporary files.
+    """
+    try:
+        return cast(IO[bytes], tempfile.TemporaryFile(prefix="autofit-"))
+    except OSError as error:
+        raise _no_room("a temporary folder", error) from error
+
+
 def write_payload(payload: Payload, path: Path) -> None:
     """Write the payload.
 
@@ -81,13 +94,13 @@ def write_payload(payload: Payload, path: Path) -> None:
     ) as error:
         disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
-            raise no_room(path, disk) from error
+            raise _no_room(path, disk) from error
         raise InvalidRequest(
             f"the workload cannot be sent to a worker process ({_words(error)}). {_WAYS_OUT}"
         ) from error
 
 
-def no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
+def _no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
     """The error for a payload that the file system does not take."""
     return WorkerFailed(
         f"the workload could not be written to {os.fspath(path)} for the worker process "
