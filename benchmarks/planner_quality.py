@@ -41,9 +41,9 @@ from benchmarks.simulated_devices import Device, draw_device
 
 FIRST_SEED = 10_000
 CUTS = (8, 15, 30)
-_ASKED = {
-    False: "asked: mean >= 0.97, 10th percentile >= 0.93, <= 18 probes, <= 0.4 OOM",
-    True: "asked: mean >= 0.98, 10th percentile >= 0.95, <= 15 probes, <= 0.15 OOM",
+_TARGETS = {
+    False: "targets: mean >= 0.97, 10th percentile >= 0.93, <= 18 probes, <= 0.4 OOM",
+    True: "targets: mean >= 0.98, 10th percentile >= 0.95, <= 15 probes, <= 0.15 OOM",
 }
 _Samplers = dict[str, Callable[[int], BaseSampler]]
 _OTHERS: _Samplers = {
@@ -147,7 +147,7 @@ def table(pool: Executor, count: int, others: dict[str, int], *, hints: bool) ->
     lines = [
         f"## {'With hints within 10 % of the truth' if hints else 'Without hints'}",
         "",
-        f"{_ASKED[hints]}. Fractions are means, with the 10th percentile in brackets.",
+        f"{_TARGETS[hints]}. Fractions are means, with the 10th percentile in brackets.",
         "",
         f"| sampler | devices | {cuts} | at its end | OOM | baseline OOM | probes | most |",
         "|---|---" + "|---" * (len(CUTS) + 5) + "|",

@@ -3,7 +3,7 @@
 Neither peak says what a training requires. The real allocator flushes its cache before it gives
 up, so less than peak reserved is often enough, while fragmentation keeps it from getting by with
 peak allocated. `required_bytes` therefore runs the recorded events again under lower and lower
-limits, as DESIGN's "required bytes" is defined: no flush in the last steps, warm-up may flush.
+limits: required is the smallest under which the last steps flush nothing; warm-up may flush.
 """
 
 from __future__ import annotations
