@@ -37,7 +37,7 @@ class _CudaIsMeta(TorchFunctionMode):
             args = tuple(_META if _is_cuda_device(arg) else arg for arg in args)
         if kwargs.get("device") is not None:
             kwargs["device"] = _place(kwargs["device"])
-        if "generator" in kwargs and kwargs.get("device") == _META:
+        if isinstance(kwargs.get("generator"), _HostGenerator):
             del kwargs["generator"]
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
@@ -113,6 +113,34 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
     }
     for name, value in answers.items():
         yield torch.cuda, name, answer(value)
+    for name in ("device", "stream", "Stream", "Event", "current_stream", "nvtx"):
+        yield torch.cuda, name, _Nothing()
+    yield torch.accelerator, "is_available", answer(True)
+    yield torch.accelerator, "current_accelerator", answer(_META)
+    yield torch, "Generator", _HostGenerator
+
+
+class _Nothing:
+    """Streams, events and ranges: they hold no memory, so anything may be done with them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class _HostGenerator(torch.Generator):
+    """A generator of random numbers for any device, since none are drawn."""
+
+    def __new__(cls, device: Any = "cpu") -> _HostGenerator:
+        return super().__new__(cls)
 
 
 def _amp() -> Iterator[Patch]:

@@ -23,7 +23,7 @@ def tracer() -> Iterator[CudaTracer]:
 
 @pytest.mark.usefixtures("tracer")
 @pytest.mark.parametrize(
-    "device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1)]
+    "device", ["cuda", "cuda:0", torch.device("cuda", 1)], ids=["name", "numbered", "object"]
 )
 def test_tensors_are_made_and_moved_there(device: str | torch.device) -> None:
     host = torch.randn(3, 4)
@@ -68,6 +68,18 @@ def test_torch_cuda_answers_as_that_gpu() -> None:
     assert torch.cuda.is_bf16_supported()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("tracer")
+def test_streams_ranges_and_generators_do_no_harm() -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    with torch.cuda.stream(stream), torch.cuda.device(0), torch.cuda.nvtx.range("step"):
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        drawn = torch.randn(4, device="cuda", generator=generator)
+        drawn.bernoulli_(0.5, generator=generator)
+        assert drawn.is_meta
+    stream.wait_stream(torch.cuda.current_stream())
+    assert isinstance(generator, torch.Generator)
 
 
 @pytest.mark.usefixtures("tracer")
