@@ -56,6 +56,7 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
         return [
             Placement(units, timeline.peak(units), sum(seconds[unit] for unit in units))
             for units in placed
+            if timeline.are_apart(frozenset(units))
         ]
 
     plain = Placement((), peak, 0.0)

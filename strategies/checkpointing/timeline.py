@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -58,7 +59,7 @@ class Timeline:
 
     Attributes:
         storages: sorted by `first`.
-        calls: of every unit, in the order they began.
+        calls: of every unit, in the order they began, outer ones first.
     """
 
     storages: Sequence[Storage]
@@ -108,6 +109,11 @@ class Timeline:
         stretch = self._stretch(start, end)
         held = self._plain_held[stretch] + self._in_flight[stretch]
         return int(held.max()) if len(held) else 0
+
+    def are_apart(self, units: Collection[str]) -> bool:
+        """Whether no call of these units lies within another one of them."""
+        calls = [call for call in self.calls if call.unit in units and call.start < call.end]
+        return all(one.end <= other.start for one, other in pairwise(calls))
 
     def peak(self, units: Collection[str]) -> int:
         """Most bytes of activations and their gradients at once, with these units checkpointed."""

@@ -75,6 +75,24 @@ def test_units_are_never_nested_and_points_never_dominated(part: Part, seed: int
         assert other.recompute_s > one.recompute_s
 
 
+def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part) -> None:
+    """It runs alone and then within the unit; either may be chosen, and never both."""
+    timeline = part("timeline")
+    storages = [timeline.Storage(100, place, place) for place in range(20)]
+    calls = [
+        timeline.Call("shared", 0, 5, (0,)),
+        timeline.Call("unit", 5, 12, (5,)),
+        timeline.Call("shared", 6, 11, (6,)),
+        timeline.Call("third", 12, 18, (12,)),
+    ]
+    found = timeline.Timeline(storages, calls)
+    assert not found.are_apart({"shared", "unit"})
+    assert found.are_apart({"shared", "third"})
+    placements = part("frontier").frontier(found, {"shared": 2.0, "unit": 1.5, "third": 1.0})
+    assert len(placements) > 2
+    assert all(found.are_apart(p.units) for p in placements)
+
+
 def test_a_timeline_without_units_has_one_placement(part: Part) -> None:
     timeline = part("timeline")
     storages = [timeline.Storage(100, 0, 0)]
