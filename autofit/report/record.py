@@ -106,7 +106,8 @@ class Record:
     def baseline_beside_best(self) -> Trial:
         """The baseline as it was last measured: confirmed beside the best plan, if at all."""
         first = self.trial(self.baseline_number)
-        return next((t for t in reversed(self.trials) if t.plan == first.plan and t.ok), first)
+        again = [t for t in self.trials if t.plan == first.plan and t.role is Role.CONFIRMED]
+        return next((trial for trial in reversed(again) if trial.ok), first)
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """What those values mean to their strategies, by setting."""

@@ -6,8 +6,8 @@ to be maximised. How each outcome is told:
 * ok -> COMPLETE, constraint at most zero.
 * over_budget, retries: it ran and has a speed -> COMPLETE, constraint above zero.
 * oom -> PRUNED, constraint above zero: it carries no speed, and FAIL would hide it from samplers.
-* vetoed -> PRUNED, constraint above zero; a proposal that repeats a measured plan instead gets that
-  plan's own answer again.
+* vetoed -> PRUNED, whatever stands for its measurement: it did not run. The constraint is above
+  zero, unless the proposal repeats a plan that is known to fit.
 * anything else that has no speed -> FAIL: it says nothing about speed or memory.
 
 Every trial has the constraint: some samplers refuse a study where only part of them have.
@@ -79,6 +79,8 @@ def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
     speed, outcome = trial.samples_per_second, trial.measurement.outcome
+    if trial.role is Role.VETOED:
+        return None, TrialState.PRUNED
     if speed is not None and outcome in (Outcome.OK, Outcome.OVER_BUDGET, Outcome.RETRIES):
         return speed, TrialState.COMPLETE
     if outcome.about_memory:

@@ -37,3 +37,8 @@ def test_what_did_not_run_is_never_on_it(record: Record) -> None:
     failures = [trial for trial in record.trials if not trial.ok]
     assert len(failures) == 3
     assert frontier(failures) == ()
+
+
+def test_a_vetoed_repetition_does_not_replace_the_confirmation(record: Record) -> None:
+    repeated = replace(record.trials[3], number=7, role=Role.VETOED)
+    assert numbers(frontier([*record.trials, repeated])) == [6, 5]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autofit.errors import InvalidRequest
+from autofit.measurement import Role
 from autofit.report.record import Record
 
 TRIAL_KEYS = {
@@ -147,3 +149,12 @@ def test_a_best_trial_that_is_not_among_the_trials_is_refused(record: Record) ->
     data["best"]["number"] = 99
     with pytest.raises(InvalidRequest, match="99"):
         Record.from_dict(data)
+
+
+def test_a_vetoed_repetition_of_the_baseline_is_not_the_baseline_measured_again(
+    record: Record,
+) -> None:
+    again = replace(record.trials[0], number=7, role=Role.CONFIRMED)
+    repeated = replace(record.trials[0], number=8, role=Role.VETOED)
+    shown = replace(record, trials=(*record.trials, again, repeated))
+    assert shown.baseline_beside_best is again

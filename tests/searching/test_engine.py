@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from optuna.samplers import RandomSampler, TPESampler
+from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
@@ -226,19 +227,30 @@ def test_proposals_that_never_fit_end_the_search(rig_of: MakeRig) -> None:
     assert result.probes == 2
 
 
-def test_a_repeated_proposal_is_answered_from_memory(rig: Any) -> None:
-    class _Stubborn(RandomSampler):
-        def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
-            return 4 if name == "micro_batch" else distribution.choices[0]
+class _Stubborn(RandomSampler):
+    """Proposes nothing but micro-batch 4 at the last value of every setting."""
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        return 4 if name == "micro_batch" else distribution.choices[-1]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNSUPPORTED, Outcome.OOM])
+def test_a_repeated_proposal_is_not_run_again_and_told_pruned(rig: Any, outcome: Outcome) -> None:
+    def answer(plan: Plan) -> Measurement | None:
+        failed = outcome is not Outcome.OK and _is_half(plan)
+        return Measurement(outcome, detail="on purpose") if failed else None
 
     with Store.open(None, {}) as store:
-        prober = rig.prober()
+        prober = rig.prober(answer)
         result = run_search(
             prober, rig.facts(), store=store, sampler=_Stubborn(seed=0), max_probes=20
         )
-        told = {trial.value for trial in store.study.trials[1:-1]}
-    assert told == {result.baseline.samples_per_second}
-    assert len(prober.probed) == 2
+        states = {trial.number: trial.state for trial in store.study.trials}
+    vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
+    assert len(vetoed) == MOST_VETOES
+    assert {trial.measurement.outcome for trial in vetoed} == {outcome}
+    assert {states[trial.number] for trial in vetoed} == {TrialState.PRUNED}
+    assert len(prober.probed) == result.probes == 3  # the baseline twice
 
 
 class _Wrapped:
