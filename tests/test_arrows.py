@@ -43,7 +43,7 @@ ALLOWED = {
     "fingerprint": WORDS | WORKLOAD | {"devices"},
     "training": WORDS | WORKLOAD | {"devices", "memory"},
     "curves": WORDS,
-    "probing": WORDS | TRAINING,
+    "probing": WORDS | TRAINING | {"registry"},
     "report": WORDS | {"curves", "registry"},
     "prediction": WORDS | TRAINING | {"probing", "registry", "curves"},
     "searching": WORDS | TRAINING | {"probing", "prediction", "report", "curves", "registry"},

@@ -2,7 +2,8 @@
 
 The facts (size, shapes, fingerprint) come from the model where it lies. Loss, dimensions and
 gradients take trainings on the device, one at a time; where one of those fails, the survey says so
-and goes on: the baseline's probe will meet the same fault and report it in full.
+and goes on: the baseline's probe will meet the same fault and report it in full. A strategy that
+breaks the contract of plug-ins is refused instead.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autofit.probing.scrub import scrub
 from autofit.probing.survey import Survey
 from autofit.probing.workbench import Workbench
 from autofit.recipe import LossSource
+from autofit.registry import collect_dimensions
 from autofit.strategy import Capabilities
 from autofit.training import Training
 from autofit.workload import Workload
@@ -37,7 +39,8 @@ def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
     """The facts of the bench's workload on its device.
 
     Raises:
-        InvalidRequest: the workload's functions make no model, optimizer or batch.
+        InvalidRequest: the workload's functions make no model, optimizer or batch, or a strategy
+            answers with what the contract has no place for.
         Exception: what the user's code raised in making them.
     """
     facts = _facts(bench)
@@ -131,7 +134,9 @@ def _dimensions(bench: Workbench) -> tuple[dict[str, Dimension], list[str]]:
     for strategy in bench.strategies:
         context = _Context(bench, notes)
         try:
-            dimensions |= strategy.dimensions(context)
+            dimensions |= collect_dimensions([strategy], context)
+        except InvalidRequest:  # a plug-in that breaks the contract, or arguments no probe can mend
+            raise
         except Exception as error:
             scrub(error)
             notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")

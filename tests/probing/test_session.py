@@ -248,6 +248,34 @@ def test_strategies_look_at_models_and_say_what_they_find() -> None:
     )
 
 
+class _Mistaken(_Curious):
+    name = "mistaken"
+    offers: Any
+
+    def __init__(self, offers: Any) -> None:
+        self.offers = offers
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        offered: Mapping[str, Dimension] = self.offers
+        return offered
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        (["mistaken.level"], "'mistaken' must answer with a mapping"),
+        ({"another.level": Dimension([0, 1])}, "its settings begin with 'mistaken.'"),
+        ({"mistaken.level": [0, 1]}, "which is no Dimension"),
+    ],
+)
+def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(
+    offers: Any, words: str
+) -> None:
+    session = _session(lambda: Workload(_net(), _labelled()[0]), strategies=[_Mistaken(offers)])
+    with pytest.raises(InvalidRequest, match=words):
+        session.survey()
+
+
 def test_one_model_is_alive_at_a_time() -> None:
     def make() -> Workload:
         return Workload(_Watched, _labelled()[0], global_batch=8)
