@@ -241,17 +241,26 @@ class _Run:
 
     def _run(self, plan: Plan, role: Role, known: planner.Forecast) -> Measurement:
         leader = None if role is Role.CONFIRMED else self._fastest()
-        measurement = self._prober.probe(
-            ProbeRequest(
-                plan,
-                payloads=self._facts.space.payloads(plan.settings),
-                incumbent_samples_per_second=leader.samples_per_second if leader else None,
-                full_accumulation=role is Role.CONFIRMED,
-                expected_seconds=known.seconds,
-            )
+        request = ProbeRequest(
+            plan,
+            payloads=self._facts.space.payloads(plan.settings),
+            incumbent_samples_per_second=leader.samples_per_second if leader else None,
+            full_accumulation=role is Role.CONFIRMED,
+            expected_seconds=known.seconds,
         )
+        if self._facts.space.needs_fresh_worker(plan.settings):
+            measurement = self._probe_alone(request)
+        else:
+            measurement = self._prober.probe(request)
         if measurement.outcome is Outcome.USER_ERROR and not self._is_plain(plan):
             return replace(measurement, outcome=Outcome.UNSUPPORTED)
+        return measurement
+
+    def _probe_alone(self, request: ProbeRequest) -> Measurement:
+        """Probe in a worker that ran nothing before and runs nothing after."""
+        self._prober.renew()
+        measurement = self._prober.probe(request)
+        self._prober.renew()
         return measurement
 
     def _trial(
@@ -260,8 +269,13 @@ class _Run:
         return Trial(len(self._trials), role, plan, measurement, known.peak_bytes)
 
     def _is_plain(self, plan: Plan) -> bool:
-        """Whether what happens to this plan happens to the user's own training."""
+        """Whether what happens to this plan happens to the user's own training.
+
+        Once the baseline has run, a larger micro-batch that raises is that plan's own affair.
+        """
         baseline = self._facts.space.baseline
+        if any(trial.ok and trial.plan == baseline for trial in self._trials):
+            return False
         return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
 
     def _probes_left(self, reserved: int = 0) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan
 from autofit.probing.prober import ProbeRequest
 from autofit.searching import events
 from autofit.searching.engine import INTERRUPTED, MOST_VETOES, run_search
@@ -296,3 +297,35 @@ def test_a_machine_that_slowed_down_has_its_baseline_measured_again(rig: Any) ->
 def test_a_steady_machine_has_its_baseline_measured_once(rig: Any) -> None:
     result = run_search(rig.prober(), rig.facts())
     assert [t.plan for t in result.trials].count(rig.space.baseline) == 1
+
+
+def test_a_value_that_wants_a_worker_of_its_own_shares_none(rig_of: MakeRig) -> None:
+    dimensions = {
+        "precision.dtype": Dimension(("as_is", "bfloat16"), fresh_worker=True),
+        "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
+    }
+    other = rig_of(dimensions=dimensions)
+    workers: list[tuple[int, bool]] = []
+
+    def remember(inner: Any, measurement: Measurement) -> Measurement:
+        workers.append((inner.renewals, _is_half(inner.probed[-1].plan)))
+        return measurement
+
+    prober, sampler = _Wrapped(other.prober(), remember), RandomSampler(seed=0)
+    run_search(prober, other.facts(), sampler=sampler, max_probes=12)
+    in_worker = Counter(worker for worker, _ in workers)
+    alone = [worker for worker, half in workers if half]
+    assert len(alone) >= 2
+    assert all(in_worker[worker] == 1 for worker in alone)
+    shared = [worker for worker, half in workers if not half]
+    assert len(set(shared)) < len(shared)  # the others still share theirs
+
+
+def test_a_larger_plan_that_raises_costs_that_plan_alone(rig: Any) -> None:
+    baseline = rig.space.baseline
+    fault = _failing(Outcome.USER_ERROR, lambda plan: plan.micro_batch > baseline.micro_batch)
+    result = run_search(rig.prober(fault=fault), rig.facts())
+    raised = [t for t in result.trials if t.plan.micro_batch > baseline.micro_batch]
+    assert raised
+    assert {t.measurement.outcome for t in raised} == {Outcome.UNSUPPORTED}
+    assert result.best.ok
