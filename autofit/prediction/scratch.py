@@ -98,10 +98,22 @@ def _reduced_dims(tensor: torch.Tensor, result: torch.Tensor) -> frozenset[int]:
     return frozenset(reduced)
 
 
-def _mse_loss(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """The squares, and a mean over them (Loss.cpp)."""
-    squares = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-    return [_bytes(squares), *_reduction((squares,), torch.empty((), device="meta"), gpu)]
+def _loss(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """The loss of each element, and a reduction of them (Loss.cpp, Loss.cu)."""
+    if result.dim():
+        return []
+    elements = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+    return [_bytes(elements), *_reduction((elements,), result, gpu)]
+
+
+def _loss_of_logits(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """The logarithms of all sigmoids, and the loss of each element (Loss.cpp)."""
+    return [_bytes(args[0]), *_loss(args, result, gpu)]
+
+
+def _logsumexp(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """The exponentials (ReduceOps.cpp)."""
+    return [_bytes(args[0])]
 
 
 def _softmax_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
@@ -191,7 +203,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("sum", "mean", "linalg_vector_norm", "amax", "amin", "prod", "norm", "nansum"), _reduction
     ),
-    "mse_loss": _mse_loss,
+    **dict.fromkeys(
+        ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
+        _loss,
+    ),
+    "binary_cross_entropy_with_logits": _loss_of_logits,
+    "logsumexp": _logsumexp,
     "_softmax_backward_data": _softmax_backward,
     "embedding_dense_backward": _embedding_backward,
     "_scaled_dot_product_cudnn_attention": lambda *_: [256],

@@ -71,9 +71,10 @@ def _dimensions(strategy: Strategy, workload: Workload, gpu: Gpu) -> dict[str, D
         with stage(gpu, tracer):
             return collect_dimensions([strategy], _Context(workload, gpu, tracer))
     except Exception as error:
+        why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
         raise CannotTell(
             f"what a setting of {strategy.name!r} means can only be found by running the model "
-            f"({type(error).__name__}: {error}): give payloads= as a report has them, or probe"
+            f"({why}): give payloads= as a report has them, or probe"
         ) from error
 
 

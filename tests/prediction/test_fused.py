@@ -50,6 +50,10 @@ def test_rms_norm_of_two_types_is_not_fused() -> None:
     assert kept(normalize) > 3 * WHOLE
 
 
+def test_a_log_sigmoid_keeps_no_buffer() -> None:
+    assert kept(F.logsigmoid) == 2 * WHOLE
+
+
 def test_a_softmax_of_float16_into_float32_copies_nothing() -> None:
     def soften(x: torch.Tensor) -> torch.Tensor:
         return x.half().softmax(-1, dtype=torch.float32)

@@ -81,3 +81,12 @@ def test_a_sum_is_told_by_the_shapes_it_goes_between() -> None:
     assert scratch_bytes("sum", (gradient, [0]), meta(1, 512), H200) == [16777216, 16]
     assert scratch_bytes("sum", (gradient, [0]), meta(512), H200) == [16777216, 16]
     assert scratch_bytes("sum", (meta(0, 8),), meta(), H200) == []
+
+
+def test_a_loss_has_the_losses_of_all_elements() -> None:
+    data = meta(64, 1024)
+    for name in ("mse_loss", "binary_cross_entropy"):
+        assert scratch_bytes(name, (data, data), meta(), H200)[0] == 64 * 1024 * 4
+        assert scratch_bytes(name, (data, data, None, 0), data, H200) == []
+    of_logits = scratch_bytes("binary_cross_entropy_with_logits", (data, data), meta(), H200)
+    assert of_logits[:2] == [64 * 1024 * 4] * 2
