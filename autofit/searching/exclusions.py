@@ -67,7 +67,9 @@ def exclusions_of(facts: SearchFacts, trials: Sequence[Trial]) -> Exclusions:
         if trial.role is Role.VETOED or outcome is Outcome.OK:
             continue
         worked = plan.variant in ran_variants
-        if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and outcome in _ACCIDENTS):
+        larger = outcome is Outcome.UNSUPPORTED and plan.micro_batch > plain.micro_batch
+        of_size = larger or outcome in _ACCIDENTS
+        if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and of_size):
             found.rule_out_from(plan)
         elif plan.variant == plain.variant and plan.micro_batch < plain.micro_batch:
             found.smallest = max(found.smallest, plan.micro_batch + 1)
