@@ -1,8 +1,8 @@
-"""One plan, stepped on a device: warm-up, timed steps, and the verdict on what was seen.
+"""One plan, stepped on a device: warm-up, timed steps, and what was seen of them.
 
-Timed steps go on until the interval of their median separates the plan from the incumbent or is
-within 1 %, at most 30 steps or 5 s. Peaks are over warm-up and timed steps together, since the
-optimizer's state appears in the first step and the peak often in the second.
+How many steps are timed is said in `autofit.probing.patience`. Peaks are over warm-up and timed
+steps together, since the optimizer's state appears in the first step and the peak often in the
+second.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autofit.devices.base import Device, Mark, MemoryReading
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.growth import Growth, bytes_per_step, growth
+from autofit.probing.patience import enough_steps
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.scrub import collect
 from autofit.training import Training
@@ -28,14 +29,10 @@ from autofit.workload import Workload
 WARM_UP_STEPS = 2
 MOST_WARM_UP_STEPS = 24
 """float16 starts with a loss scale of 2**16 and halves it at each step that overflows."""
-MOST_TIMED_STEPS = 30
-MOST_TIMED_SECONDS = 5.0
-FEWEST_TIMED_STEPS = 3
 STEPS_PER_BLOCK = 3
 """Steps between two looks at the clock: looking synchronizes the device."""
 MICRO_BATCHES_OF_A_SEARCH = 2
 """From the second micro-batch on gradients are resident, so two show every peak."""
-CLOSE_ENOUGH = 0.01
 
 
 @dataclass
@@ -80,7 +77,7 @@ def measure(
         _time_steps(training, device, batch, scale, request, window)
         after = device.read()
         grown = _growth(device, window)
-        measured = _verdict(window, before, after, grown, vram_budget_bytes)
+        measured = _seen(window, before, after, grown, vram_budget_bytes)
     return _with_geometry(measured, plan, micro_batches)
 
 
@@ -134,7 +131,7 @@ def _time_steps(
     request: ProbeRequest,
     window: _Window,
 ) -> None:
-    while not _seen_enough(window.step_times_s, request):
+    while not enough_steps(window.step_times_s, request):
         block = []
         for _ in range(STEPS_PER_BLOCK):
             loss, marks = _step(training, device, batch)
@@ -150,27 +147,6 @@ def _time_steps(
             return
 
 
-def _seen_enough(step_times_s: list[float], request: ProbeRequest) -> bool:
-    count = len(step_times_s)
-    if request.steps is not None:
-        return count >= request.steps
-    if count < FEWEST_TIMED_STEPS:
-        return False
-    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= MOST_TIMED_SECONDS:
-        return True
-    seen = Measurement(Outcome.OK, step_times_s=step_times_s)
-    interval, middle = seen.step_time_interval_s, seen.step_time_s
-    assert interval is not None  # there are step times
-    assert middle is not None
-    fastest, slowest = interval
-    if slowest - fastest <= 2 * CLOSE_ENOUGH * middle:
-        return True
-    if request.incumbent_samples_per_second is None:
-        return False
-    time_to_beat = request.plan.samples_per_step / request.incumbent_samples_per_second
-    return fastest > time_to_beat
-
-
 def _growth(device: Device, window: _Window) -> Growth | None:
     """What every step added, as far as the device accounted for steps alike."""
     settled = 0 if device.tracked_steps else WARM_UP_STEPS
@@ -181,7 +157,7 @@ def _growth(device: Device, window: _Window) -> Growth | None:
     return growth(boundaries, device.allocated_bytes())
 
 
-def _verdict(
+def _seen(
     window: _Window,
     before: MemoryReading,
     after: MemoryReading,

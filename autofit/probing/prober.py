@@ -22,11 +22,11 @@ class ProbeRequest:
         plan: what to run.
         payloads: what the plan's settings mean to their strategies, by setting.
         incumbent_samples_per_second: the rate to beat; timed steps stop as soon as the plan is
-            told apart from it. None: nothing to beat yet.
+            seen to be slower. None: nothing to beat yet.
         full_accumulation: run every micro-batch of the optimizer step (a confirmation does);
             otherwise two stand for all of them, and the times are scaled.
         expected_seconds: what the probe is expected to take; a hang is told from it. None: unknown.
-        steps: time at least so many optimizer steps, however early the plan could be told apart.
+        steps: time at least so many optimizer steps, however early it is seen to be slower.
     """
 
     plan: Plan

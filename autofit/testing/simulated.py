@@ -17,12 +17,10 @@ from typing import TypeAlias
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
+from autofit.probing.patience import enough_steps
 from autofit.probing.prober import ProbeRequest
 
 PlanFunction: TypeAlias = Callable[[Plan], float]
-
-_FEWEST_STEPS, _MOST_STEPS = 3, 30
-_CLOSE_ENOUGH = 0.01
 
 
 class SimulatedProber:
@@ -121,24 +119,11 @@ class SimulatedProber:
         self._closed = True
 
     def _steps(self, request: ProbeRequest, noise: random.Random) -> list[float]:
-        """Step times until they tell the plan from the incumbent or are close enough."""
+        """As many step times as a real probe would take."""
         sigma = self._time_noise(request.plan)
         middle = self._step_time(request.plan) * math.exp(noise.gauss(0.0, sigma))
         times: list[float] = []
-        while len(times) < _MOST_STEPS:
+        while not enough_steps(times, request):
             times.append(middle * math.exp(noise.gauss(0.0, sigma)))
-            if len(times) >= _FEWEST_STEPS and _told_apart(times, request):
-                break
         shift = middle / statistics.median(times)
         return [seconds * shift for seconds in times]
-
-
-def _told_apart(times: list[float], request: ProbeRequest) -> bool:
-    """Whether more steps would tell nothing that matters."""
-    interval = Measurement(Outcome.OK, step_times_s=times).step_time_interval_s
-    assert interval is not None
-    fast, slow = interval
-    if slow - fast <= 2 * _CLOSE_ENOUGH * fast:
-        return True
-    rate, samples = request.incumbent_samples_per_second, request.plan.samples_per_step
-    return rate is not None and not samples / slow <= rate <= samples / fast

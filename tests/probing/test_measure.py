@@ -13,7 +13,8 @@ from torch import nn
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.probing.measure import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS, measure
+from autofit.probing.measure import measure
+from autofit.probing.patience import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.workbench import Workbench
 from autofit.registry import load_strategies
