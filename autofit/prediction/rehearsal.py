@@ -28,7 +28,7 @@ from autofit.prediction.dispatch import emulation
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.meta_device import MetaDevice
 from autofit.prediction.pretence import pretence
-from autofit.prediction.twin import twin_of
+from autofit.prediction.twin import refuse_compiled, twin_of
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.probing.snapshot import preserved
 from autofit.probing.workbench import Workbench
@@ -83,6 +83,7 @@ def rehearse(
         twin = twin_of(workload, tracer)
         bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
         with bench.training(twin, plan, payloads) as training, labels.watching(training):
+            refuse_compiled(training.model)
             _steps(training, twin, plan, tracer, labels)
             recording = tracer.recording
             kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))

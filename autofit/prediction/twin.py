@@ -33,6 +33,7 @@ def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
     with tracer.aside():
         if not isinstance(workload.model, torch.nn.Module):
             workload = replace(workload, model=_built(workload))
+        refuse_compiled(workload.build_model())
         parts: dict[str, Any] = {
             name: part for name in _COPIED if isinstance(part := getattr(workload, name), _STATEFUL)
         }
@@ -44,6 +45,21 @@ def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
                 f"{error}); pass a function that builds it, or probe"
             ) from error
         return replace(workload, **twins, sample_batch=_batch_twin(workload))
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """A compiler fuses operators and reuses buffers, which a trace of operators does not see.
+
+    Raises:
+        CannotTell: a part of the model is compiled.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise CannotTell(
+                f"memory cannot be predicted: {name or 'the model'} is compiled by torch.compile, "
+                "which fuses operators and reuses buffers. Leave the compiling out, or run it with "
+                'autofit.probe, or method="probe", on a machine with the GPU'
+            )
 
 
 def _built(workload: Workload) -> torch.nn.Module:

@@ -176,6 +176,19 @@ def test_numpy_is_too() -> None:
     assert "output.detach().cpu().numpy()" in str(fails(loss_fn))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_not_guessed_at(whole: bool) -> None:
+    def build() -> nn.Module:
+        model = Net()
+        if whole:
+            return torch.compile(model)  # type: ignore[return-value]  # a module, wrapped
+        model.head.compile()
+        return model
+
+    with pytest.raises(CannotTell, match="is compiled by torch"):
+        rehearse(workload(build), Plan(16), GPU)
+
+
 def test_the_users_own_error_is_raised_as_it_is() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         raise KeyError("the user's")
