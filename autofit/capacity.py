@@ -63,7 +63,7 @@ def check(
         method == "auto" and gpu is None and (device is not None or torch.cuda.is_available())
     )
     if probes:
-        return _by_probe(workload, plan, vram_budget, device, strategies)
+        return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
     total = find_gpu(gpu).total_bytes
     budget = budget_bytes(
         1.0 if vram_budget is None else vram_budget, total_bytes=total, free_bytes=total
@@ -104,11 +104,19 @@ def _by_probe(
     vram_budget: str | float | None,
     device: str | None,
     strategies: Iterable[str | Strategy] | None,
+    payloads: Mapping[str, Any] | None,
 ) -> Verdict:
     from autofit.searching.public import probe
 
     budget = _budget_on(device, vram_budget)
-    trial = probe(workload, plan=plan, vram_budget=budget, device=device, strategies=strategies)
+    trial = probe(
+        workload,
+        plan=plan,
+        vram_budget=budget,
+        device=device,
+        strategies=strategies,
+        payloads=payloads,
+    )
     return _by_trial(trial, budget)
 
 

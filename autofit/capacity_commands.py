@@ -61,13 +61,12 @@ def predict(
         workload = load_target(target)
         from autofit.prediction.engine import predict as run
 
-        tuned = _report(plan_file)
         prediction = run(
             workload,
             plan=options.plan(workload),
             gpu=gpu,
             strategies=strategies,
-            payloads=tuned.record.payloads(tuned.best.plan.settings) if tuned else None,
+            payloads=options.payloads,
         )
         largest = prediction.largest_micro_batch
     if as_json:
@@ -120,7 +119,6 @@ def check(
 
     if report_file is not None and plan_file is not None:
         raise InvalidRequest("--report says all that --plan does, and more: leave --plan out")
-    tuned = _report(report_file or plan_file)
     options = PlanOptions(
         micro_batch,
         accumulation_steps,
@@ -128,14 +126,14 @@ def check(
         tuple(setting or ()),
         report_file or plan_file,
     )
+    tuned = options.report if report_file is not None else None
     allowed = read_fraction(max_regression)
     with redirect_stdout(stderr):
         verdict = _verdict(
             target,
             options,
-            tuned,
-            vram_budget=_budget(vram_budget, tuned if report_file else None),
-            gpu=gpu or _gpu_of(tuned if report_file else None, method),
+            vram_budget=_budget(vram_budget, tuned),
+            gpu=gpu or _gpu_of(tuned, method),
             method=method,
             device=device,
             strategies=strategies,
@@ -156,14 +154,13 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def _verdict(target: str, options: PlanOptions, tuned: Report | None, **how: Any) -> Verdict:
+def _verdict(target: str, options: PlanOptions, **how: Any) -> Verdict:
     from autofit.target import load_target
 
     workload = load_target(target)
     from autofit.capacity import check as run
 
-    payloads = tuned.record.payloads(tuned.best.plan.settings) if tuned else None
-    return run(workload, plan=options.plan(workload), payloads=payloads, **how)
+    return run(workload, plan=options.plan(workload), payloads=options.payloads, **how)
 
 
 def _budget(text: str | None, tuned: Report | None) -> str | float | None:
@@ -183,14 +180,6 @@ def _gpu_of(tuned: Report | None, method: str) -> str | int | None:
         return find_gpu(name).name if name else None
     except InvalidRequest:  # one that the table does not know: its size says enough
         return int(tuned.record.environment["total_bytes"])
-
-
-def _report(path: Path | None) -> Report | None:
-    if path is None:
-        return None
-    from autofit.report.report import load
-
-    return load(path)
 
 
 def _write_forms(

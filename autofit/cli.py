@@ -168,6 +168,7 @@ def probe(
             vram_budget=read_budget(vram_budget),
             device=device,
             strategies=strategies,
+            payloads=options.payloads,
             seed=seed,
             isolation=isolation,
         )

@@ -6,8 +6,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +16,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Plan, Scalar
 
 if TYPE_CHECKING:
+    from autofit.report.report import Report
     from autofit.workload import Workload
 
 Target = Annotated[
@@ -71,16 +73,30 @@ class PlanOptions:
         counts = (self.micro_batch, self.accumulation_steps, self.global_batch)
         return bool(self.settings) or any(count is not None for count in counts)
 
+    @cached_property
+    def report(self) -> Report | None:
+        """The report that the plan is taken from."""
+        if self.plan_file is None:
+            return None
+        from autofit.report.report import load
+
+        return load(self.plan_file)
+
+    @property
+    def payloads(self) -> dict[str, Any] | None:
+        """What the report says its plan's settings mean: here they might mean something else."""
+        if self.report is None:
+            return None
+        return self.report.record.payloads(self.report.best.plan.settings)
+
     def plan(self, workload: Workload) -> Plan | None:
         """The plan; what they leave out is the workload's own, and None where they say nothing.
 
         Raises:
             InvalidRequest: the counts make no plan, or the report cannot be read.
         """
-        if self.plan_file is not None:
-            from autofit.report.report import load
-
-            return load(self.plan_file).best.plan
+        if self.report is not None:
+            return self.report.best.plan
         if not self._says_something:
             return None
         settings = dict(_read_setting(text) for text in self.settings)

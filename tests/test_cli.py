@@ -177,6 +177,30 @@ def test_a_plan_can_be_taken_from_a_report(
     assert ran.json["micro_batches_run"] == best["plan"]["accumulation_steps"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("probe", "models.py:small", *ON_CPU, "--plan"),
+        ("check", "models.py:small", "--method", "probe", "--device", "cpu", "--report"),
+    ],
+)
+def test_a_level_means_the_modules_that_the_report_names(
+    command: tuple[str, ...], searched: Ran, here: Callable[..., Ran], folder: Path
+) -> None:
+    """A level that is not offered here, of a unit that this model lacks: the report's."""
+    assert searched.code == 0
+    report = json.loads((folder / "report.json").read_text())
+    setting, payload = "checkpointing.level", {"units": ["nowhere"], "buffers": False}
+    report["dimensions"][setting] = {"values": [0, 77], "payloads": [None, payload]}
+    for trial in report["trials"]:
+        if trial["number"] == report["best"]["number"]:
+            trial["plan"]["settings"][setting] = 77
+    (folder / "elsewhere.json").write_text(json.dumps(report))
+    ran = here(*command, "elsewhere.json")
+    assert ran.code == 2, ran.err
+    assert "nowhere" in ran.err
+
+
 def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> None:
     ran = here("probe", "models.py:small", *ON_CPU)
     assert ran.code == 0, ran.err

@@ -488,3 +488,35 @@ def test_a_probe_of_a_setting_that_is_not_there_says_which_there_are(
     plan = autofit.Plan(4, settings=settings)
     with pytest.raises(autofit.InvalidRequest, match=words):
         autofit.probe(workload, plan=plan, strategies=[Naming()], **HERE)
+
+
+class Remembering(Naming):
+    """Another release of `Naming`: Anna means something else, and Berta there is no more."""
+
+    def __init__(self) -> None:
+        self.applied: list[Mapping[str, Any]] = []
+
+    @contextmanager
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[None]:
+        self.applied.append({**settings, **payloads})
+        yield
+
+
+@pytest.mark.parametrize("word", ["Anna", "Berta"])
+def test_a_saved_plan_means_what_its_report_says(word: str) -> None:
+    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
+    plan, strategy = autofit.Plan(4, settings={"naming.word": word}), Remembering()
+    given = {"naming.word": [7]}
+    trial = autofit.probe(workload, plan=plan, payloads=given, strategies=[strategy], **HERE)
+    assert trial.ok
+    assert trial.plan == plan
+    assert strategy.applied == [given]
+
+
+def test_a_meaning_without_its_strategy_is_refused() -> None:
+    workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
+    plan, given = autofit.Plan(4, settings={"naming.word": "Anna"}), {"naming.word": [7]}
+    with pytest.raises(autofit.InvalidRequest, match=r"no setting 'naming\.word' here"):
+        autofit.probe(workload, plan=plan, payloads=given, strategies=["precision"], **HERE)

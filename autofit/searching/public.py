@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -160,6 +160,7 @@ def probe(
     vram_budget: str | float | None = None,
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
+    payloads: Mapping[str, Any] | None = None,
     seed: int = 0,
     isolation: str = "process",
 ) -> Trial:
@@ -169,6 +170,8 @@ def probe(
         workload: what is trained.
         plan: what to run; None: the baseline. Settings it leaves out have their first value.
         vram_budget, device, strategies, seed, isolation: as for `search`.
+        payloads: what the plan's settings mean, by setting, as in a report's dimensions; None: what
+            the strategies say here and now. A setting that is given a meaning may have any value.
 
     Returns:
         The trial, whatever its outcome; its accumulation was run in full.
@@ -183,12 +186,10 @@ def probe(
         workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
     ) as prober:
         survey = prober.survey()
-        space = survey.space()
-        complete = _completed(plan, space)
+        space, names = survey.space(), [strategy.name for strategy in chosen]
+        complete, meanings = _completed(plan, space, payloads or {}, names)
         measurement = prober.probe(
-            ProbeRequest(
-                complete, payloads=space.payloads(complete.settings), full_accumulation=True
-            )
+            ProbeRequest(complete, payloads=meanings, full_accumulation=True)
         )
         if measurement.outcome is Outcome.USER_ERROR:
             raise prober.user_exception() or RuntimeError(measurement.detail)
@@ -238,10 +239,20 @@ def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:
     return model
 
 
-def _completed(plan: Plan | None, space: Space) -> Plan:
+def _completed(
+    plan: Plan | None, space: Space, payloads: Mapping[str, Any], strategies: Container[str]
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan with all its settings, and what they mean: as given, else as the space has it."""
     if plan is None:
-        return space.baseline
-    return replace(plan, settings=space.complete(plan.settings))
+        return space.baseline, space.payloads(space.plain_settings)
+    given = {
+        name: payload
+        for name, payload in payloads.items()
+        if name in plan.settings and name.partition(".")[0] in strategies
+    }
+    told = space.complete({n: v for n, v in plan.settings.items() if n not in given})
+    meanings = {**space.payloads(told), **given}
+    return replace(plan, settings={**told, **plan.settings}), meanings
 
 
 def _identity(
