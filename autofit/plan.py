@@ -60,14 +60,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
+            _check_count(name, getattr(self, name))
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
             self._check_global_batch(self.global_batch)
 
     def _check_global_batch(self, global_batch: int) -> None:
+        _check_count("global_batch", global_batch)
         largest = -(-global_batch // self.accumulation_steps)
         if global_batch < self.accumulation_steps or largest != self.micro_batch:
             raise InvalidRequest(
@@ -78,7 +77,13 @@ class Plan:
 
     @classmethod
     def split(cls, global_batch: int, micro_batch: int, settings: Settings | None = None) -> Plan:
-        """The plan that trains `global_batch` samples in micro-batches of at most `micro_batch`."""
+        """The plan that trains `global_batch` samples in micro-batches of at most `micro_batch`.
+
+        Raises:
+            InvalidRequest: one of the two is below one.
+        """
+        _check_count("global_batch", global_batch)
+        _check_count("micro_batch", micro_batch)
         steps = steps_for(global_batch, micro_batch)
         return cls(
             -(-global_batch // steps),
@@ -130,6 +135,11 @@ class Plan:
     def __str__(self) -> str:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
         return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,15 @@ def test_counts_are_whole_numbers_from_one(value: int) -> None:
         Plan(value)
     with pytest.raises(InvalidRequest, match="accumulation_steps must be"):
         Plan(1, accumulation_steps=value)
+    with pytest.raises(InvalidRequest, match="global_batch must be a whole number from 1"):
+        Plan(1, global_batch=value)
+
+
+@pytest.mark.parametrize(("global_batch", "micro_batch"), [(0, 4), (-2, 4), (4, 0), (4, -1)])
+def test_nothing_is_split_into_nothing(global_batch: int, micro_batch: int) -> None:
+    wrong = "global_batch" if global_batch < 1 else "micro_batch"
+    with pytest.raises(InvalidRequest, match=f"{wrong} must be a whole number from 1"):
+        Plan.split(global_batch, micro_batch)
 
 
 def test_a_global_batch_that_cannot_be_made_says_which_micro_batch_could() -> None:
