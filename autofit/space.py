@@ -9,6 +9,9 @@ from itertools import product
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan, Scalar, Settings, steps_for
 
+UNBOUNDED_MICRO_BATCH = 2**20
+"""As far as a search looks where nothing bounds the micro-batch: an Optuna parameter has an end."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -18,7 +21,8 @@ class Space:
         dimensions: setting name -> its values; order is the order of the strategies.
         sample_batch_size: samples in the user's sample batch, n.
         global_batch: samples per optimizer step to keep; None: free, and then accumulation is 1.
-        may_resplit: whether the accumulation count may differ from the baseline's.
+        may_resplit: whether the accumulation count may differ from the baseline's; says nothing
+            where there is no global batch to split.
         max_micro_batch: the largest micro-batch to try; None: no bound but the device's.
     """
 
@@ -50,10 +54,18 @@ class Space:
     @property
     def largest_micro_batch(self) -> int:
         """The largest micro-batch that any plan of the space has."""
-        if not self.may_resplit:
-            return self.baseline.micro_batch
+        if self.only_micro_batch is not None:
+            return self.only_micro_batch
         bounds = [self.global_batch, self.max_micro_batch]
-        return min((bound for bound in bounds if bound is not None), default=2**20)
+        given = [bound for bound in bounds if bound is not None]
+        return min(given, default=max(UNBOUNDED_MICRO_BATCH, self.sample_batch_size))
+
+    @property
+    def only_micro_batch(self) -> int | None:
+        """The one that every plan has where the global batch may not be split anew; else None."""
+        if self.global_batch is None or self.may_resplit:
+            return None
+        return self._baseline_micro_batch()
 
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
         """The variant's plan with the largest micro-batch the space has up to that one."""
@@ -62,8 +74,8 @@ class Space:
             wanted = min(wanted, self.max_micro_batch)
         if self.global_batch is None:
             return Plan(wanted, settings=settings)
-        if not self.may_resplit:
-            wanted = self._baseline_micro_batch()
+        if self.only_micro_batch is not None:
+            wanted = self.only_micro_batch
         return Plan.split(self.global_batch, min(wanted, self.global_batch), settings)
 
     def variants(self) -> Iterator[Settings]:

@@ -6,7 +6,7 @@ import pytest
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan
-from autofit.space import Space
+from autofit.space import UNBOUNDED_MICRO_BATCH, Space
 
 DIMENSIONS = {
     "precision.dtype": Dimension(["as_is", "bfloat16"]),
@@ -33,7 +33,9 @@ def test_every_variant_comes_once_the_plain_one_first_and_conditions_hold() -> N
 
 def test_without_a_global_batch_the_baseline_is_the_sample_batch() -> None:
     assert Space(DIMENSIONS, 4).baseline == Plan(4, settings=Space(DIMENSIONS, 4).plain_settings)
-    assert Space({}, 4).largest_micro_batch == 2**20
+    assert Space({}, 4).largest_micro_batch == UNBOUNDED_MICRO_BATCH
+    many = UNBOUNDED_MICRO_BATCH + 1
+    assert Space({}, many).baseline.micro_batch == Space({}, many).largest_micro_batch == many
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,14 @@ def test_a_plan_never_exceeds_what_was_asked_nor_the_bounds() -> None:
 def test_where_splitting_changes_the_gradients_the_count_stays() -> None:
     space = Space({}, 4, global_batch=10, may_resplit=False)
     assert {space.plan(micro_batch, {}) for micro_batch in (1, 4, 10)} == {space.baseline}
-    assert space.largest_micro_batch == space.baseline.micro_batch
+    assert space.largest_micro_batch == space.only_micro_batch == space.baseline.micro_batch
+
+
+def test_without_a_global_batch_there_is_nothing_that_may_not_be_split() -> None:
+    space = Space({}, 4, may_resplit=False, max_micro_batch=64)
+    assert space.only_micro_batch is None
+    assert space.largest_micro_batch == 64
+    assert space.plan(32, {}) == Plan(32)
 
 
 def test_settings_are_completed_and_checked() -> None:

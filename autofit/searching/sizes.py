@@ -31,7 +31,7 @@ class Sizes:
     def __init__(self, space: Space, smallest: Sequence[int]) -> None:
         self._whole = space.global_batch
         self._largest = space.largest_micro_batch
-        self._fixed = None if space.may_resplit else space.baseline.micro_batch
+        self._fixed = space.only_micro_batch
         self.smallest = np.array([self._fixed or self._at_least(size) for size in smallest])
 
     def down(self, wanted: Array) -> Counts:
