@@ -1,8 +1,9 @@
 """What is known of GPUs by name: memory, architecture, multiprocessors, and a context's size.
 
-Memory is what CUDA reports as the device's total for the common configuration; architecture and
-multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide (appendix on compute
-capabilities). Only the context bytes of the H200 were measured (torch 2.11, driver 580); those of
+Memory is what CUDA calls a card's total capacity in public out-of-memory messages, the least that
+was found; where none was found, the nominal size less the share that its generation loses. Drivers
+and error correction move it by a percent and more: where that matters, give bytes. Architecture and
+multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide. Only the context bytes of the H200 were measured (torch 2.11, driver 580); those of
 every other GPU are that value until a probe on it has taught a better one (see `Calibration`).
 """
 
@@ -80,28 +81,28 @@ _TABLE = [
     Gpu("A40", _gib(44.35), (8, 6), 84),
     Gpu("A6000", _gib(47.4), (8, 6), 84),
     Gpu("A5000", _gib(23.5), (8, 6), 64),
-    Gpu("A4000", _gib(15.7), (8, 6), 48),
+    Gpu("A4000", _gib(15.6), (8, 6), 48),
     Gpu("RTX 3060", _gib(11.75), (8, 6), 28),
     Gpu("RTX 3080", _gib(9.75), (8, 6), 68),
-    Gpu("RTX 3090", _gib(23.68), (8, 6), 82),
+    Gpu("RTX 3090", _gib(23.5), (8, 6), 82),
     Gpu("L4", _gib(22.03), (8, 9), 58),
     Gpu("L40", _gib(44.4), (8, 9), 142),
     Gpu("L40S", _gib(44.4), (8, 9), 142),
-    Gpu("RTX 6000 Ada", _gib(47.4), (8, 9), 142),
+    Gpu("RTX 6000 Ada", _gib(44.4), (8, 9), 142),
     Gpu("RTX 4060 Ti", _gib(15.6), (8, 9), 34),
-    Gpu("RTX 4070", _gib(11.72), (8, 9), 46),
-    Gpu("RTX 4080", _gib(15.7), (8, 9), 76),
+    Gpu("RTX 4070", _gib(11.7), (8, 9), 46),
+    Gpu("RTX 4080", _gib(15.6), (8, 9), 76),
     Gpu("RTX 4090", _gib(23.5), (8, 9), 128),
     Gpu("H100-PCIe", _gib(79.1), (9, 0), 114),
     Gpu("H100", _gib(79.1), (9, 0), 132),
-    Gpu("H100-NVL", _gib(93.1), (9, 0), 132),
+    Gpu("H100-NVL", _gib(93.0), (9, 0), 132),
     Gpu("GH200", _gib(94.5), (9, 0), 132),
     Gpu("H200", _gib(139.8), (9, 0), 132),
     Gpu("B200", _gib(178.4), (10, 0), 148),
-    Gpu("RTX 5070", _gib(11.5), (12, 0), 48),
+    Gpu("RTX 5070", _gib(11.7), (12, 0), 48),
     Gpu("RTX 5080", _gib(15.5), (12, 0), 84),
     Gpu("RTX 5090", _gib(31.4), (12, 0), 170),
-    Gpu("RTX PRO 6000", _gib(95.0), (12, 0), 188),
+    Gpu("RTX PRO 6000", _gib(94.0), (12, 0), 188),
 ]
 _ALIASES = {"v100": "V100-16GB", "a100": "A100-40GB", "h100sxm": "H100", "rtxa6000": "A6000"}
 _UNNAMED = Gpu("GPU", 0, (9, 0), 132)
