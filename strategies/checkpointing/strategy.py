@@ -108,12 +108,26 @@ class Checkpointing:
 def _larger(context: Context, small: Measured, units: Sequence[str]) -> Measured:
     """A survey at a micro-batch large enough that times tell the parts apart, as far as it fits."""
     timed = {part for unit in units for part in Unit.parse(unit).parts(context.model)}
-    best = small
+    micro_batch = _long_enough(context, small)
+    for size in (micro_batch, small.micro_batch):
+        try:
+            return Measured(size, survey(context, size, timed, thorough=True))
+        except (torch.OutOfMemoryError, NeedsSavedTensors):
+            continue
+    return small
+
+
+def _long_enough(context: Context, small: Measured) -> int:
+    """The first micro-batch whose step takes long enough, or the last one that fits."""
+    if small.survey.step_s >= LONG_ENOUGH_S:
+        return 2 * small.micro_batch  # another size is needed for the bytes, not for the times
+    fits = small.micro_batch
     for micro_batch in LARGE:
         try:
-            best = Measured(micro_batch, survey(context, micro_batch, timed))
+            step_s = survey(context, micro_batch, ()).step_s
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             break
-        if best.survey.step_s >= LONG_ENOUGH_S:
+        fits = micro_batch
+        if step_s >= LONG_ENOUGH_S:
             break
-    return Measured(best.micro_batch, survey(context, best.micro_batch, timed, thorough=True))
+    return fits
