@@ -3,8 +3,9 @@
 Memory is what CUDA calls a card's total capacity in public out-of-memory messages, the least that
 was found; where none was found, the nominal size less the share that its generation loses. Drivers
 and error correction move it by a percent and more: where that matters, give bytes. Architecture and
-multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide. Only the context bytes of the H200 were measured (torch 2.11, driver 580); those of
-every other GPU are that value until a probe on it has taught a better one (see `Calibration`).
+multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide. Only the context
+bytes of the H200 were measured (torch 2.11, driver 580); those of every other GPU are that value
+until a probe on it has taught a better one (see `Calibration`).
 """
 
 from __future__ import annotations
