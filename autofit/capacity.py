@@ -106,18 +106,20 @@ def _by_probe(
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
 ) -> Verdict:
-    from autofit.searching.public import probe
+    from autofit.registry import load_strategies
+    from autofit.searching.public import probe_and_survey
 
-    budget = _budget_on(device, vram_budget)
-    trial = probe(
+    trial, survey = probe_and_survey(
         workload,
-        plan=plan,
-        vram_budget=budget,
+        plan,
+        load_strategies(strategies),
+        payloads or {},
         device=device,
-        strategies=strategies,
-        payloads=payloads,
+        vram_budget=vram_budget,
+        seed=0,
+        isolation="process",
     )
-    return _by_trial(trial, budget)
+    return _by_trial(trial, survey.vram_budget_bytes)
 
 
 def _by_trial(trial: Trial, budget: int) -> Verdict:
@@ -136,10 +138,3 @@ def _by_trial(trial: Trial, budget: int) -> Verdict:
         detail=detail,
         peak_allocated_bytes=measured.peak_allocated_bytes if measured.ok else None,
     )
-
-
-def _budget_on(device: str | None, vram_budget: str | float | None) -> int:
-    from autofit.devices.open import open_device
-
-    opened = open_device(device)
-    return budget_bytes(vram_budget, total_bytes=opened.total_bytes, free_bytes=opened.free_bytes)

@@ -80,6 +80,17 @@ def test_a_probe_on_the_cpu_device() -> None:
     assert little.fits is False
 
 
+def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened_here(name: str | None) -> None:
+        raise AssertionError(f"{name} was opened in the caller's process")
+
+    for place in ("devices.open", "probing.inprocess"):
+        monkeypatch.setattr(f"autofit.{place}.open_device", opened_here)
+    verdict = check(workload(), vram_budget=400 * MIB, method="probe", device="cpu")
+    assert verdict.fits
+    assert verdict.vram_budget_bytes == 400 * MIB
+
+
 def test_a_method_that_there_is_not() -> None:
     with pytest.raises(InvalidRequest, match="auto, probe, predict"):
         check(workload(), vram_budget="2GiB", method="guess")

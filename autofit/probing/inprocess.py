@@ -13,6 +13,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from autofit.devices.base import budget_bytes
 from autofit.devices.lock import DeviceLock
 from autofit.devices.open import open_device
@@ -50,7 +52,18 @@ class InProcessProber:
         seed: int = 0,
     ) -> None:
         self._workload = workload
-        self._device = open_device(device)
+        self._current_device = _current_device()
+        self._device = open_device(device)  # which makes it the current one
+        try:
+            self._begin(strategies, vram_budget, seed)
+        except BaseException:
+            self._make_current_what_was()
+            raise
+
+    def _begin(
+        self, strategies: Sequence[Strategy], vram_budget: str | float | None, seed: int
+    ) -> None:
+        workload = self._workload
         parts = ("model", "optimizer", "sample_batch", "loss_fn", "criterion")
         self._snapshot = Snapshot.take({name: getattr(workload, name) for name in parts})
         self._session = Session(
@@ -151,6 +164,12 @@ class InProcessProber:
             gc.unfreeze()
         if self._lock is not None:
             self._lock.release()
+        self._make_current_what_was()
+
+    def _make_current_what_was(self) -> None:
+        opened = self._device.torch_device
+        if opened.type == "cuda" and opened.index != self._current_device:
+            torch.cuda.set_device(self._current_device)
 
     def _spare_collections(self) -> None:
         """Collections around probes pass over what is there now; in a notebook that is a lot."""
@@ -161,3 +180,8 @@ class InProcessProber:
     def _restored(self) -> Workload:
         self._snapshot.restore()
         return self._workload
+
+
+def _current_device() -> int:
+    """The CUDA device that this process computes on; the first, where it has used none yet."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0

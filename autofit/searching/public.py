@@ -181,19 +181,37 @@ def probe(
         DeviceUnavailable: the device is not there.
         Exception: what the user's own code raised, as it was raised.
     """
-    chosen = load_strategies(strategies)
-    with open_prober(
-        workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
-    ) as prober:
+    return probe_and_survey(
+        workload,
+        plan,
+        load_strategies(strategies),
+        payloads or {},
+        device=device,
+        vram_budget=vram_budget,
+        seed=seed,
+        isolation=isolation,
+    )[0]
+
+
+def probe_and_survey(
+    workload: Workload,
+    plan: Plan | None,
+    strategies: tuple[Strategy, ...],
+    payloads: Mapping[str, Any],
+    **where: Any,
+) -> tuple[Trial, Survey]:
+    """What `probe` returns, and the survey that it was run after; `where` is for `open_prober`."""
+    with open_prober(workload, strategies, **where) as prober:
         survey = prober.survey()
-        space, names = survey.space(), [strategy.name for strategy in chosen]
-        complete, meanings = _completed(plan, space, payloads or {}, names)
+        space, names = survey.space(), [strategy.name for strategy in strategies]
+        complete, meanings = _completed(plan, space, payloads, names)
         measurement = prober.probe(
             ProbeRequest(complete, payloads=meanings, full_accumulation=True)
         )
         if measurement.outcome is Outcome.USER_ERROR:
             raise prober.user_exception() or RuntimeError(measurement.detail)
-        return Trial(0, Role.BASELINE if plan is None else Role.SEARCH, complete, measurement)
+    role = Role.BASELINE if plan is None else Role.SEARCH
+    return Trial(0, role, complete, measurement), survey
 
 
 def open_prober(

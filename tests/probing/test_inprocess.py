@@ -173,3 +173,16 @@ def test_what_cannot_be_opened_is_refused_at_once() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(DeviceUnavailable):
             InProcessProber(workload, device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_is_the_users_again() -> None:
+    torch.cuda.set_device(0)
+    workload = Workload(nn.Linear(6, 4), torch.randn(4, 6))
+    with InProcessProber(workload, device="cuda:1") as prober:
+        assert prober.probe(ProbeRequest(Plan(4))).ok
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(InvalidRequest, match="larger than the device"):
+        InProcessProber(workload, device="cuda:1", vram_budget="1000TiB")
+    assert torch.cuda.current_device() == 0
