@@ -31,6 +31,9 @@ from autofit.training import Training
 from autofit.workload import Optimizers, Workload
 
 STEPS = 3
+MOST_VALUES = 5
+"""Of a setting with more values than these beside the first, some in equal distances are tried."""
+
 ROUNDING_TOLERANCE = 1e-4
 """Largest difference of a ROUNDING strategy's losses and gradients, relative to their size."""
 
@@ -50,7 +53,7 @@ def check_strategy(
     device: str | torch.device = "cpu",
     capabilities: Capabilities | None = None,
 ) -> int:
-    """Run the whole suite over every value that the strategy offers for these workloads.
+    """Run the whole suite over the values that the strategy offers for these workloads.
 
     Args:
         strategy: an object, or the name of an installed one.
@@ -111,13 +114,13 @@ class _Case:
         self._plain = self._steps({}, {})
 
     def variants(self) -> Iterator[tuple[dict[str, Scalar], dict[str, Any]]]:
-        """The first values, then every other value of each setting beside the others' first."""
+        """The first values, then other values of each setting beside the others' first."""
         first = {name: dimension.values[0] for name, dimension in self._dimensions.items()}
         if not first:
             return
         yield first, self._payloads(first)
         for name, dimension in self._dimensions.items():
-            for value in dimension.values[1:]:
+            for value in _spread(dimension.values[1:]):
                 settings = self._with_allowed_others(first | {name: value}, dimension)
                 yield settings, self._payloads(settings)
 
@@ -232,6 +235,14 @@ class _Case:
         workload = self._build()
         model = workload.build_model().to(self._device)
         return workload, model, workload.build_optimizer(model)
+
+
+def _spread(values: Sequence[Scalar]) -> list[Scalar]:
+    """At most MOST_VALUES of them, both ends included."""
+    if len(values) <= MOST_VALUES:
+        return list(values)
+    last = len(values) - 1
+    return [values[round(number * last / (MOST_VALUES - 1))] for number in range(MOST_VALUES)]
 
 
 class _Deliberate(Exception):

@@ -133,6 +133,26 @@ def test_a_breach_is_named(strategy: Scaling, complaint: str) -> None:
         check_strategy(strategy, workloads=[convolutions])
 
 
+class HasManyValues(Scaling):
+    tried: list[Scalar]
+
+    def __init__(self) -> None:
+        self.tried = []
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        return {SETTING: Dimension(range(1, 14))}
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        self.tried.append(settings[SETTING])
+        return super().describe(settings, payloads)
+
+
+def test_a_long_setting_is_tried_at_both_ends_and_in_between() -> None:
+    strategy = HasManyValues()
+    assert check_strategy(strategy, workloads=[convolutions]) == 6
+    assert strategy.tried == [1, 2, 5, 8, 10, 13]
+
+
 def test_roundings_are_allowed_where_they_are_announced() -> None:
     strategy = ChangesGradients()
     strategy.factor, strategy.numerics = 1 + 1e-6, Numerics.ROUNDING
