@@ -35,6 +35,7 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from autofit.errors import NoFeasiblePlan
 from autofit.measurement import Role, Trial
+from autofit.searching.beliefs import Beliefs
 from autofit.searching.confirming import best_of
 from autofit.searching.engine import run_search
 from benchmarks.simulated_devices import Device, draw_device
@@ -102,7 +103,7 @@ def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
     end = device.speed(result.best.plan) / optimum
     after = []
     for cut in CUTS:
-        best = best_of(facts, probes[:cut]) if len(probes) > cut else result.best
+        best = best_of(Beliefs(facts, probes[:cut])) if len(probes) > cut else result.best
         after.append(0.0 if best is None else device.speed(best.plan) / optimum)
     return Score(tuple(after), end, _ooms(probes), not probes[0].ok, len(probes))
 

@@ -1,7 +1,8 @@
 """What the probes so far say of every variant: which micro-batches fit, and how fast they are.
 
 It is worked out from facts and probes alone, in worlds: draws of all memory lines and time lines
-that agree with what was measured (`autofit.curves`).
+that agree with what was measured (`autofit.curves`). Whatever is asked for is worked out once, and
+kept with the beliefs: who decides several times after the same probes keeps the beliefs.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Beliefs:
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
         self.probes = [t for t in probes_of(trials) if t.plan.variant in self._index]
+
+    def after(self, trials: Sequence[Trial]) -> Beliefs:
+        """The beliefs after those trials: these, where they hold the same probes."""
+        fresh = Beliefs(self.facts, trials)
+        return self if fresh.probes == self.probes else fresh
 
     def index(self, plan: Plan) -> int:
         """The column of the plan's variant."""
@@ -214,15 +220,3 @@ def _seconds(trial: Trial) -> float:
     step_time_s = trial.measurement.step_time_s
     assert step_time_s is not None
     return step_time_s / trial.plan.accumulation_steps
-
-
-_last: Beliefs | None = None
-
-
-def beliefs_of(facts: SearchFacts, trials: Sequence[Trial]) -> Beliefs:
-    """The beliefs after those trials; the last are kept, as one decision asks several times."""
-    global _last
-    fresh = Beliefs(facts, trials)
-    if _last is None or _last.probes != fresh.probes or _last.facts != facts:
-        _last = fresh
-    return _last

@@ -13,7 +13,7 @@ import numpy as np
 
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
-from autofit.searching.beliefs import Beliefs, beliefs_of
+from autofit.searching.beliefs import Beliefs
 from autofit.searching.facts import SearchFacts
 from autofit.searching.proposals import oom_cost
 
@@ -27,9 +27,8 @@ _DRIFT = 0.05
 """A gap between two measurements of a plan, beyond both intervals, that noise does not explain."""
 
 
-def confirm(facts: SearchFacts, trials: Sequence[Trial]) -> Plan | None:
+def confirm(beliefs: Beliefs) -> Plan | None:
     """The leading plan to measure again next; None when the answer is confirmed."""
-    beliefs = beliefs_of(facts, trials)
     confirmed = {t.plan for t in beliefs.probes if t.role is Role.CONFIRMED and t.ok}
     if len(confirmed) < _MOST_CONFIRMED:
         plan = _leading(beliefs, confirmed)
@@ -41,15 +40,14 @@ def confirm(facts: SearchFacts, trials: Sequence[Trial]) -> Plan | None:
     return baseline.plan if _has_drifted(beliefs) else None
 
 
-def best_of(facts: SearchFacts, trials: Sequence[Trial]) -> Trial | None:
+def best_of(beliefs: Beliefs) -> Trial | None:
     """The trial to return: of those as fast as the fastest, the one that holds least.
 
     Confirmed trials alone are asked; where there is none, all that fit. None: nothing fits.
     """
-    beliefs = beliefs_of(facts, trials)
     contenders = beliefs.fitting
     confirmed = _not_slower_than_baseline(
-        facts, [trial for trial in contenders if trial.role is Role.CONFIRMED]
+        beliefs.facts, [trial for trial in contenders if trial.role is Role.CONFIRMED]
     )
     ranked = _by_speed(beliefs, confirmed or contenders)
     tied = [trial for trial in ranked if _lead(beliefs, ranked[0], trial) <= TIE]

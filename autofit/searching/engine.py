@@ -8,6 +8,7 @@ of the user's own code on the plain workload reaches the user as it was raised.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from optuna.samplers import BaseSampler
@@ -17,7 +18,7 @@ from autofit.plan import Plan
 from autofit.probing.interrupts import Interrupts, interrupts_remembered
 from autofit.probing.prober import Prober, ProbeRequest
 from autofit.searching import confirming, events, failures, ledger, planner
-from autofit.searching.beliefs import beliefs_of
+from autofit.searching.beliefs import Beliefs
 from autofit.searching.facts import SearchFacts
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.skips import Skip, skips
@@ -100,16 +101,27 @@ def run_search(
         StudyRefused: the study cannot be written.
         Exception: whatever the user's code raised on the plain workload.
     """
-    with Store.open(None, facts.identity) as memory:
-        run = _Run(prober, facts, store or memory, sampler, max_probes, timeout_s, on_event, veto)
+    held = nullcontext(store) if store is not None else Store.open(None, facts.identity)
+    with held as opened:
+        run = _Run(
+            prober=prober,
+            facts=facts,
+            store=opened,
+            sampler=sampler,
+            max_probes=max_probes,
+            timeout_s=timeout_s,
+            on_event=on_event,
+            veto=veto,
+        )
         return run.result()
 
 
 class _Run:
-    """One call of `run_search`."""
+    """One call of `run_search`; its arguments are those of that."""
 
     def __init__(
         self,
+        *,
         prober: Prober,
         facts: SearchFacts,
         store: Store,
@@ -121,13 +133,13 @@ class _Run:
     ) -> None:
         store.begin(facts)
         self._prober, self._facts, self._store = prober, facts, store
-        self._planner = sampler if isinstance(sampler, PlannerSampler) else PlannerSampler()
-        self._sampler = sampler or self._planner
+        self._others = None if isinstance(sampler, PlannerSampler) else sampler
         self._max_probes, self._timeout_s = max_probes, timeout_s
-        self._vetoes = veto and self._sampler is not self._planner
+        self._vetoes = veto
         self._tell = on_event or (lambda event: None)
         self._began = time.monotonic()
         self._trials = store.trials
+        self._beliefs = Beliefs(facts, self._trials)
         self._interrupts = Interrupts()
 
     def result(self) -> SearchResult:
@@ -139,7 +151,7 @@ class _Run:
             if not any(trial.ok for trial in self._trials):
                 raise
             stopped_because = INTERRUPTED
-        best = confirming.best_of(self._facts, self._trials)
+        best = confirming.best_of(self._beliefs)
         if best is None:
             raise failures.nothing_fits(self._facts, self._trials)
         return SearchResult(
@@ -147,7 +159,7 @@ class _Run:
             self._trials,
             best,
             self._trials[0],
-            skips(beliefs_of(self._facts, self._trials)),
+            skips(self._beliefs),
             stopped_because,
             time.monotonic() - self._began,
         )
@@ -172,19 +184,17 @@ class _Run:
             if not self._trials:
                 self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
                 continue
-            if self._store.ended is not None and not self._goes_on_regardless():
-                return self._store.ended
-            if not self._goes_on_regardless():
-                decision = self._planner.decide(self._facts, self._trials)
+            sampler = self._others
+            if sampler is None or self._max_probes is None:
+                if self._store.ended is not None:
+                    return self._store.ended
+                decision = planner.decide(self._beliefs)
                 if decision.plan is None:
                     return decision.stopped_because or "nothing is left to try"
-            vetoes = 0 if self._probe(self._sampler, Role.SEARCH) else vetoes + 1
+                sampler = sampler or OnePlan(decision.plan)
+            vetoes = 0 if self._probe(sampler, Role.SEARCH) else vetoes + 1
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
-
-    def _goes_on_regardless(self) -> bool:
-        """Someone else's sampler, given a number of probes, has them all."""
-        return self._sampler is not self._planner and self._max_probes is not None
 
     def _limit_reached(self) -> str | None:
         """Why no further plan may be searched; None where one may."""
@@ -204,7 +214,7 @@ class _Run:
         """
         begun = False
         while True:
-            plan = confirming.confirm(self._facts, self._trials)
+            plan = confirming.confirm(self._beliefs)
             if plan is None or self._probes_left() == 0 or self._time_is_short(probes=1):
                 return True
             if not begun:
@@ -220,10 +230,10 @@ class _Run:
         self._interrupts.check()
         with self._store.asking(sampler) as asked:
             plan = ledger.plan_of(asked.params, self._facts.space)
-            known = planner.forecast(self._facts, self._trials, plan)
+            known = planner.forecast(self._beliefs, plan)
             veto = None
-            if self._vetoes and sampler is self._sampler:
-                veto = planner.veto(self._facts, self._trials, plan)
+            if self._vetoes and sampler is self._others:
+                veto = planner.veto(self._beliefs, plan)
             if veto is not None:
                 trial = self._trial(Role.VETOED, plan, veto, known)
             else:
@@ -232,6 +242,7 @@ class _Run:
                 trial = self._trial(role, plan, measurement, known)
             self._store.record(asked, trial)
         self._trials = self._store.trials
+        self._beliefs = self._beliefs.after(self._trials)
         finished = events.Vetoed if veto is not None else events.ProbeFinished
         self._tell(finished(self._trials[-1], self._progress()))
         error = failures.hopeless(self._trials[-1], self._prober)

@@ -1,23 +1,22 @@
-"""What to run next, and why no more: pure functions of a search's facts and trials.
+"""What to run next, and why no more: pure functions of what is believed after some trials.
 
 `decide` is asked while the search goes on, `confirm` (in `autofit.searching.confirming`) when it is
-over. Neither keeps state, so the same trials always give the same answer, in whatever process.
+over. Beliefs are
+worked out from facts and trials alone, so the same trials always give the same answer, in whatever
+process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.measurement import Measurement, Outcome, Trial
+from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.searching.beliefs import Beliefs, beliefs_of
-from autofit.searching.facts import SearchFacts
+from autofit.searching.beliefs import Beliefs
 from autofit.searching.proposals import Mask, propose
 from autofit.searching.skips import Skip, skips
-from autofit.searching.tally import probes_of
 from autofit.units import format_bytes
 
 VETO_RISK = 0.1
@@ -54,12 +53,12 @@ class Forecast:
     seconds: float | None
 
 
-def decide(facts: SearchFacts, trials: Sequence[Trial]) -> Decision:
+def decide(beliefs: Beliefs) -> Decision:
     """The plan to probe next, or the reason why none can be expected to win."""
-    if not probes_of(trials):
-        return Decision(facts.space.baseline)
-    beliefs = beliefs_of(facts, trials)
-    costly = np.array([facts.space.is_costly(settings) for settings in beliefs.variants])
+    space = beliefs.facts.space
+    if not beliefs.probes:
+        return Decision(space.baseline)
+    costly = np.array([space.is_costly(settings) for settings in beliefs.variants])
     plan = propose(beliefs, beliefs.usable & ~costly)
     if plan is None and costly.any():
         plan = propose(beliefs, beliefs.usable & costly & _beside_leaders(beliefs))
@@ -74,13 +73,12 @@ def decide(facts: SearchFacts, trials: Sequence[Trial]) -> Decision:
     return Decision(None, stopped_because=why, skipped=skips(beliefs))
 
 
-def veto(facts: SearchFacts, trials: Sequence[Trial], plan: Plan) -> Measurement | None:
+def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:
     """What stands for a proposal that must not run; None where it may.
 
     A plan that was measured before is answered from that trial. One that is set aside, refused at
     this size, or whose upper bound is over the budget, is answered as not run.
     """
-    beliefs = beliefs_of(facts, trials)
     before = next((trial for trial in beliefs.probes if trial.plan == plan), None)
     if before is not None:
         return before.measurement
@@ -93,16 +91,15 @@ def veto(facts: SearchFacts, trials: Sequence[Trial], plan: Plan) -> Measurement
     if (beliefs.room[:, variant] < plan.micro_batch).mean() <= VETO_RISK:
         return None
     bound = float(np.quantile(beliefs.held(plan), 1 - VETO_RISK))
-    allowed = format_bytes(facts.vram_budget_bytes)
+    allowed = format_bytes(beliefs.facts.vram_budget_bytes)
     return Measurement(
         Outcome.OVER_BUDGET,
         detail=f"not run: may hold up to {format_bytes(bound)} where {allowed} are allowed",
     )
 
 
-def forecast(facts: SearchFacts, trials: Sequence[Trial], plan: Plan) -> Forecast:
+def forecast(beliefs: Beliefs, plan: Plan) -> Forecast:
     """What a plan is expected to need."""
-    beliefs = beliefs_of(facts, trials)
     peak = round(float(np.median(beliefs.held(plan)))) if beliefs.knows_memory else None
     timed = [t.measurement for t in beliefs.probes if t.measurement.step_times_s]
     lengths = [m.seconds - sum(m.step_times_s) for m in timed if m.seconds is not None]

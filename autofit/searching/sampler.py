@@ -1,14 +1,12 @@
 """Optuna samplers that ask for plans: the planner, and one given plan.
 
 `PlannerSampler` reads the facts from the study's attributes and decides from its trials alone, so
-any process that has the study goes on with the same plan. Remembering the last decision only saves
-making it twice.
+any process that has the study goes on with the same plan.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 from optuna.distributions import BaseDistribution
@@ -17,10 +15,9 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.searching import confirming, ledger, planner, store
-from autofit.searching.facts import SearchFacts
+from autofit.searching.beliefs import Beliefs
 
 
 class _PlanSampler(BaseSampler):
@@ -74,20 +71,10 @@ class OnePlan(_PlanSampler):
 class PlannerSampler(_PlanSampler):
     """autofit's planner; once nothing can be expected to win, it repeats the best plan."""
 
-    def __init__(self) -> None:
-        self._last: tuple[SearchFacts, tuple[Trial, ...], planner.Decision] | None = None
-
-    def decide(self, facts: SearchFacts, trials: Sequence[Trial]) -> planner.Decision:
-        """What `planner.decide` says."""
-        known = tuple(trials)
-        if self._last is None or self._last[1] != known or self._last[0] != facts:
-            self._last = (facts, known, planner.decide(facts, known))
-        return self._last[2]
-
     def _plan(self, study: Study) -> Plan:
-        facts, trials = store.facts_of(study), ledger.trials_of(study)
-        plan = self.decide(facts, trials).plan
+        beliefs = Beliefs(store.facts_of(study), ledger.trials_of(study))
+        plan = planner.decide(beliefs).plan
         if plan is not None:
             return plan
-        best = confirming.best_of(facts, trials)
-        return facts.space.baseline if best is None else best.plan
+        best = confirming.best_of(beliefs)
+        return beliefs.facts.space.baseline if best is None else best.plan

@@ -10,7 +10,8 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Dimension, Hint, Plan, Scalar
-from autofit.searching import beliefs, planner
+from autofit.searching import planner
+from autofit.searching.beliefs import Beliefs
 from autofit.searching.confirming import best_of, confirm
 from autofit.searching.engine import run_search
 from autofit.searching.exclusions import exclusions_of
@@ -27,24 +28,24 @@ def _trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: A
 
 
 def test_the_baseline_comes_first(rig: Any) -> None:
-    assert planner.decide(rig.facts(), ()).plan == rig.space.baseline
+    assert planner.decide(Beliefs(rig.facts(), ())).plan == rig.space.baseline
 
 
-def test_a_decision_depends_on_facts_and_trials_alone(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decision_depends_on_facts_and_trials_alone(rig: Any) -> None:
     facts, trials = rig.facts(), run_search(rig.prober(), rig.facts(), max_probes=7).trials
     again = SearchFacts.from_dict(facts.to_dict())
     for count in range(1, len(trials)):
-        first = planner.decide(facts, trials[:count])
-        monkeypatch.setattr(beliefs, "_last", None)
-        assert planner.decide(again, trials[:count]) == first
+        first = planner.decide(Beliefs(facts, trials[:count]))
+        assert planner.decide(Beliefs(again, trials[:count])) == first
 
 
 def test_vetoed_trials_change_no_decision(rig: Any) -> None:
     trials = run_search(rig.prober(), rig.facts(), max_probes=5).trials[:4]
     vetoed = replace(trials[1], role=Role.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
-    assert planner.decide(rig.facts(), trials) == planner.decide(rig.facts(), (*trials, vetoed))
+    before = Beliefs(rig.facts(), trials)
+    assert before.after((*trials, vetoed)) is before
+    assert planner.decide(Beliefs(rig.facts(), (*trials, vetoed))) == planner.decide(before)
+    assert before.after(trials[:-1]).probes == list(trials[:-1])
 
 
 def test_it_finds_the_best_plan_with_few_probes_and_no_oom(rig: Any) -> None:
@@ -99,9 +100,9 @@ def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(rig: Any) -> N
         0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30
     )
     limited = _trial(1, Plan(8, settings=HALF), Outcome.SIZE_LIMIT)
-    known = beliefs.Beliefs(facts, [baseline, limited])
+    known = Beliefs(facts, [baseline, limited])
     assert known.exclusions.bound(HALF) == 7
-    alone = beliefs.Beliefs(facts, [baseline])
+    alone = Beliefs(facts, [baseline])
     assert len(known._memory_points()) == len(alone._memory_points()) == 1
 
 
@@ -183,7 +184,7 @@ def test_what_was_skipped_is_said_with_its_predicted_speed(rig: Any) -> None:
 def test_one_confirmation_is_enough_where_one_plan_leads(rig: Any) -> None:
     result = run_search(rig.prober(), rig.facts())
     assert result.best.role is Role.CONFIRMED
-    assert confirm(rig.facts(), result.trials) is None
+    assert confirm(Beliefs(rig.facts(), result.trials)) is None
 
 
 def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
@@ -195,7 +196,7 @@ def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
         role = Role.CONFIRMED if number > 3 else Role.SEARCH
         measurement = Measurement(Outcome.OK, step_times_s=steps, peak_reserved_bytes=held * 2**30)
         trials.append(Trial(number, role, plan, measurement))
-    best = best_of(rig.facts(), trials)
+    best = best_of(Beliefs(rig.facts(), trials))
     assert best is not None
     assert best.plan == lean
 
@@ -207,7 +208,8 @@ def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(rig_of: MakeR
         at_0, at_1 = (other.memory(Plan(n, settings=settings)) for n in (1, 2))
         lines[Plan(1, settings=settings).variant] = (2 * at_0 - at_1, at_1 - at_0)
     facts = replace(other.facts(), predicted_lines=lines)
-    plan = planner.decide(facts, run_search(other.prober(), facts, max_probes=2).trials[:1]).plan
+    trials = run_search(other.prober(), facts, max_probes=2).trials[:1]
+    plan = planner.decide(Beliefs(facts, trials)).plan
     assert plan is not None
-    expected = planner.forecast(facts, (), plan).peak_bytes
+    expected = planner.forecast(Beliefs(facts, ()), plan).peak_bytes
     assert expected == pytest.approx(other.memory(plan), rel=0.05)

@@ -12,6 +12,7 @@ from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.searching import ledger, planner
+from autofit.searching.beliefs import Beliefs
 from autofit.searching.engine import run_search
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.store import Store
@@ -22,7 +23,7 @@ def test_any_process_with_the_study_asks_for_the_planners_plan(rig: Any) -> None
         run_search(rig.prober(), rig.facts(), store=store, max_probes=4)
         store.study.sampler = PlannerSampler()
         asked = store.study.ask(ledger.distributions(rig.space))
-        decided = planner.decide(rig.facts(), store.trials).plan
+        decided = planner.decide(Beliefs(rig.facts(), store.trials)).plan
     assert decided is not None
     assert asked.params == ledger.params_of(decided)
 
@@ -31,7 +32,7 @@ def test_a_finished_planner_repeats_the_best_plan(rig_of: Any) -> None:
     small = rig_of(dimensions={}, max_micro_batch=4)
     with Store.open(None, {}) as store:
         result = run_search(small.prober(), small.facts(), store=store)
-        assert planner.decide(small.facts(), store.trials).plan is None
+        assert planner.decide(Beliefs(small.facts(), store.trials)).plan is None
         store.study.sampler = PlannerSampler()
         asked = store.study.ask(ledger.distributions(small.space))
     assert asked.params == ledger.params_of(result.best.plan)
