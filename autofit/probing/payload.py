@@ -7,14 +7,15 @@ value (cloudpickle), importable ones by name.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any, cast
@@ -26,6 +27,7 @@ from torch.nn.utils import parametrize
 from autofit.batching import map_tensors
 from autofit.devices.base import Device
 from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.probing import process_state
 from autofit.probing.faults import chain_of
 from autofit.strategy import Strategy
 from autofit.workload import Workload
@@ -47,11 +49,13 @@ class Payload:
         workload: what is trained.
         strategies: those that may have settings in a plan.
         tamper: what the worker is to make of its device; only tests that inject faults set it.
+        computing: how torch computes in the parent (default dtype, TF32, deterministic algorithms).
     """
 
     workload: Workload
     strategies: Sequence[Strategy]
     tamper: Callable[[Device], Device] | None = None
+    computing: Mapping[str, Any] = field(default_factory=process_state.computing)
 
 
 def nameless_file() -> IO[bytes]:
@@ -81,6 +85,7 @@ def write_payload(payload: Payload, path: Path) -> None:
             "workload": workload,
             "strategies": tuple(payload.strategies),
             "tamper": payload.tamper,
+            "computing": payload.computing,
         }
         with path.open("wb") as file, _by_value(_unreachable_modules()):
             torch.save(contents, file, pickle_module=_PICKLE)
@@ -133,7 +138,8 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
         raise InvalidRequest(
             f"the workload cannot be read in the worker process ({_words(error)}). {_WAYS_OUT}"
         ) from error
-    return Payload(contents["workload"], contents["strategies"], contents["tamper"])
+    parts = ("workload", "strategies", "tamper", "computing")
+    return Payload(*(contents[part] for part in parts))
 
 
 def environment_of_parent() -> dict[str, Any]:
@@ -197,12 +203,21 @@ def _rebuild_parametrized(
     return module
 
 
+def _is_special_module(obj: Any) -> bool:
+    """Such as torch.backends.cudnn: a module of a class of its own; cloudpickle knows the plain."""
+    if not isinstance(obj, ModuleType) or type(obj) is ModuleType:
+        return False
+    return sys.modules.get(obj.__name__) is obj
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
             names = tuple(obj.parametrizations)  # type: ignore[arg-type]  # a ModuleDict: its keys
             base: Any = type(obj).__bases__[0]
             return _rebuild_parametrized, (base, base.__getstate__(obj), names)
+        if _is_special_module(obj):
+            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 

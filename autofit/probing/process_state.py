@@ -68,17 +68,15 @@ def restore(values: Mapping[str, Any]) -> None:
         raise ExceptionGroup("some of the process's state could not be put back", failures)
 
 
+def computing() -> Mapping[str, Any]:
+    """What decides how torch computes, now: a worker computes as its parent would."""
+    return {flag.name: flag.value() for flag in _computing_flags()}
+
+
 def _flags() -> Iterator[Flag]:
-    # The old name of matmul precision comes first: writing it rewrites the new ones.
-    yield Flag(
-        "torch.float32_matmul_precision",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    )
-    yield from (_attribute(path) for path in _ATTRIBUTES)
+    yield from _computing_flags()
     yield from _torch_modes()
     yield from _autocast_flags()
-    yield from _attention_flags()
     yield from _random_states()
     yield from _hooks_of_all_modules()
     yield Flag("warnings.filters", lambda: list(warnings.filters), _write_warnings_filters)
@@ -87,6 +85,27 @@ def _flags() -> Iterator[Flag]:
     yield Flag("sys.path", lambda: list(sys.path), lambda value: sys.path.__init__(value))  # type: ignore[misc]  # replaces the contents of the live list
     yield Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
     yield from _signal_handlers()
+
+
+def _computing_flags() -> Iterator[Flag]:
+    # The old name of matmul precision comes first: writing it rewrites the new ones.
+    yield Flag(
+        "torch.float32_matmul_precision",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    )
+    yield from (_attribute(path) for path in _ATTRIBUTES)
+    yield from _attention_flags()
+    yield Flag("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield Flag("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
+    yield Flag(
+        "torch.deterministic_algorithms",
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    )
 
 
 _ATTRIBUTES = (
@@ -125,17 +144,7 @@ def _attribute(path: str) -> Flag:
 
 def _torch_modes() -> Iterator[Flag]:
     yield Flag("torch.grad_mode", torch.is_grad_enabled, torch.set_grad_enabled)
-    yield Flag("torch.default_dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield Flag("torch.default_device", torch.get_default_device, _write_default_device)
-    yield Flag("torch.num_threads", torch.get_num_threads, torch.set_num_threads)
-    yield Flag(
-        "torch.deterministic_algorithms",
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    )
     yield Flag(
         "torch.anomaly_mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),

@@ -20,6 +20,7 @@ from typing import IO, Any
 from autofit.devices.base import budget_bytes
 from autofit.devices.open import open_device
 from autofit.plan import Plan
+from autofit.probing import process_state
 from autofit.probing.payload import read_payload
 from autofit.probing.session import Session
 from autofit.probing.wire import STACK_SIGNAL, exception_to_dict, request_from_dict, send
@@ -53,6 +54,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
 def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(message["payload"])
     payload = read_payload(path)
+    process_state.restore(payload.computing)
     device = open_device(message["device"])
     if payload.tamper is not None:
         device = payload.tamper(device)

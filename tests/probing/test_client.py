@@ -210,6 +210,27 @@ def test_what_cannot_be_opened_is_refused_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_worker_computes_as_its_parent_does() -> None:
+    """A model built under another default dtype, or with TF32 allowed, is measured with them."""
+
+    def build() -> nn.Module:
+        assert torch.get_num_threads() == threads
+        assert torch.get_float32_matmul_precision() == "medium"
+        return nn.Linear(4, 2)  # of the default dtype, as the batch is
+
+    before = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        workload = Workload(build, torch.randn(3, 4))
+        with WorkerProber(workload, (), device="cpu", vram_budget=BUDGET) as prober:
+            assert prober.probe(ProbeRequest(Plan(3), **HOPELESS)).outcome is Outcome.OK
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_said_so() -> None:
     with pytest.raises(DeviceUnavailable, match="cuda:1 was asked for"):

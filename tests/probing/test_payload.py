@@ -188,6 +188,35 @@ def test_gradients_do_not_travel_and_their_absence_is_not_the_users(tmp_path: Pa
     assert model.weight.grad is not None
 
 
+def test_functions_that_name_modules_of_a_class_of_their_own_travel(tmp_path: Path) -> None:
+    """`torch.backends.cudnn` is no plain module, and cloudpickle knows only plain ones."""
+    code = "lambda model, x: model(x).mean() * (1 + torch.backends.cudnn.enabled)"
+    names = {"torch": torch, "__name__": "__main__"}
+    loss_fn = eval(code, names)  # a function of a module that the worker cannot import
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    write_payload(Payload(Workload(model, x, loss_fn=loss_fn), ()), tmp_path / "payload")
+    there = read_payload(tmp_path / "payload").workload
+    assert there.loss_fn is not None
+    assert isinstance(there.model, nn.Module)
+    assert torch.equal(there.loss_fn(there.model, x), loss_fn(model, x))
+
+
+def test_how_torch_computes_travels(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        write_payload(
+            Payload(Workload(nn.Linear(4, 2), torch.randn(3, 4)), ()), tmp_path / "payload"
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    computing = read_payload(tmp_path / "payload").computing
+    assert computing["torch.default_dtype"] is torch.float64
+    assert computing["torch.deterministic_algorithms"] == (True, True)
+    assert torch.get_default_dtype() is torch.float32
+
+
 @pytest.mark.cuda
 def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None:
     teacher = nn.Linear(6, 2).cuda()
