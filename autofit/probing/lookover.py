@@ -4,6 +4,10 @@ The facts (size, shapes, fingerprint) come from the model where it lies. Loss, d
 gradients take trainings on the device, one at a time; where one of those fails, the survey says so
 and goes on: the baseline's probe will meet the same fault and report it in full. A strategy that
 breaks the contract of plug-ins is refused instead.
+
+The budget holds here too. On the CPU device, whose budget binds under accounting alone, it holds
+for the loss: strategies time what they profile, and gradients are compared on the host, which there
+is the device itself, so accounting would tell the one wrong times and count the other twice.
 """
 
 from __future__ import annotations
@@ -117,8 +121,13 @@ def _loss_source(bench: Workbench) -> str | None:
         return LossSource.TRAIN_STEP
     samples = min(workload.sample_batch_size, 2)
     try:
-        with bench.training(workload, Plan(samples)) as training, training.context():
-            batch, _ = next(training.micro_batches(workload.batch(samples)))
+        whole = workload.batch(samples)
+        with (
+            bench.device.accounting(),
+            bench.training(workload, Plan(samples)) as training,
+            training.context(),
+        ):
+            batch, _ = next(training.micro_batches(whole))
             return training.recipe.loss_and_source(training.model, batch)[1]
     except Exception as error:
         scrub(error)

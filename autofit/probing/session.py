@@ -77,7 +77,8 @@ class Session:
         self.vram_budget_bytes = vram_budget_bytes
 
     def survey(self) -> Survey:
-        """Look the workload over; see `Survey`."""
+        """Look the workload over, within the budget; see `Survey`."""
+        self._device.limit(self.vram_budget_bytes)
         return look_over(self._bench, self.vram_budget_bytes)
 
     def probe(self, request: ProbeRequest) -> Reply:
@@ -103,11 +104,12 @@ class Session:
     def compare(
         self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
     ) -> Comparison:
-        """Loss and gradients of two plans on the same samples.
+        """Loss and gradients of two plans on the same samples, within the budget.
 
         Raises:
             Whatever the model or the device raises.
         """
+        self._device.limit(self.vram_budget_bytes)
         return compare_plans(self._bench, first, second, payloads, samples)
 
     def _probe_once(self, request: ProbeRequest) -> Reply:

@@ -22,6 +22,7 @@ from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.workbench import Workbench
+from autofit.recipe import LossSource
 from autofit.registry import load_strategies
 from autofit.strategy import Numerics, Phase
 from autofit.workload import Workload
@@ -188,6 +189,44 @@ def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
         check_weights_fit(survey)
     assert refusal.value.allowed_bytes == MIB
     assert refusal.value.required_bytes == 4 * (512 * 512 + 512)
+
+
+class _Wide(nn.Module):
+    """A little weight, and a lot of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.weight * x).expand(4 * MIB, -1, -1).exp().mean()
+        return out
+
+
+@pytest.mark.parametrize(("budget", "loss"), [(8 * MIB, None), (1024 * MIB, LossSource.MODEL)])
+def test_the_first_loss_is_computed_within_the_budget(budget: int, loss: str | None) -> None:
+    """Two samples of it take 32 MiB."""
+    session = _session(lambda: Workload(_Wide(), torch.ones(2, 1)), budget)
+    assert session.survey().loss == loss
+
+
+def test_the_budget_is_in_force_from_the_first_look_on() -> None:
+    class Limited(CpuDevice):
+        limits: list[int]
+
+        def limit(self, vram_budget_bytes: int) -> None:
+            super().limit(vram_budget_bytes)
+            self.limits.append(vram_budget_bytes)
+
+    device = Limited()
+    device.limits = []
+    workload = Workload(_net(), _labelled()[0])
+    session = Session(lambda: workload, (), device, vram_budget_bytes=64 * MIB)
+    session.survey()
+    assert device.limits == [64 * MIB]
+    session.vram_budget_bytes = 32 * MIB
+    session.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+    assert device.limits == [64 * MIB, 32 * MIB]
 
 
 class _Watched(nn.Module):
