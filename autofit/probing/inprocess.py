@@ -184,4 +184,5 @@ class InProcessProber:
 
 def _current_device() -> int:
     """The CUDA device that this process computes on; the first, where it has used none yet."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    return torch.cuda.current_device() if used else 0
