@@ -78,8 +78,7 @@ def check(
             calibration=calibration,
         )
     except CannotTell as error:
-        unknown = plan or Plan(workload.sample_batch_size)
-        return Verdict(None, unknown, "predict", budget, detail=str(error))
+        return Verdict(None, plan or workload.plan(), "predict", budget, detail=str(error))
     return _by_prediction(prediction, budget)
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan, Scalar
+from autofit.plan import Scalar
 
 if TYPE_CHECKING:
+    from autofit.plan import Plan
     from autofit.report.report import Report
     from autofit.workload import Workload
 
@@ -100,18 +101,7 @@ class PlanOptions:
         if not self._says_something:
             return None
         settings = dict(_read_setting(text) for text in self.settings)
-        micro_batch = self.micro_batch or workload.sample_batch_size
-        if self.accumulation_steps is not None:
-            return Plan(
-                micro_batch,
-                accumulation_steps=self.accumulation_steps,
-                global_batch=self.global_batch,
-                settings=settings,
-            )
-        global_batch = self.global_batch or workload.global_batch
-        if global_batch is None:
-            return Plan(micro_batch, settings=settings)
-        return Plan.split(global_batch, micro_batch, settings)
+        return workload.plan(self.micro_batch, self.accumulation_steps, self.global_batch, settings)
 
 
 def read_budget(text: str | None) -> str | float | None:

@@ -48,9 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def autofit_check(request: pytest.FixtureRequest) -> Checker:
     """A function that fails the test where a workload does not train within a VRAM budget.
 
-    It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`
-    and `settings`; also `gpu`, and `method` in place of `--autofit-method`. It returns the
-    verdict of `autofit.check`.
+    It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`,
+    `global_batch` and `settings`, which mean what the command line's options mean; also `gpu`, and
+    `method` in place of `--autofit-method`. It returns the verdict of `autofit.check`.
     """
 
     def checker(
@@ -58,7 +58,8 @@ def autofit_check(request: pytest.FixtureRequest) -> Checker:
         *,
         vram_budget: str | float | None = None,
         micro_batch: int | None = None,
-        accumulation_steps: int = 1,
+        accumulation_steps: int | None = None,
+        global_batch: int | None = None,
         settings: Mapping[str, Scalar] | None = None,
         plan: Plan | None = None,
         gpu: str | int | None = None,
@@ -67,17 +68,10 @@ def autofit_check(request: pytest.FixtureRequest) -> Checker:
     ) -> Verdict:
         __tracebackhide__ = True
         from autofit.capacity import check
-        from autofit.plan import Plan
 
-        if plan is None and (micro_batch is not None or settings or accumulation_steps != 1):
-            plan = Plan(
-                micro_batch or workload.sample_batch_size,
-                accumulation_steps=accumulation_steps,
-                settings=settings or {},
-            )
         verdict = check(
             workload,
-            plan=plan,
+            plan=plan or workload.plan(micro_batch, accumulation_steps, global_batch, settings),
             vram_budget=vram_budget,
             gpu=gpu,
             method=method or request.config.getoption("--autofit-method"),

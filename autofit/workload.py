@@ -18,6 +18,7 @@ from autofit.batching import (
     resize,
 )
 from autofit.errors import InvalidRequest
+from autofit.plan import Plan, Settings
 from autofit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -131,6 +132,40 @@ class Workload:
                 f"{batch_size(made)} (dimension 0 of its first tensor)"
             )
         return made
+
+    def plan(
+        self,
+        micro_batch: int | None = None,
+        accumulation_steps: int | None = None,
+        global_batch: int | None = None,
+        settings: Settings | None = None,
+    ) -> Plan:
+        """The plan that these words mean; what they leave out is the workload's own.
+
+        Args:
+            micro_batch: samples; None: as many as the sample batch has.
+            accumulation_steps: None: as many as the global batch asks for, else one.
+            global_batch: None: the workload's, unless accumulation steps say how many samples.
+            settings: those that are not at their first value.
+
+        Returns:
+            The baseline, where nothing is said.
+
+        Raises:
+            InvalidRequest: the counts make no plan.
+        """
+        size = micro_batch or self.sample_batch_size
+        if accumulation_steps is not None:
+            return Plan(
+                size,
+                accumulation_steps=accumulation_steps,
+                global_batch=global_batch,
+                settings=settings or {},
+            )
+        samples = global_batch or self.global_batch
+        if samples is None:
+            return Plan(size, settings=settings or {})
+        return Plan.split(samples, min(size, samples), settings)
 
     def build_model(self) -> torch.nn.Module:
         """The live module, or what the function builds.

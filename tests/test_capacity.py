@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_what_cannot_be_traced_could_not_be_told() -> None:
     assert verdict.required_bytes is verdict.headroom_bytes is None
     assert "could not be told" in str(verdict)
     assert "loss.item() > 0" in str(verdict)
+    split = check(replace(made, global_batch=20), vram_budget="2GiB", gpu="L4")
+    assert split.plan == Plan.split(20, 8)
 
 
 def test_a_probe_on_the_cpu_device() -> None:

@@ -64,6 +64,21 @@ def test_settings_and_the_option(run) -> None:  # type: ignore[no-untyped-def]  
     result.assert_outcomes(passed=1)
 
 
+def test_a_micro_batch_keeps_the_workloads_global_batch(run) -> None:  # type: ignore[no-untyped-def]  # a fixture
+    result = run("""
+    from dataclasses import replace
+    from autofit import Plan
+
+    def test_split(autofit_check):
+        workload = replace(make_workload(), global_batch=20)
+        verdict = autofit_check(workload, vram_budget="2GiB", micro_batch=10, gpu="L4")
+        assert verdict.plan == Plan.split(20, 10)
+        verdict = autofit_check(workload, vram_budget="2GiB", gpu="L4")
+        assert verdict.plan == Plan.split(20, 8)
+    """)
+    result.assert_outcomes(passed=1)
+
+
 def test_the_marker_selects_the_checks(run) -> None:  # type: ignore[no-untyped-def]  # a fixture
     result = run(
         """

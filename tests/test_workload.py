@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autofit.errors import InvalidRequest
+from autofit.plan import Plan
 from autofit.workload import Workload
 
 X = torch.randn(4, 3)
@@ -141,3 +142,32 @@ def test_a_workload_is_not_changed_by_asking_it() -> None:
     workload.batch(9)
     workload.build_optimizer(workload.build_model())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+SET = {"naming.word": "Anna"}
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "said", "meant"),
+    [
+        (None, {}, Plan(4)),
+        (None, {"micro_batch": 3, "settings": SET}, Plan(3, settings=SET)),
+        (None, {"accumulation_steps": 2}, Plan(4, accumulation_steps=2)),
+        (None, {"global_batch": 10}, Plan.split(10, 4)),
+        (10, {}, Plan.split(10, 4)),
+        (3, {"settings": SET}, Plan.split(3, 3, SET)),
+        (10, {"micro_batch": 5}, Plan.split(10, 5)),
+        (10, {"micro_batch": 5, "global_batch": 20}, Plan.split(20, 5)),
+        (10, {"micro_batch": 5, "accumulation_steps": 3}, Plan(5, accumulation_steps=3)),
+    ],
+)
+def test_what_a_plans_words_leave_out_is_the_workloads_own(
+    global_batch: int | None, said: dict[str, Any], meant: Plan
+) -> None:
+    assert Workload(nn.Linear(3, 2), X, global_batch=global_batch).plan(**said) == meant
+
+
+def test_counts_that_make_no_plan_are_refused() -> None:
+    workload = Workload(nn.Linear(3, 2), X)
+    with pytest.raises(InvalidRequest, match="micro-batches of 3, not 4"):
+        workload.plan(4, 3, 9)
