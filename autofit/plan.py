@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from autofit.errors import InvalidRequest
 
@@ -26,6 +26,24 @@ VariantKey: TypeAlias = tuple[tuple[str, Scalar], ...]
 def variant_key(settings: Settings) -> VariantKey:
     """Settings sorted by name: equal for equal variants, usable in sets and dicts."""
     return tuple(sorted(settings.items()))
+
+
+_Value = TypeVar("_Value")
+
+
+def settings_of(strategy: str, by_setting: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The part that is about one strategy's settings: those named `strategy.something`."""
+    prefix = f"{strategy}."
+    return {name: value for name, value in by_setting.items() if name.startswith(prefix)}
+
+
+def payloads_of(dimensions: Mapping[str, Dimension], settings: Settings) -> dict[str, Any]:
+    """What those values mean to their strategies, by setting; plain values mean nothing."""
+    return {
+        name: dimensions[name].payloads[value]
+        for name, value in settings.items()
+        if name in dimensions and value in dimensions[name].payloads
+    }
 
 
 def steps_for(global_batch: int, micro_batch: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, Scalar, Settings, steps_for
+from autofit.plan import Dimension, Plan, Scalar, Settings, payloads_of, steps_for
 
 UNBOUNDED_MICRO_BATCH = 2**20
 """As far as a search looks where nothing bounds the micro-batch: an Optuna parameter has an end."""
@@ -122,13 +123,9 @@ class Space:
             for name, dimension in self.dimensions.items()
         )
 
-    def payloads(self, settings: Settings) -> dict[str, object]:
-        """What the strategies said those values mean, by setting."""
-        return {
-            name: self.dimensions[name].payloads[value]
-            for name, value in settings.items()
-            if value in self.dimensions[name].payloads
-        }
+    def payloads(self, settings: Settings) -> dict[str, Any]:
+        """What those values mean to their strategies, by setting."""
+        return payloads_of(self.dimensions, settings)
 
     def _baseline_micro_batch(self) -> int:
         wanted = self.sample_batch_size

@@ -16,7 +16,7 @@ import torch
 
 from autofit.batching import Batch, batch_size, map_tensors, pieces
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan, split_evenly, steps_for
+from autofit.plan import Plan, settings_of, split_evenly, steps_for
 from autofit.recipe import Recipe, scalar
 from autofit.strategy import Strategy
 from autofit.workload import Optimizers
@@ -71,9 +71,9 @@ class Training:
     def _apply(self, strategies: Sequence[Strategy], payloads: Mapping[str, Any]) -> None:
         with ExitStack() as stack:
             for strategy in sorted(strategies, key=lambda strategy: strategy.phase):
-                settings = _of_strategy(strategy, self.plan.settings)
+                settings = settings_of(strategy.name, self.plan.settings)
                 if settings:
-                    own_payloads = _of_strategy(strategy, payloads)
+                    own_payloads = settings_of(strategy.name, payloads)
                     stack.enter_context(strategy.apply(self, settings, own_payloads))
             self._applied = stack.pop_all()
 
@@ -244,11 +244,6 @@ class Training:
                 "training.backward(loss) and training.optimizer_step() in it"
             )
         return loss.detach()
-
-
-def _of_strategy(strategy: Strategy, values: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = f"{strategy.name}."
-    return {name: value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _wrapped(wrapper: StepWrapper, update: Callable[[], None]) -> Callable[[], None]:

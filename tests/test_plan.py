@@ -8,7 +8,16 @@ import pickle
 import pytest
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Hint, Plan, split_evenly, steps_for, variant_key
+from autofit.plan import (
+    Dimension,
+    Hint,
+    Plan,
+    payloads_of,
+    settings_of,
+    split_evenly,
+    steps_for,
+    variant_key,
+)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 10, 64, 97])
@@ -114,3 +123,15 @@ def test_when_limits_a_dimension_to_settings_of_others() -> None:
     assert dimension.allowed_with({"a.x": "on", "b.y": 2})
     assert not dimension.allowed_with({"a.x": "off", "b.y": 2})
     assert not dimension.allowed_with({"a.x": "on"})
+
+
+def test_what_is_about_one_strategy_goes_by_its_whole_name() -> None:
+    about = {"cast.to": 1, "cast.at": 2, "casting.to": 3, "cast": 4}
+    assert settings_of("cast", about) == {"cast.to": 1, "cast.at": 2}
+    assert settings_of("fold", about) == {}
+
+
+def test_payloads_are_found_for_values_that_have_one() -> None:
+    dimensions = {"fold.level": Dimension([0, 1], payloads={1: ["a"]}), "cast.to": Dimension(["x"])}
+    assert payloads_of(dimensions, {"fold.level": 1, "cast.to": "x"}) == {"fold.level": ["a"]}
+    assert payloads_of(dimensions, {"fold.level": 0, "of.others": 1}) == {}

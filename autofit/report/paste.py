@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autofit.plan import Plan
+from autofit.plan import Plan, settings_of
 from autofit.strategy import Strategy
 
 
@@ -21,9 +21,7 @@ def paste_lines(
             "weight each loss by its share of the samples"
         )
     for strategy in strategies:
-        prefix = f"{strategy.name}."
-        settings = {k: v for k, v in plan.settings.items() if k.startswith(prefix)}
+        settings = settings_of(strategy.name, plan.settings)
         if settings:
-            own = {k: v for k, v in payloads.items() if k.startswith(prefix)}
-            lines += strategy.describe(settings, own)
+            lines += strategy.describe(settings, settings_of(strategy.name, payloads))
     return lines

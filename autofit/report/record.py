@@ -12,7 +12,7 @@ from typing import Any
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Role, Trial
-from autofit.plan import Dimension, Plan, Settings
+from autofit.plan import Dimension, Plan, Settings, payloads_of
 
 SCHEMA = 1
 
@@ -111,11 +111,7 @@ class Record:
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """What those values mean to their strategies, by setting."""
-        return {
-            name: self.dimensions[name].payloads[value]
-            for name, value in settings.items()
-            if name in self.dimensions and value in self.dimensions[name].payloads
-        }
+        return payloads_of(self.dimensions, settings)
 
     def to_dict(self) -> dict[str, Any]:
         """The report file's content."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autofit.plan import Dimension, Plan, Scalar
+from autofit.plan import Dimension, Plan, Scalar, payloads_of
 from autofit.probing.snapshot import Digest, differences, digest
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.strategy import Capabilities, Numerics, Strategy
@@ -118,11 +118,11 @@ class _Case:
         first = {name: dimension.values[0] for name, dimension in self._dimensions.items()}
         if not first:
             return
-        yield first, self._payloads(first)
+        yield first, payloads_of(self._dimensions, first)
         for name, dimension in self._dimensions.items():
             for value in _spread(dimension.values[1:]):
                 settings = self._with_allowed_others(first | {name: value}, dimension)
-                yield settings, self._payloads(settings)
+                yield settings, payloads_of(self._dimensions, settings)
 
     def problems(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Every way in which the strategy breaks its contract with these settings."""
@@ -139,13 +139,6 @@ class _Case:
     ) -> dict[str, Scalar]:
         needed = {name: values[0] for name, values in (dimension.when or {}).items()}
         return settings | {name: value for name, value in needed.items() if name in settings}
-
-    def _payloads(self, settings: Mapping[str, Scalar]) -> dict[str, Any]:
-        return {
-            name: self._dimensions[name].payloads[value]
-            for name, value in settings.items()
-            if value in self._dimensions[name].payloads
-        }
 
     def _json_problems(self) -> Iterator[str]:
         for name, dimension in self._dimensions.items():
