@@ -8,8 +8,9 @@ end. A hang, a crash or a poisoned device context here is the whole process's; a
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
 from autofit.probing.prober import ProbeRequest
+from autofit.probing.reach import reachable
 from autofit.probing.session import Session
 from autofit.probing.snapshot import Snapshot
 from autofit.probing.survey import Survey
@@ -54,9 +56,12 @@ class InProcessProber:
         self._workload = workload
         self._current_device = _current_device()
         self._device = open_device(device)  # which makes it the current one
+        self._modes = ExitStack()  # the caller's own come back when this is closed
+        self._modes.enter_context(_plain_modes())
         try:
             self._begin(strategies, vram_budget, seed)
         except BaseException:
+            self._modes.close()
             self._make_current_what_was()
             raise
 
@@ -64,8 +69,7 @@ class InProcessProber:
         self, strategies: Sequence[Strategy], vram_budget: str | float | None, seed: int
     ) -> None:
         workload = self._workload
-        parts = ("model", "optimizer", "sample_batch", "loss_fn", "criterion")
-        self._snapshot = Snapshot.take({name: getattr(workload, name) for name in parts})
+        self._snapshot = Snapshot.take(_live_objects(workload))
         self._session = Session(
             self._restored,
             strategies,
@@ -157,7 +161,10 @@ class InProcessProber:
 
     def close(self) -> None:
         """Put everything back and give cached device memory back."""
-        self._snapshot.restore()
+        try:
+            self._snapshot.restore()
+        finally:
+            self._modes.close()
         if self._poisoned_by is None:
             self._device.release_cache()
         if self._spares_collections:
@@ -186,3 +193,23 @@ def _current_device() -> int:
     """The CUDA device that this process computes on; the first, where it has used none yet."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
     return torch.cuda.current_device() if used else 0
+
+
+def _live_objects(workload: Workload) -> dict[str, object]:
+    """What a training may change: the workload's objects, and what its functions reach."""
+    objects: dict[str, object] = {}
+    for field in fields(workload):
+        objects |= reachable(getattr(workload, field.name), field.name)
+    return objects
+
+
+@contextmanager
+def _plain_modes() -> Iterator[None]:
+    """The modes of a worker's thread: a search may be called under `torch.no_grad` or autocast."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        yield

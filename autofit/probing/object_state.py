@@ -39,7 +39,7 @@ def walk(root: object, name: str) -> Iterator[tuple[str, object]]:
     waiting: deque[tuple[str, object]] = deque([(name, root)])
     while waiting:
         place, node = waiting.popleft()
-        if id(node) in seen or not _has_state(node):
+        if id(node) in seen or not has_state(node):
             continue
         seen.add(id(node))
         yield place, node
@@ -56,7 +56,8 @@ def is_collection(node: object) -> TypeGuard[list[Any] | deque[Any] | set[Any] |
     return type(node) in (list, deque, set, tuple)
 
 
-def _has_state(node: object) -> bool:
+def has_state(node: object) -> bool:
+    """Whether `record` knows how to keep this object, and `walk` enters it."""
     return (
         isinstance(node, (*_ENTERED, torch.Tensor))
         or is_dict(node)
@@ -124,7 +125,8 @@ class _TensorRecord:
         self._class = type(tensor)
         self._alias = tensor.data
         self._storage_bytes = _storage_bytes(self._alias)
-        self._values = self._alias.to("cpu", copy=True) if has_values(self._alias) else None
+        self._cells = _cells(self._alias)
+        self._values = self._cells.to("cpu", copy=True) if has_values(self._alias) else None
         self._gradient = gradient_of(tensor)
         self._requires_grad = tensor.requires_grad
         self._hooks = {name: getattr(tensor, name, None) for name in _HOOKS}
@@ -139,9 +141,10 @@ class _TensorRecord:
             tensor.data = self._alias
         if self._values is not None:
             with torch.inference_mode(self._alias.is_inference()), torch.no_grad():
-                self._alias.copy_(self._values)
+                self._cells.copy_(self._values)
         if tensor.is_leaf:
-            tensor.requires_grad = self._requires_grad
+            if tensor.requires_grad != self._requires_grad:
+                tensor.requires_grad = self._requires_grad
             if tensor.grad is not self._gradient:
                 tensor.grad = self._gradient
         for name, hooks in self._hooks.items():
@@ -153,6 +156,16 @@ def has_values(tensor: torch.Tensor) -> bool:
     """Whether there is memory behind the tensor: none on meta, nor where its storage was freed."""
     freed = tensor.layout == torch.strided and tensor.numel() > 0 and not _storage_bytes(tensor)
     return not tensor.is_meta and not freed
+
+
+def _cells(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with each memory cell once: what `expand` repeats cannot be written as it is."""
+    if tensor.layout != torch.strided:
+        return tensor
+    for dimension, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

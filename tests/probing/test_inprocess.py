@@ -186,3 +186,26 @@ def test_the_current_device_is_the_users_again() -> None:
     with pytest.raises(InvalidRequest, match="larger than the device"):
         InProcessProber(workload, device="cuda:1", vram_budget="1000TiB")
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_under_a_mode_of_the_caller_s_it_trains_as_a_worker_would(mode: Any) -> None:
+    model, batch = nn.Linear(8, 3), torch.randn(2, 8)
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        with InProcessProber(Workload(model, batch), device="cpu") as prober:
+            seen = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+            assert prober.probe(ProbeRequest(Plan(2))).outcome is Outcome.OK
+        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
+    assert seen == (True, False)
+
+
+def test_a_batch_that_repeats_its_memory_is_put_back() -> None:
+    batch = torch.randn(1, 8).expand(4, 8)
+    before = batch.clone()
+    with InProcessProber(Workload(nn.Linear(8, 3), batch), device="cpu") as prober:
+        assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.OK
+    assert torch.equal(batch, before)
+    assert batch.stride() == (0, 1)

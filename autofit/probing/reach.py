@@ -1,0 +1,112 @@
+"""What a user's function can reach: the live objects that calling it may change.
+
+A training in the user's own process changes more than the model it was given: the critic that a
+loss closes over, the list that it keeps losses in, the network behind `lambda: network`. They are
+found through closures, defaults, `functools.partial`, bound methods and attributes of callable
+objects; and through the names of globals, as far as the function's own module goes. Of globals only
+what trains is taken (modules, optimizers, generators, tensors that require gradients): a global
+list may be a library's cache or a data set.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from autofit.probing.object_state import has_state
+
+_TRAINS = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.Generator,
+    random.Random,
+)
+_NOT_THE_USERS = {"torch", "autofit", "numpy", "builtins"}
+
+
+def reachable(root: object, name: str) -> dict[str, object]:
+    """The objects with a state that `root` is, or that it can reach as a function.
+
+    Args:
+        root: anything; what is neither function nor callable object reaches only itself.
+        name: how to call it in the keys of the answer.
+    """
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    waiting: deque[tuple[str, object]] = deque([(name, root)])
+    home = getattr(root, "__module__", None)
+    while waiting:
+        place, node = waiting.popleft()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if has_state(node):
+            found[place] = node
+        else:
+            waiting.extend(_parts(place, node, home))
+    return found
+
+
+def _parts(place: str, node: object, home: str | None) -> Iterator[tuple[str, object]]:
+    if isinstance(node, functools.partial):
+        yield f"{place}.func", node.func
+        yield from _numbered(place, (*node.args, *node.keywords.values()))
+    elif isinstance(node, MethodType):
+        yield f"{place}.__self__", node.__self__
+        yield f"{place}.__func__", node.__func__
+    elif isinstance(node, FunctionType):
+        yield from _parts_of_function(place, node, home)
+    elif callable(node) and not isinstance(node, type) and _is_users(type(node)):
+        yield from (
+            (f"{place}.{key}", value) for key, value in getattr(node, "__dict__", {}).items()
+        )
+        yield f"{place}.__call__", type(node).__call__
+
+
+def _parts_of_function(
+    place: str, function: FunctionType, home: str | None
+) -> Iterator[tuple[str, object]]:
+    if not _is_users(function):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f"{place}.{name}", _contents(cell)
+    defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+    yield from _numbered(place, itertools.chain(*defaults))
+    if function.__module__ != home:
+        return
+    for name in sorted(_names(function.__code__)):
+        value = function.__globals__.get(name)
+        if isinstance(value, _TRAINS) or _is_trained(value) or isinstance(value, FunctionType):
+            yield f"{place}.{name}", value
+
+
+def _numbered(place: str, values: Iterable[object]) -> Iterator[tuple[str, object]]:
+    return ((f"{place}[{index}]", value) for index, value in enumerate(values))
+
+
+def _is_users(named: Any) -> bool:
+    return (named.__module__ or "").partition(".")[0] not in _NOT_THE_USERS
+
+
+def _is_trained(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is filled later, if ever
+        return None
+
+
+def _names(code: CodeType) -> set[str]:
+    """Every name that the code looks up, functions inside it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*(_names(each) for each in inner))
