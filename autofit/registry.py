@@ -44,7 +44,7 @@ def load_strategies(
             object and goes further than `numerics`, two strategies of one name, or a plug-in
             that breaks the contract (the message names it and where it comes from).
     """
-    allowed = _level(numerics)
+    allowed = numerics_level(numerics)
     if strategies is None:
         loaded = [_load(entry) for entry in _installed().values()]
         return _in_order(strategy for strategy in loaded if strategy.numerics <= allowed)
@@ -83,7 +83,12 @@ def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict
     return found
 
 
-def _level(numerics: Numerics | str) -> Numerics:
+def numerics_level(numerics: Numerics | str) -> Numerics:
+    """The level of that name; a level is itself.
+
+    Raises:
+        InvalidRequest: there is no such level.
+    """
     if isinstance(numerics, Numerics):
         return numerics
     try:

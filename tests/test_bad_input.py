@@ -62,7 +62,7 @@ def batch() -> torch.Tensor:
             {"sample_batch": (torch.zeros(1, 8), torch.zeros(1))},
             r"one sample, and 2 of its tensors have size 1 .*pass a callable n -> batch",
         ),
-        ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"asked for 1 samples and returned 2"),
+        ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"asked for 2 samples and returned 3"),
         ({"model": "resnet50"}, r"model must be an nn\.Module or a function .*got 'resnet50'"),
         ({"model": lambda: 7}, r"the model function returned a int, no nn\.Module"),
         ({"optimizer": lambda parameters: None}, r"must make a torch\.optim\.Optimizer .*NoneType"),

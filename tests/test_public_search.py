@@ -395,8 +395,9 @@ def test_another_sampler_may_search(tmp_path: Path) -> None:
     assert report.best.ok
 
 
-def test_numerics_limits_what_is_tried() -> None:
-    report = search_here(numerics="exact", max_probes=2)
+@pytest.mark.parametrize("level", ["exact", autofit.Numerics.EXACT])
+def test_numerics_limits_what_is_tried(level: autofit.Numerics | str) -> None:
+    report = search_here(numerics=level, max_probes=2)
     assert all(strategy.numerics is autofit.Numerics.EXACT for strategy in report.strategies)
     assert not any(name.startswith("precision.") for name in report.record.dimensions)
 

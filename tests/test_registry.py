@@ -94,9 +94,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         load_strategies(["precison"])
 
 
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="exact, rounding, reduced_precision"):
-        load_strategies(numerics="roughly")
+@pytest.mark.parametrize("level", ["roughly", 1, None])
+def test_an_unknown_level_is_refused(level: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"exact, rounding, reduced_precision, got {level!r}"):
+        load_strategies(numerics=level)
 
 
 def test_a_name_given_twice_is_refused() -> None:

@@ -21,7 +21,7 @@ from autofit.probing.client import WorkerProber
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.survey import Survey, check_weights_fit
-from autofit.registry import load_strategies
+from autofit.registry import load_strategies, numerics_level
 from autofit.report.paste import paste_lines
 from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.report.report import Report
@@ -55,7 +55,7 @@ def search(
     vram_budget: str | float | None = None,
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
-    numerics: str = "reduced_precision",
+    numerics: Numerics | str = "reduced_precision",
     max_micro_batch: int | None = None,
     max_probes: int | None = None,
     timeout: float | None = None,
@@ -86,8 +86,8 @@ def search(
         vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
         device: "cuda", "cuda:1", "cpu"; None: cuda where there is one.
         strategies: names or Strategy objects; None: all that `numerics` allows.
-        numerics: "exact", "rounding" or "reduced_precision": how far a plan may change the
-            arithmetic.
+        numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
+            may change the arithmetic.
         max_micro_batch: the largest micro-batch to try, in samples.
         max_probes: the most probes, baseline and confirmations counted.
         timeout: when to stop searching, in seconds from now.
@@ -110,7 +110,8 @@ def search(
     """
     started = time.monotonic()
     _check_limits(max_probes, timeout)
-    chosen = load_strategies(strategies, numerics=numerics)
+    level = numerics_level(numerics)
+    chosen = load_strategies(strategies, numerics=level)
     workload = _workload(
         model,
         sample_batch,
@@ -129,7 +130,7 @@ def search(
     ) as prober:
         survey = prober.survey()
         check_weights_fit(survey)
-        identity = _identity(survey, chosen, numerics, vram_budget, max_micro_batch)
+        identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
         with Store.open(study, identity) as store:
             facts = store.facts
             if facts is None:
@@ -276,7 +277,7 @@ def _completed(
 def _identity(
     survey: Survey,
     strategies: tuple[Strategy, ...],
-    numerics: str,
+    numerics: Numerics,
     vram_budget: str | float | None,
     max_micro_batch: int | None,
 ) -> dict[str, str]:
@@ -284,7 +285,7 @@ def _identity(
     return {
         "workload": survey.fingerprint,
         "strategies": ",".join(strategy.name for strategy in strategies),
-        "numerics": Numerics.parse(numerics).name.lower(),
+        "numerics": numerics.name.lower(),
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
         "max_micro_batch": str(max_micro_batch),
     }
