@@ -26,7 +26,6 @@ __all__ = [
     "Dimension",
     "Numerics",
     "Phase",
-    "Profile",
     "Strategy",
     "TrainingView",
 ]
@@ -74,15 +73,6 @@ class Capabilities:
     float16: bool = False
     tf32: bool = False
     compute_capability: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Profile:
-    """One optimizer step at one micro-batch."""
-
-    micro_batch: int
-    step_time_s: float
-    peak_allocated_bytes: int
 
 
 class Context(Protocol):

@@ -98,9 +98,7 @@ class Record:
     @property
     def functions_given(self) -> tuple[str, ...]:
         """Names of the functions that the search was given, such as "criterion"."""
-        loss = self.workload.get("loss")
-        by_loss = [loss] if loss in ("loss_fn", "criterion", "train_step") else []
-        return tuple(self.workload.get("given", by_loss))
+        return tuple(self.workload["given"])
 
     @property
     def baseline_beside_best(self) -> Trial:

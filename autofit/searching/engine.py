@@ -46,7 +46,6 @@ class SearchResult:
         baseline: the first trial.
         skipped: variants that were left out, and why.
         stopped_because: why no further plan was searched.
-        seconds: what this run took; an earlier run of the same study not included.
     """
 
     facts: SearchFacts
@@ -55,7 +54,6 @@ class SearchResult:
     baseline: Trial
     skipped: tuple[Skip, ...]
     stopped_because: str
-    seconds: float
 
     @property
     def probes(self) -> int:
@@ -161,7 +159,6 @@ class _Run:
             self._trials[0],
             skips(self._beliefs),
             stopped_because,
-            time.monotonic() - self._began,
         )
 
     def _search_and_confirm(self) -> str:
