@@ -21,7 +21,7 @@ import typer
 
 from autofit import capacity_commands
 from autofit.errors import AutofitError, InvalidRequest
-from autofit.measurement import Trial
+from autofit.measurement import Outcome, Trial
 from autofit.options import (
     AccumulationSteps,
     AsJson,
@@ -44,6 +44,8 @@ from autofit.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from autofit.report.report import Report
 
+_OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
+"""Endings that another device or worker would not change."""
 _INTERRUPTED = 130
 """What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
@@ -173,8 +175,7 @@ def probe(
             isolation=isolation,
         )
     _print(json.dumps(_trial_to_dict(trial), indent=1) if as_json else _trial_line(trial))
-    if not trial.ok:
-        raise typer.Exit(1 if trial.measurement.outcome.about_memory else 4)
+    raise typer.Exit(_exit_code(trial.measurement.outcome))
 
 
 @app.command()
@@ -282,6 +283,15 @@ def _trial_to_dict(trial: Trial) -> dict[str, Any]:
         "samples_per_second": trial.samples_per_second,
         **trial.measurement.to_dict(),
     }
+
+
+def _exit_code(outcome: Outcome) -> int:
+    """Of a probe that ended like this."""
+    if outcome is Outcome.OK:
+        return 0
+    if outcome.about_memory:
+        return 1
+    return 3 if outcome in _OF_THE_WORKLOAD else 4
 
 
 def _trial_line(trial: Trial) -> str:

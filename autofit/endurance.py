@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Outcome, Trial
-from autofit.probing.prober import ProbeRequest
+from autofit.measurement import Measurement, Trial
+from autofit.probing.prober import ProbeRequest, users_error
 from autofit.report.report import Report
 from autofit.units import format_bytes, format_seconds
 
@@ -130,8 +130,8 @@ def soak(
                 steps=steps,
             )
         )
-        if measurement.outcome is Outcome.USER_ERROR:
-            raise prober.user_exception() or RuntimeError(measurement.detail)
+        if (error := users_error(prober, measurement)) is not None:
+            raise error
     strayed = compare(best.measurement, measurement)
     return Endurance(best, measurement, record.vram_budget_bytes, strayed)
 

@@ -47,6 +47,16 @@ def failing():
 def broken():
     return undefined_name
 
+def infinite():
+    return Workload(model, torch.full((4, 8), float("inf")))
+
+def leaking():
+    kept = []
+    def loss_fn(model, batch):
+        kept.append(model(batch))
+        return kept[-1].square().mean()
+    return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
+
 def heavy():
     return Workload(lambda: nn.Linear(512, 512), torch.randn(4, 512))
 '''
@@ -289,6 +299,17 @@ def test_the_users_own_errors_exit_with_3_and_their_traceback(
     assert ran.out == ""
     assert words in ran.err
     assert "models.py" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [("infinite", ": nonfinite: "), ("leaking", ": leak: ")]
+)
+def test_a_workload_that_cannot_be_trained_exits_with_3(
+    here: Callable[..., Ran], target: str, words: str
+) -> None:
+    ran = here("probe", f"models.py:{target}", *ON_CPU)
+    assert ran.code == 3, ran.err
+    assert words in ran.out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from autofit.measurement import Measurement
+from autofit.errors import WorkloadFailed
+from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 
 
@@ -55,3 +56,10 @@ class Prober(Protocol):
 
     def close(self) -> None:
         """Give everything back; probing after that is an error."""
+
+
+def users_error(prober: Prober, measurement: Measurement) -> BaseException | None:
+    """What the user's code raised in that probe; None where its outcome is another."""
+    if measurement.outcome is not Outcome.USER_ERROR:
+        return None
+    return prober.user_exception() or WorkloadFailed(measurement.detail or "the workload failed")

@@ -15,11 +15,11 @@ import torch
 from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import Outcome, Role, Trial
+from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.probing.client import WorkerProber
 from autofit.probing.inprocess import InProcessProber
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.prober import ProbeRequest, users_error
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
 from autofit.report.paste import paste_lines
@@ -209,8 +209,8 @@ def probe_and_survey(
         measurement = prober.probe(
             ProbeRequest(complete, payloads=meanings, full_accumulation=True)
         )
-        if measurement.outcome is Outcome.USER_ERROR:
-            raise prober.user_exception() or RuntimeError(measurement.detail)
+        if (error := users_error(prober, measurement)) is not None:
+            raise error
     role = Role.BASELINE if plan is None else Role.SEARCH
     return Trial(0, role, complete, measurement), survey
 
