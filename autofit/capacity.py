@@ -57,12 +57,7 @@ def check(
         DeviceUnavailable: method="probe", and there is no such device.
         Exception: what the user's own code raised.
     """
-    if method not in METHODS:
-        raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    probes = method == "probe" or (
-        method == "auto" and gpu is None and (device is not None or torch.cuda.is_available())
-    )
-    if probes:
+    if will_probe(method, gpu, device):
         return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
     total = find_gpu(gpu).total_bytes
     budget = budget_bytes(
@@ -80,6 +75,19 @@ def check(
     except CannotTell as error:
         return Verdict(None, plan or workload.plan(), "predict", budget, detail=str(error))
     return _by_prediction(prediction, budget)
+
+
+def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:
+    """Whether a check that is asked for like this runs the plan.
+
+    Raises:
+        InvalidRequest: there is no such method.
+    """
+    if method not in METHODS:
+        raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method == "auto":
+        return gpu is None and (device is not None or torch.cuda.is_available())
+    return method == "probe"
 
 
 def _by_prediction(prediction: Prediction, budget: int) -> Verdict:

@@ -132,8 +132,9 @@ def check(
         verdict = _verdict(
             target,
             options,
+            tuned,
             vram_budget=_budget(vram_budget, tuned),
-            gpu=gpu or _gpu_of(tuned, method),
+            gpu=gpu,
             method=method,
             device=device,
             strategies=strategies,
@@ -154,13 +155,19 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def _verdict(target: str, options: PlanOptions, **how: Any) -> Verdict:
+def _verdict(
+    target: str, options: PlanOptions, tuned: Report | None, *, gpu: str | None, **how: Any
+) -> Verdict:
     from autofit.target import load_target
 
     workload = load_target(target)
     from autofit.capacity import check as run
+    from autofit.capacity import will_probe
 
-    return run(workload, plan=options.plan(workload), payloads=options.payloads, **how)
+    # To name the report's GPU is to ask for a prediction: not where a probe can tell.
+    probes = will_probe(how["method"], gpu, how["device"])
+    named = gpu if gpu or tuned is None or probes else _gpu_of(tuned)
+    return run(workload, plan=options.plan(workload), payloads=options.payloads, gpu=named, **how)
 
 
 def _budget(text: str | None, tuned: Report | None) -> str | float | None:
@@ -169,15 +176,12 @@ def _budget(text: str | None, tuned: Report | None) -> str | float | None:
     return read_budget(text)
 
 
-def _gpu_of(tuned: Report | None, method: str) -> str | int | None:
-    """The GPU a report was made on, where a prediction has to name one."""
-    if tuned is None or method == "probe":
-        return None
+def _gpu_of(tuned: Report) -> str | int:
+    """The GPU that a report was made on, as a prediction names it."""
     from autofit.prediction.gpus import find_gpu
 
-    name = tuned.record.environment.get("gpu")
     try:
-        return find_gpu(name).name if name else None
+        return find_gpu(tuned.record.environment.get("gpu")).name
     except InvalidRequest:  # one that the table does not know: its size says enough
         return int(tuned.record.environment["total_bytes"])
 

@@ -108,13 +108,34 @@ def test_predict_shows_the_breakdown(target: str) -> None:
     assert prediction["largest_micro_batch"] > 16
 
 
-def test_check_of_a_tuned_plan(target: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
+@pytest.fixture
+def report(target: str, tmp_path: Path) -> Path:
+    """Of a short search on the CPU device."""
+    path = tmp_path / "report.json"
     searched = ["search", target, "--device", "cpu", "--vram-budget", "512MiB"]
-    assert run(*searched, "--max-probes", "3", "--out", str(report))[0] == 0
+    assert run(*searched, "--max-probes", "2", "--out", str(path))[0] == 0
+    return path
+
+
+def test_check_of_a_tuned_plan(target: str, report: Path) -> None:
     code, said = run("check", target, "--report", str(report), "--gpu", "L4")
     plan = json.loads(report.read_text())["best"]["plan"]
     assert f"{plan['micro_batch']} x" in said
     assert "512 MiB" in said
     assert code in (0, 1)  # a GPU's context alone takes more than this budget
     assert (code == 1) == ("does not fit" in said)
+
+
+def test_check_of_a_tuned_plan_probes_where_it_can(target: str, report: Path) -> None:
+    """The GPU that the report was made on is for a prediction alone."""
+    made = json.loads(report.read_text())
+    made["environment"]["gpu"] = "NVIDIA L4"
+    report.write_text(json.dumps(made))
+    of_report = ["check", target, "--report", str(report), "--json"]
+    code, said = run(*of_report, "--device", "cpu")
+    assert (code, json.loads(said)["method"]) == (0, "probe")
+    assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
+    named = json.loads(run(*of_report, "--method", "predict")[1])
+    same = json.loads(run(*of_report, "--gpu", "L4")[1])
+    assert named == same
+    assert named["method"] == "predict"
