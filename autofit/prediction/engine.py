@@ -24,8 +24,8 @@ from autofit.workload import Workload
 
 MARGIN = 0.05
 """How far required bytes may lie above the prediction, as a share of it."""
-WORKSPACE_MARGIN = 1.0
-"""And beyond that, as a share of the largest workspace that is cuDNN's own choice."""
+WORKSPACE_MARGIN = 0.1
+"""And beyond that, at most: the largest workspace that is cuDNN's own choice, up to this share."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def _prediction(
 def margin_bytes(recording: Recording, required: int) -> float:
     """How far the truth may lie from the required bytes of a rehearsal.
 
-    A share of them; and, since which algorithm cuDNN takes for a convolution is not known,
-    as much as the largest workspace.
+    A share of them; and, since which algorithm cuDNN takes for a convolution is not known, as much
+    as the largest workspace, up to a tenth.
     """
     workspaces = (size for number, size in recording.events if number in recording.optional)
     largest = round_up(max(workspaces, default=0), ROUNDING_BYTES)
-    return MARGIN * required + WORKSPACE_MARGIN * largest
+    return MARGIN * required + min(WORKSPACE_MARGIN * required, largest)

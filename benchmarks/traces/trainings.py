@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,10 @@ class Training:
 
     def steps(self, device: str) -> Iterator[None]:
         """Builds the model on the device and trains; yields at the end of each step."""
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        torch.backends.cudnn.allow_tf32 = self.tf32
+        with _tf32(self.tf32):
+            yield from self._steps(device)
+
+    def _steps(self, device: str) -> Iterator[None]:
         with torch.device(device):
             model = self.make()
         model.to(self.pure)
@@ -81,6 +83,19 @@ class Training:
         if self.sgd:
             return torch.optim.SGD(parameters, 1e-3, momentum=0.9)
         return torch.optim.AdamW(parameters, 1e-4, **self.adamw)
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    parts: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [part.allow_tf32 for part in parts]
+    try:
+        for part in parts:
+            part.allow_tf32 = allowed
+        yield
+    finally:
+        for part, was in zip(parts, before, strict=True):
+            part.allow_tf32 = was
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
