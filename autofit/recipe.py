@@ -54,8 +54,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:
             raise InvalidRequest("give loss_fn or criterion, not both: each says what the loss is")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise InvalidRequest(f"clip_grad_norm must be above zero, got {self.clip_grad_norm}")
+        for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise InvalidRequest(f"{name} must be a function, got {function!r}")
+        norm = self.clip_grad_norm
+        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+            raise InvalidRequest(f"clip_grad_norm must be above zero, got {norm!r}")
 
     def weight(self, batch: Batch) -> float:
         """What the loss of this batch is a mean over."""

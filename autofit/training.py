@@ -168,7 +168,16 @@ class Training:
             return self.recipe.loss(self.model, batch)
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
-        """Add the gradients of this loss, weighted by its share of the whole."""
+        """Add the gradients of this loss, weighted by its share of the whole.
+
+        Raises:
+            InvalidRequest: no parameter's gradient could come of it.
+        """
+        if not loss.requires_grad:
+            raise InvalidRequest(
+                "the loss hangs on no parameter that requires gradients: is the whole model "
+                "frozen, or was the loss detached or computed under torch.no_grad()?"
+            )
         weighted = loss if weight == 1.0 else loss * weight
         if self.scaler is not None:
             weighted = self.scaler.scale(weighted)

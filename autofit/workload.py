@@ -67,8 +67,8 @@ class Workload:
             raise InvalidRequest(
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
-        if self.global_batch is not None and self.global_batch < 1:
-            raise InvalidRequest(f"global_batch must be at least 1, got {self.global_batch}")
+        if self.global_batch is not None:
+            _check_global_batch(self.global_batch)
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
         self._check_optimizer()
@@ -81,11 +81,18 @@ class Workload:
                 "when each of them steps"
             )
         live = isinstance(self.optimizer, torch.optim.Optimizer)
+        if not live and not isinstance(self.optimizer, Mapping) and not callable(self.optimizer):
+            raise InvalidRequest(
+                "optimizer must be a function of parameters, such as torch.optim.AdamW, or a live "
+                f"Optimizer, got {self.optimizer!r}"
+            )
         if live and not isinstance(self.model, torch.nn.Module):
             raise InvalidRequest(
                 "a live optimizer belongs to the parameters of a live model, and this model is "
                 "built by a function: give optimizer=parameters -> Optimizer"
             )
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            _check_trains(self.optimizer, self.model)
 
     @property
     def makes_batches(self) -> bool:
@@ -171,16 +178,17 @@ class Workload:
         """The live module, or what the function builds.
 
         Raises:
-            InvalidRequest: the function returned something else.
+            InvalidRequest: the function returned something else, or a lazy module's parameters
+                have no shape yet.
         """
         if isinstance(self.model, torch.nn.Module):
-            return self.model
+            return _with_shapes(self.model)
         built = self.model()
         if not isinstance(built, torch.nn.Module):
             raise InvalidRequest(
                 f"the model function returned a {type(built).__name__}, no nn.Module"
             )
-        return built
+        return _with_shapes(built)
 
     def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
         """The live optimizer, or a new one for the model's parameters.
@@ -198,6 +206,36 @@ class Workload:
                 for name, entry in self.optimizer.items()
             }
         return _optimizer_for(self.optimizer, model, place)
+
+
+def _check_global_batch(samples: object) -> None:
+    if isinstance(samples, bool) or not isinstance(samples, int):
+        raise InvalidRequest(f"global_batch must be a whole number of samples, got {samples!r}")
+    if samples < 1:
+        raise InvalidRequest(f"global_batch must be at least 1, got {samples}")
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    """Timed with the optimizer of another model, a step would update nothing."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in held):
+        raise InvalidRequest(
+            f"the live optimizer ({type(optimizer).__name__}) holds not one of the model's "
+            "parameters: make it from this model's parameters, after any change that replaces them"
+        )
+
+
+def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise InvalidRequest(
+            f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} no shape yet, "
+            "as lazy modules do before their first forward: run one batch through the model "
+            "before you hand it over (in the function, where a function builds it)"
+        )
+    return model
 
 
 def _submodule(

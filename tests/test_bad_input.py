@@ -29,6 +29,31 @@ def batch() -> torch.Tensor:
     [
         ({"global_batch": 0}, r"global_batch must be at least 1, got 0"),
         ({"global_batch": -8}, r"global_batch must be at least 1, got -8"),
+        ({"global_batch": "8"}, r"global_batch must be a whole number of samples, got '8'"),
+        ({"global_batch": 8.0}, r"global_batch must be a whole number of samples, got 8\.0"),
+        ({"loss_fn": "mse"}, r"loss_fn must be a function, got 'mse'"),
+        ({"loss_weight": 3}, r"loss_weight must be a function, got 3"),
+        ({"train_step": 3}, r"train_step must be a function, got 3"),
+        ({"clip_grad_norm": "1"}, r"clip_grad_norm must be above zero, got '1'"),
+        ({"optimizer": "adam"}, r"optimizer must be a function of parameters.* got 'adam'"),
+        ({"optimizer": None}, r"optimizer must be a function of parameters.* got None"),
+        (
+            {"model": model(), "optimizer": torch.optim.SGD(model().parameters(), lr=0.1)},
+            r"the live optimizer \(SGD\) holds not one of the model's parameters",
+        ),
+        (
+            {"model": nn.Sequential(nn.LazyLinear(4))},
+            r"the model's 0\.weight, 0\.bias have no shape yet.*run one batch through the model",
+        ),
+        (
+            {"model": lambda: nn.Sequential(nn.LazyLinear(4))},
+            r"no shape yet.*in the function, where a function builds it",
+        ),
+        (
+            {"model": model().requires_grad_(False)},
+            r"hangs on no parameter.*the whole model frozen",
+        ),
+        ({"loss_fn": lambda m, b: m(b).mean().detach()}, r"hangs on no parameter.*was .*detached"),
         ({"max_micro_batch": 0}, r"max_micro_batch must be at least 1, got 0"),
         ({"max_probes": 0}, r"max_probes must be at least 1, the baseline, got 0"),
         ({"timeout": 0}, r"timeout must be above zero seconds, got 0"),
