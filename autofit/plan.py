@@ -7,7 +7,8 @@ k micro-batches whose sizes differ by at most one, the larger ones first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -204,11 +205,18 @@ class Dimension:
         if len(set(self.values)) != len(self.values):
             raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
         for name in ("payloads", "hints"):
-            unknown = set(getattr(self, name)) - set(self.values)
+            given = getattr(self, name)
+            object.__setattr__(self, name, MappingProxyType(dict(given)))
+            unknown = set(given) - set(self.values)
             if unknown:
                 raise InvalidRequest(
                     f"{name} name values the dimension lacks: {sorted(map(str, unknown))}"
                 )
+
+    def __reduce__(self) -> tuple[Callable[..., Dimension], tuple[Any, ...]]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain |= {"payloads": dict(self.payloads), "hints": dict(self.hints)}
+        return partial(Dimension, **plain), ()
 
     def allowed_with(self, settings: Settings) -> bool:
         """Whether `when` lets this dimension vary beside those settings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 
@@ -12,6 +13,7 @@ from autofit.plan import (
     Dimension,
     Hint,
     Plan,
+    Scalar,
     payloads_of,
     settings_of,
     split_evenly,
@@ -96,7 +98,7 @@ def test_plans_survive_json_and_pickling(plan: Plan) -> None:
     assert Plan.from_dict(plan.to_dict() | {"from": "a later version"}) == plan
 
 
-def test_dimensions_survive_json() -> None:
+def test_dimensions_survive_json_and_pickling() -> None:
     dimension = Dimension(
         [0, 1, 2],
         payloads={1: {"units": ["a"]}, 2: {"units": ["a", "b"]}},
@@ -106,7 +108,19 @@ def test_dimensions_survive_json() -> None:
         fresh_worker=True,
     )
     assert Dimension.from_dict(json.loads(json.dumps(dimension.to_dict()))) == dimension
+    assert pickle.loads(pickle.dumps(dimension)) == copy.deepcopy(dimension) == dimension
     assert Dimension.from_dict({"values": ["as_is"]}) == Dimension(["as_is"])
+
+
+def test_what_a_dimensions_values_mean_cannot_be_changed() -> None:
+    given: dict[Scalar, list[str]] = {1: ["a"]}
+    dimension = Dimension([0, 1], payloads=given, hints={1: Hint(0.5)})
+    given[0] = ["b"]
+    assert dict(dimension.payloads) == {1: ["a"]}
+    with pytest.raises(TypeError):
+        dimension.payloads[0] = []  # type: ignore[index]  # that it cannot be done is what is tested
+    with pytest.raises(TypeError):
+        dimension.hints[0] = Hint()  # type: ignore[index]  # likewise
 
 
 def test_values_of_a_dimension_differ_and_there_is_one() -> None:

@@ -62,7 +62,8 @@ class Survey:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        return asdict(self) | {
+        return vars(self) | {
+            "environment": asdict(self.environment),
             "dimensions": {name: d.to_dict() for name, d in self.dimensions.items()},
             "resplit": self.resplit.to_dict() if self.resplit else None,
             "notes": list(self.notes),

@@ -72,7 +72,9 @@ class Beliefs:
     @cached_property
     def bound(self) -> Counts:
         """Per variant, the largest micro-batch that is not ruled out."""
-        return np.array([self.exclusions.bound(settings) for settings in self.variants])
+        bounds = [self.exclusions.bound(settings) for settings in self.variants]
+        largest = self.facts.space.largest_micro_batch
+        return np.array([largest if bound is None else bound for bound in bounds])
 
     @cached_property
     def usable(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -86,7 +88,7 @@ class Beliefs:
             trial
             for trial in self.probes
             if trial.ok
-            and trial.plan.micro_batch <= self.exclusions.bound(trial.plan.settings)
+            and trial.plan.micro_batch <= self.bound[self.index(trial.plan)]
             and self.exclusions.why(trial.plan.settings) is None
         ]
 

@@ -8,18 +8,18 @@ fault moves a memory line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autofit.measurement import Outcome, Role, Trial
-from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.plan import Scalar, Settings, VariantKey, variant_key
 from autofit.searching.facts import SearchFacts
 
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
 _ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Exclusions:
     """What may not be run any more.
 
@@ -31,32 +31,30 @@ class Exclusions:
         smallest_of: variant -> likewise, where that variant alone is known to fail.
     """
 
-    blamed: dict[VariantKey, str] = field(default_factory=dict)
-    largest: dict[VariantKey, int] = field(default_factory=dict)
-    smallest: int = 1
-    smallest_of: dict[VariantKey, int] = field(default_factory=dict)
+    blamed: Mapping[VariantKey, str]
+    largest: Mapping[VariantKey, int]
+    smallest: int
+    smallest_of: Mapping[VariantKey, int]
 
     def why(self, settings: Settings) -> str | None:
         """Why a variant is set aside; None where it is not."""
         have = set(settings.items())
         return next((why for blamed, why in self.blamed.items() if have.issuperset(blamed)), None)
 
-    def bound(self, settings: Settings) -> int:
-        """The largest micro-batch of a variant that is not known to be refused."""
-        return self.largest.get(variant_key(settings), 2**40)
+    def bound(self, settings: Settings) -> int | None:
+        """The largest micro-batch of a variant that is not known to be refused; None: any."""
+        return self.largest.get(variant_key(settings))
 
     def least(self, settings: Settings) -> int:
         """The smallest micro-batch of a variant that is not known to fail."""
         return max(self.smallest, self.smallest_of.get(variant_key(settings), 1))
 
-    def rule_out_from(self, plan: Plan) -> None:
-        """No micro-batch of that variant as large as this one, or larger."""
-        self.largest[plan.variant] = min(self.bound(plan.settings), plan.micro_batch - 1)
-
 
 def exclusions_of(facts: SearchFacts, trials: Sequence[Trial]) -> Exclusions:
     """What these trials rule out."""
-    found = Exclusions()
+    blamed: dict[VariantKey, str] = {}
+    largest: dict[VariantKey, int] = {}
+    smallest, smallest_of = 1, dict[VariantKey, int]()
     plain = facts.space.baseline
     ran = [t.plan for t in trials if t.role is not Role.VETOED and t.measurement.step_times_s]
     works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
@@ -70,15 +68,16 @@ def exclusions_of(facts: SearchFacts, trials: Sequence[Trial]) -> Exclusions:
         larger = outcome is Outcome.UNSUPPORTED and plan.micro_batch > plain.micro_batch
         of_size = larger or outcome in _ACCIDENTS
         if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and of_size):
-            found.rule_out_from(plan)
+            below = plan.micro_batch - 1
+            largest[plan.variant] = min(below, largest.get(plan.variant, below))
         elif plan.variant == plain.variant and plan.micro_batch < plain.micro_batch:
-            found.smallest = max(found.smallest, plan.micro_batch + 1)
+            smallest = max(smallest, plan.micro_batch + 1)
         elif outcome is Outcome.UNSUPPORTED and plan.micro_batch < plain.micro_batch:
             # Whether its size or its settings are to blame shows where the baseline ran.
-            found.smallest_of[plan.variant] = plain.micro_batch
+            smallest_of[plan.variant] = plain.micro_batch
         else:
-            found.blamed[_blame(plan.variant, works)] = _reason(trial)
-    return found
+            blamed[_blame(plan.variant, works)] = _reason(trial)
+    return Exclusions(blamed, largest, smallest, smallest_of)
 
 
 def _blame(variant: VariantKey, works: set[tuple[str, Scalar]]) -> VariantKey:

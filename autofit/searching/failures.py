@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
@@ -32,6 +33,12 @@ def hopeless(trial: Trial, prober: Prober) -> BaseException | None:
     return None
 
 
+def _size(trial: Trial) -> tuple[int, float]:
+    """What the smallest plan is told by: micro-batch, then the bytes held, where they are known."""
+    held = trial.measurement.held_bytes
+    return trial.plan.micro_batch, math.inf if held is None else held
+
+
 def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
     """What to say when not one plan that was tried can be returned."""
     tried = probes_of(trials)
@@ -42,9 +49,7 @@ def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
             f"not one plan could be run; the last, {last.plan}, ended "
             f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
         )
-    smallest = min(
-        about_memory, key=lambda t: (t.plan.micro_batch, t.measurement.held_bytes or 2**62)
-    )
+    smallest = min(about_memory, key=_size)
     required, allowed = smallest.measurement.held_bytes, facts.vram_budget_bytes
     needed = f"needed {format_bytes(required)}" if required else "ran out of memory"
     return NoFeasiblePlan(

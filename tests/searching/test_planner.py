@@ -91,7 +91,7 @@ def test_a_plan_that_ran_out_of_memory_bounds_its_variant(rig: Any) -> None:
     ]
     found = exclusions_of(facts, trials)
     assert found.bound(PLAIN) == 15
-    assert found.bound(HALF) > 2**20
+    assert found.bound(HALF) is None
 
 
 def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(rig: Any) -> None:
