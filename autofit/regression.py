@@ -61,12 +61,17 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         allowed: the most that the need may grow, as a fraction.
 
     Raises:
-        InvalidRequest: the file cannot be read, or the two have no figure in common.
+        InvalidRequest: the file cannot be read, is no earlier verdict, or the two have no figure in
+            common.
     """
     try:
         before = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
+    if not isinstance(before, dict) or not isinstance(before.get("best", before), dict):
+        raise InvalidRequest(
+            f"{os.fspath(path)} is neither a report nor what `autofit check --json` prints"
+        )
     for quantity, key in _figures(verdict, before):
         now, then = getattr(verdict, key), before_bytes(before, key)
         if now is not None and then:
