@@ -42,8 +42,7 @@ class Flag:
 
     def put_back(self, value: Any) -> None:
         """Write `value` where it is known and differs from what is there."""
-        now = self.value()
-        if value is not UNREADABLE and now is not UNREADABLE and now != value:
+        if value is not UNREADABLE and self.value() != value:
             self.write(value)
 
 
@@ -109,6 +108,7 @@ def _computing_flags() -> Iterator[Flag]:
 
 
 _ATTRIBUTES = (
+    "torch.backends.cudnn.allow_tf32",  # first, as above; unreadable where the new ones disagree
     "torch.backends.fp32_precision",
     "torch.backends.cuda.matmul.fp32_precision",
     "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",

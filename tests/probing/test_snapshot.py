@@ -386,3 +386,14 @@ def test_hashes_tell_values_apart(tensor: torch.Tensor) -> None:
     assert hash_of(tensor) == hash_of(tensor.clone())
     if tensor.numel():
         assert hash_of(tensor) != hash_of(torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("part", ["allow_tf32", "conv.fp32_precision"])
+def test_both_names_of_tf32_come_back(part: str) -> None:
+    cudnn: Any = torch.backends.cudnn  # torch adds these attributes when it is imported
+    owner = cudnn.conv if part.startswith("conv") else cudnn
+    name = part.rpartition(".")[2]
+    before = (cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    with preserved({}):
+        setattr(owner, name, "ieee" if name == "fp32_precision" else not cudnn.allow_tf32)
+    assert (cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == before
