@@ -5,6 +5,7 @@ It imports no torch until `apply` is called, so a saved report opens on any mach
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -135,8 +136,8 @@ class Report:
             as they were.
 
         Raises:
-            InvalidRequest: a loaded report is not told how the loss is computed, or a strategy of
-                the plan is not installed here.
+            InvalidRequest: the model holds no tensor, a loaded report is not told how the loss is
+                computed, or a strategy of the plan is not installed here.
         """
         from autofit.training import Training
 
@@ -153,7 +154,7 @@ class Report:
             optimizer,
             self._recipe({name: value for name, value in said.items() if value is not None}),
             plan,
-            device=next(model.parameters()).device,
+            device=_device_of(model),
             strategies=self._strategies_of(plan.settings),
             payloads=self.record.payloads(plan.settings),
         )
@@ -227,11 +228,20 @@ def load(path: str | os.PathLike[str]) -> Report:
         data = json.loads(text)
     except OSError as error:
         raise InvalidRequest(f"cannot read the report {os.fspath(path)}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{os.fspath(path)} is no JSON report: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest(f"{os.fspath(path)} is no report: it holds a {type(data).__name__}")
     return Report(Record.from_dict(data))
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        return tensor.device
+    raise InvalidRequest(
+        f"the model (a {type(model).__name__}) holds no parameter and no buffer: "
+        "there is nothing to train, and no device to train on"
+    )
 
 
 def _write_whole(target: Path, text: str) -> None:

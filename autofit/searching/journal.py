@@ -7,6 +7,7 @@ the file, is held for each write, so that other Optuna programs can read and wri
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -56,6 +57,8 @@ class JournalFile:
         self._file.close()
 
     def _claim(self) -> IO[bytes]:
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, no file")  # reading may not end
         file = open(self.path, "ab+")  # noqa: SIM115  # stays open as long as the lock is wanted
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -73,6 +73,7 @@ def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) 
     [
         ("", "no JSON report"),
         ("{", "no JSON report"),
+        ("[" * 100_000, "no JSON report"),
         ("[1, 2]", "holds a list"),
         ("{}", "schema None"),
         ('{"schema": 1}', "no complete autofit report"),
@@ -102,6 +103,14 @@ def test_a_loaded_report_asks_for_the_functions_that_the_search_was_given(record
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InvalidRequest, match=r"criterion=\.\.\. to apply"):
         Report(record).apply(model, optimizer)
+
+
+def test_a_model_without_a_tensor_is_refused(record: Record) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(InvalidRequest, match=r"\(a ReLU\) holds no parameter and no buffer"):
+        Report(record).apply(
+            torch.nn.ReLU(), torch.optim.SGD([weight]), loss_fn=lambda model, batch: model(batch)
+        )
 
 
 def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:

@@ -184,6 +184,16 @@ def test_a_folder_in_place_of_a_file_is_said(tmp_path: Path) -> None:
         Store.open(tmp_path, IDENTITY)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "/dev/null"])
+def test_what_may_have_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = Path(kind)
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(StudyRefused, match="it is a pipe or a device, no file"):
+        Store.open(path, IDENTITY)
+
+
 def test_an_unknown_kind_of_url_is_said() -> None:
     with pytest.raises(StudyRefused, match="cannot open the study nosql://host/x"):
         Store.open("nosql://host/x", IDENTITY)
