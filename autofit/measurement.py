@@ -19,6 +19,7 @@ class Outcome(StrEnum):
     """How a probe ended."""
 
     OK = "ok"
+    """It ran within the VRAM budget."""
     OOM = "oom"
     """The device's memory, as far as the VRAM budget allows it, ran out."""
     OVER_BUDGET = "over_budget"
@@ -30,13 +31,19 @@ class Outcome(StrEnum):
     HOST_OOM = "host_oom"
     """The host's memory ran out, not the device's."""
     TIMEOUT = "timeout"
+    """It went on for much longer than was expected, and was ended."""
     CRASHED = "crashed"
+    """The worker died, and not for want of host memory."""
     POISONED = "poisoned"
     """The device context is beyond use; the worker was replaced."""
     LEAK = "leak"
+    """Every step leaves more bytes allocated than the one before."""
     NONFINITE = "nonfinite"
+    """The loss became infinite or not a number."""
     UNSUPPORTED = "unsupported"
+    """The model or the device cannot run with these settings, or at so small a micro-batch."""
     USER_ERROR = "user_error"
+    """The user's own code raised."""
 
     @property
     def about_memory(self) -> bool:
@@ -48,8 +55,11 @@ class Role(StrEnum):
     """Why a trial was run."""
 
     BASELINE = "baseline"
+    """The user's own plan, the first to run."""
     SEARCH = "search"
+    """It was expected to gain enough to be worth a probe."""
     CONFIRMED = "confirmed"
+    """A leading plan, or the baseline beside it, run again at the end."""
     VETOED = "vetoed"
     """Asked for, and refused before it ran: it was no probe."""
 

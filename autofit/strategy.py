@@ -83,10 +83,12 @@ class Context(Protocol):
         """A copy of the user's model, on the device; it may be run, and is thrown away."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where the plans will run."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """What that device can do natively."""
 
     def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
         """What `run(training, batch)` returns for a plain training of a fresh model copy.
@@ -102,14 +104,16 @@ class TrainingView(Protocol):
     """What a strategy sees of a training while its settings are applied."""
 
     @property
-    def model(self) -> torch.nn.Module: ...
+    def model(self) -> torch.nn.Module:
+        """The model that is trained, on the device."""
 
     @property
     def optimizer(self) -> Any:
         """The optimizer, or a mapping of them where the user's `train_step` has several."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where model and batches are."""
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -142,7 +146,9 @@ class Strategy(Protocol):
     name: str
     """Prefix of its settings."""
     phase: Phase
+    """When it is applied, beside other strategies."""
     numerics: Numerics
+    """How far its settings change the arithmetic."""
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Setting name (with the prefix) -> its values; {} = not for this model or device."""

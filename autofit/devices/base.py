@@ -50,20 +50,24 @@ class Device(Protocol):
     """One device, held by this process."""
 
     @property
-    def torch_device(self) -> torch.device: ...
+    def torch_device(self) -> torch.device:
+        """The device as torch names it."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """What it can do natively."""
 
     @property
-    def environment(self) -> Environment: ...
+    def environment(self) -> Environment:
+        """What a report says of it, and of the software on it."""
 
     @property
     def exclusive_key(self) -> str | None:
         """A name on this host of what two searches must not use at once; None: it may be shared."""
 
     @property
-    def total_bytes(self) -> int: ...
+    def total_bytes(self) -> int:
+        """All of its memory, whoever uses it."""
 
     @property
     def free_bytes(self) -> int:
@@ -85,16 +89,20 @@ class Device(Protocol):
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same module object, its parameters and buffers moved to the device."""
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> Mark:
+        """The point in the device's time that the work given to it so far ends at."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait for all work given to it."""
 
-    def read(self) -> MemoryReading: ...
+    def read(self) -> MemoryReading:
+        """Its memory counters now; peaks are those since `reset_peaks`."""
 
     def allocated_bytes(self) -> int:
         """Bytes in live tensors now; cheap enough to ask for after every step."""
 
-    def reset_peaks(self) -> None: ...
+    def reset_peaks(self) -> None:
+        """Start counting peaks anew, from what is held now."""
 
     def release_cache(self) -> None:
         """Hand unused cached memory back to the device."""
