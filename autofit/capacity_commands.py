@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, users_code
 from autofit.options import (
     AccumulationSteps,
     AsJson,
@@ -61,14 +61,12 @@ def predict(
         workload = load_target(target)
         from autofit.prediction.engine import predict as run
 
-        prediction = run(
-            workload,
-            plan=options.plan(workload),
-            gpu=gpu,
-            strategies=strategies,
-            payloads=options.payloads,
-        )
-        largest = prediction.largest_micro_batch
+        plan = options.plan(workload)
+        with users_code():
+            prediction = run(
+                workload, plan=plan, gpu=gpu, strategies=strategies, payloads=options.payloads
+            )
+            largest = prediction.largest_micro_batch
     if as_json:
         typer.echo(json.dumps(prediction.to_dict() | {"largest_micro_batch": largest}, indent=1))
         return
@@ -167,7 +165,9 @@ def _verdict(
     # To name the report's GPU is to ask for a prediction: not where a probe can tell.
     probes = will_probe(how["method"], gpu, how["device"])
     named = gpu if gpu or tuned is None or probes else _gpu_of(tuned)
-    return run(workload, plan=options.plan(workload), payloads=options.payloads, gpu=named, **how)
+    plan = options.plan(workload)
+    with users_code():
+        return run(workload, plan=plan, payloads=options.payloads, gpu=named, **how)
 
 
 def _budget(text: str | None, tuned: Report | None) -> str | float | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autofit import capacity_commands
-from autofit.errors import AutofitError, InvalidRequest
+from autofit.errors import AutofitError, InvalidRequest, is_users
 from autofit.measurement import Outcome, Trial
 from autofit.options import (
     AccumulationSteps,
@@ -326,18 +326,7 @@ def _exit_codes() -> Iterator[None]:
         raise
     except Exception as error:
         traceback.print_exc()
-        sys.exit(3 if _came_from_the_workload(error) else 4)
-
-
-def _came_from_the_workload(error: Exception) -> bool:
-    """Whether the user's code raised it: in the worker, or here while it was imported."""
-    if type(error.__cause__).__name__ == "WorkerTraceback":
-        return True
-    ours = Path(__file__).parent
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    ran_by = (ours / "target.py", ours / "probing")
-    was_run = any(place in (file, *file.parents) for file in files for place in ran_by)
-    return was_run and ours not in files[-1].parents
+        sys.exit(3 if is_users(error) else 4)
 
 
 def main(run: Callable[[], Any] = app) -> None:

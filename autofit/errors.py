@@ -2,11 +2,14 @@
 
 Each says what went wrong, which value it was, and what to do about it; `exit_code` is what the
 command line returns for it. An exception that the user's own code raised is never wrapped in one
-of these: it reaches the user with its own type (see `autofit.probing.client`).
+of these: it reaches the user with its own type (see `autofit.probing.client`), and `is_users` tells
+it from a fault of autofit's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,3 +71,24 @@ class CannotTell(AutofitError):
     """A question that could be answered neither by tracing nor by running."""
 
     exit_code = 5
+
+
+def mark_users(error: BaseException) -> None:
+    """Note, where it is known, that the user's own code raised it; autofit's errors are its own."""
+    if not isinstance(error, AutofitError):
+        vars(error)["_raised_by_users_code"] = True  # past any __setattr__ of its class
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether it was noted that the user's own code raised it."""
+    return "_raised_by_users_code" in vars(error)
+
+
+@contextmanager
+def users_code() -> Iterator[None]:
+    """What is raised inside is the user's, but for autofit's own errors."""
+    try:
+        yield
+    except Exception as error:
+        mark_users(error)
+        raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, users_code
 
 if TYPE_CHECKING:
     from autofit.workload import Workload
@@ -24,6 +24,7 @@ _ASKED = (
 )
 
 
+@users_code()
 def load_target(target: str) -> Workload:
     """The workload that a target names.
 
@@ -31,7 +32,8 @@ def load_target(target: str) -> Workload:
 
     Raises:
         InvalidRequest: there is no such file, module or name, or it is no workload.
-        Exception: whatever the user's module raises when it is imported or called.
+        Exception: whatever the user's module raises when it is imported or called; it is marked as
+            the user's.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:

@@ -44,6 +44,11 @@ def failing():
         raise RuntimeError("the loss is nowhere to be found")
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
 
+def absent():
+    raise LookupError("the weights are nowhere to be found")
+
+unbuilt = Workload(absent, torch.randn(4, 8))
+
 def broken():
     return undefined_name
 
@@ -299,6 +304,23 @@ def test_the_users_own_errors_exit_with_3_and_their_traceback(
     assert ran.out == ""
     assert words in ran.err
     assert "models.py" in ran.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("search", "models.py:unbuilt", *ON_CPU),
+        ("search", "models.py:unbuilt", "--device", "cpu"),
+        ("predict", "models.py:unbuilt"),
+        ("predict", "models.py:failing"),
+    ],
+)
+def test_the_users_own_errors_exit_with_3_wherever_they_are_met(
+    here: Callable[..., Ran], command: tuple[str, ...]
+) -> None:
+    ran = here(*command)
+    assert ran.code == 3, ran.err
+    assert "nowhere to be found" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from autofit.devices.base import budget_bytes
 from autofit.devices.lock import DeviceLock
 from autofit.devices.open import open_device
-from autofit.errors import DeviceUnavailable
+from autofit.errors import DeviceUnavailable, mark_users, users_code
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
@@ -114,7 +114,8 @@ class InProcessProber:
         """The facts of the workload on the device; looked up once."""
         if self._survey is None:
             try:
-                self._survey = self._session.survey()
+                with users_code():
+                    self._survey = self._session.survey()
             finally:
                 self._snapshot.restore()
                 self._spare_collections()  # of what the first training imported
@@ -136,6 +137,7 @@ class InProcessProber:
         finally:
             self._snapshot.restore()
         if reply.exception is not None:
+            mark_users(reply.exception)
             if reply.traceback:
                 reply.exception.__cause__ = WorkerTraceback(reply.traceback)
             self._user_exception = reply.exception
@@ -148,7 +150,8 @@ class InProcessProber:
     ) -> Comparison:
         """Loss and gradients of two plans on the same samples."""
         try:
-            return self._session.compare(first, second, payloads, samples)
+            with users_code():
+                return self._session.compare(first, second, payloads, samples)
         finally:
             self._snapshot.restore()
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import cloudpickle
 
-from autofit.errors import AutofitError, WorkloadFailed
+from autofit.errors import AutofitError, WorkloadFailed, mark_users
 from autofit.plan import Plan
 from autofit.probing.payload import dumps
 from autofit.probing.prober import ProbeRequest
@@ -81,6 +81,7 @@ def exception_from_dict(data: Mapping[str, Any]) -> BaseException:
             exception = None
     if exception is None:
         exception = WorkloadFailed(f"{data['type']}: {data['message']}")
+    mark_users(exception)
     if data["traceback"] and not isinstance(exception, AutofitError):
         exception.__cause__ = WorkerTraceback(data["traceback"])
     return exception

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed
+from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users
 from autofit.plan import Plan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.wire import (
@@ -98,6 +98,11 @@ def test_the_workers_traceback_is_the_cause_but_not_of_our_own_errors() -> None:
     assert "where it was" in str(_there_and_back(ValueError("x")).__cause__)
     assert _there_and_back(ValueError("x"), None).__cause__ is None
     assert _there_and_back(InvalidRequest("x")).__cause__ is None
+
+
+def test_what_comes_from_the_worker_is_known_for_the_users() -> None:
+    assert is_users(_there_and_back(ValueError("x")))
+    assert not is_users(_there_and_back(InvalidRequest("x")))
 
 
 def test_notes_travel() -> None:
