@@ -19,12 +19,17 @@ from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
 from autofit.probing.deadlines import Deadlines
 from autofit.probing.interrupts import interrupts_deferred
-from autofit.probing.losses import Losses, oom_kills, outcome_of_death, words_of_death
 from autofit.probing.payload import Payload, nameless_file, write_payload
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
 from autofit.probing.survey import Survey
 from autofit.probing.wire import exception_from_dict, request_to_dict
+from autofit.probing.worker_deaths import (
+    LostWorkers,
+    oom_kills,
+    outcome_of_death,
+    words_of_death,
+)
 from autofit.strategy import Strategy
 from autofit.units import format_bytes, format_seconds
 from autofit.workload import Workload
@@ -66,7 +71,7 @@ class WorkerProber:
     ) -> None:
         self._workload = workload
         self._deadlines = deadlines or Deadlines()
-        self._losses = Losses()
+        self._lost = LostWorkers()
         self._lock: DeviceLock | None = None
         self._opening = {
             "do": "open",
@@ -125,12 +130,12 @@ class WorkerProber:
 
         A plan that has cost three workers is not given a fourth, and neither is its variant.
         """
-        verdict = self._losses.verdict(request.plan)
-        if verdict is not None:
-            return verdict
+        set_aside = self._lost.set_aside_as(request.plan)
+        if set_aside is not None:
+            return set_aside
         measurement = self._probe_in_worker(request)
         if self._process is None and measurement.outcome in _FAULTS_OF_A_WORKER:
-            self._losses.note(request.plan, measurement)
+            self._lost.note(request.plan, measurement)
         return measurement
 
     def _probe_in_worker(self, request: ProbeRequest) -> Measurement:

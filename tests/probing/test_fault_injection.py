@@ -21,7 +21,7 @@ from torch import nn
 import autofit
 from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.measurement import Outcome
-from autofit.probing.losses import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
+from autofit.probing.worker_deaths import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
 from autofit.workload import Workload
 
 CALM = 2

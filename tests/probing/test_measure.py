@@ -1,4 +1,4 @@
-"""A plan stepped on the CPU device: what its peaks, times and verdict are made of."""
+"""A plan stepped on the CPU device: what its peaks, times and outcome are made of."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ MOST_WORKERS_PER_PLAN = 3
 
 
 @dataclass
-class Losses:
+class LostWorkers:
     """The workers that plans have cost; a variant with a plan that cost three is set aside."""
 
     _lost: Counter[Plan] = field(default_factory=Counter)
@@ -30,8 +30,8 @@ class Losses:
             )
             self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
 
-    def verdict(self, plan: Plan) -> Measurement | None:
-        """What is said of a plan whose variant is set aside; None: run it."""
+    def set_aside_as(self, plan: Plan) -> Measurement | None:
+        """What stands for a probe of a plan whose variant is set aside; None: run it."""
         return self._set_aside.get(plan.variant)
 
 
