@@ -18,8 +18,8 @@ import torch
 
 from autofit.strategy import TrainingView
 
-from .outcomes import Noise, Outcome, first_difference
 from .patch import checkpointed
+from .remains import Noise, Remains, first_difference
 from .state import State, seed_everything, traces
 
 SEEDS = (0, 1, 2)
@@ -72,7 +72,7 @@ class _Gate:
         self._seed = 0
         self._steps = 0
         self._always: frozenset[str] = frozenset()
-        self._plain: Outcome = {}
+        self._plain: Remains = {}
         self._noise = Noise()
 
     def compare(self, layers: Sequence[Sequence[str]]) -> None:
@@ -122,35 +122,35 @@ class _Gate:
         if self._steps >= MOST_STEPS:
             return "not tried: too many parts of this model differ when they run twice"
         try:
-            outcome = self._run(units)
+            remains = self._run(units)
         except torch.OutOfMemoryError:
             if not self._always:
                 raise
             return _TOO_LARGE
         except Exception as error:  # whatever a recomputation raises speaks against the unit
             return f"it cannot run twice ({type(error).__name__}: {_first_line(error)})"
-        reason = first_difference(self._plain, outcome, self._noise)
+        reason = first_difference(self._plain, remains, self._noise)
         if reason is not None and self._noise.learn(self._plain, self._run(())):
-            reason = first_difference(self._plain, outcome, self._noise)
+            reason = first_difference(self._plain, remains, self._noise)
         return reason
 
-    def _run(self, units: Collection[str]) -> Outcome:
+    def _run(self, units: Collection[str]) -> Remains:
         self._steps += 1
         self._state.restore()
         seed_everything(self._seed)
-        training, outcome = self._training, Outcome()
+        training, remains = self._training, Remains()
         placed = self._always ^ set(units)
         with (
             checkpointed(training.model, placed, self.parity.buffers),
-            _gradients_into(training, outcome),
+            _gradients_into(training, remains),
         ):
-            outcome["loss"] = training.step(self._batch).detach().clone()
-        outcome.update(traces(training.model))
-        return outcome
+            remains["loss"] = training.step(self._batch).detach().clone()
+        remains.update(traces(training.model))
+        return remains
 
 
 @contextmanager
-def _gradients_into(training: TrainingView, outcome: Outcome) -> Iterator[None]:
+def _gradients_into(training: TrainingView, remains: Remains) -> Iterator[None]:
     """Note the gradients in place of every update, so that the weights stay."""
 
     updates = count(1)
@@ -160,7 +160,7 @@ def _gradients_into(training: TrainingView, outcome: Outcome) -> Iterator[None]:
         for name, parameter in training.model.named_parameters():
             if parameter.grad is not None:
                 key = f"the gradient of {name}" + (f" at update {update}" if update > 1 else "")
-                outcome[key] = parameter.grad.detach().clone()
+                remains[key] = parameter.grad.detach().clone()
 
     undo = training.wrap_optimizer_step(note)
     try:

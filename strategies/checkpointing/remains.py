@@ -10,7 +10,7 @@ import torch
 ROOM = 10
 """How many times further apart than two plain steps a checkpointed one may be."""
 
-Outcome = dict[str, Any]
+Remains = dict[str, Any]
 """What a step left behind: names for a reader, tensors and plain values."""
 
 
@@ -20,8 +20,8 @@ class Noise:
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
 
-    def learn(self, one: Outcome, other: Outcome) -> bool:
-        """Take in two outcomes of the same step; whether they differ anywhere."""
+    def learn(self, one: Remains, other: Remains) -> bool:
+        """Take in what two runs of the same step left; whether they differ anywhere."""
         found = {
             name: _relative_difference(value, other[name])
             for name, value in one.items()
@@ -42,14 +42,14 @@ class Noise:
         return ROOM * max(self._of.get(name, 0.0), median(self._of.values()))
 
 
-def first_difference(plain: Outcome, outcome: Outcome, noise: Noise) -> str | None:
-    """What the second outcome has otherwise, in words; None: nothing."""
+def first_difference(plain: Remains, remains: Remains, noise: Noise) -> str | None:
+    """What the second left otherwise, in words; None: nothing."""
     for name, value in plain.items():
-        if name not in outcome:
+        if name not in remains:
             return f"it changes what is left behind: no {name}"
-        if not _alike(value, outcome[name], noise.allowed(name)):
+        if not _alike(value, remains[name], noise.allowed(name)):
             return f"it changes {name}"
-    extra = [name for name in outcome if name not in plain]
+    extra = [name for name in remains if name not in plain]
     return f"it leaves something behind: {extra[0]}" if extra else None
 
 
