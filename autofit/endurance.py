@@ -102,8 +102,8 @@ def soak(
         DeviceUnavailable: the device is not there, or another search is using it.
         Exception: what the user's own code raised, as it was raised.
     """
+    from autofit.probing.opening import open_prober
     from autofit.registry import load_strategies
-    from autofit.searching.public import open_prober
 
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")

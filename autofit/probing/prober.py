@@ -6,13 +6,18 @@ process, or a simulated device (`autofit.testing.SimulatedProber`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from autofit.errors import WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
+
+if TYPE_CHECKING:
+    from autofit.probing.comparison import Comparison
+    from autofit.probing.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,30 @@ class Prober(Protocol):
 
     def close(self) -> None:
         """Give everything back; probing after that is an error."""
+
+
+class WorkloadProber(Prober, Protocol):
+    """A prober that holds the user's workload; leaving it as a context closes it."""
+
+    def survey(self) -> Survey:
+        """The facts of the workload on the device; looked up once."""
+
+    def rebudget(self, vram_budget_bytes: int) -> None:
+        """Hold the following probes to another budget."""
+
+    def compare(
+        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
+    ) -> Comparison:
+        """Loss and gradients of two plans on the same samples; raises what the model raises."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 def users_error(prober: Prober, measurement: Measurement) -> BaseException | None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,26 +14,20 @@ from optuna.samplers import BaseSampler
 from autofit.errors import InvalidRequest
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
-from autofit.probing.client import WorkerProber
-from autofit.probing.inprocess import InProcessProber
+from autofit.probing.opening import open_prober
 from autofit.probing.prober import ProbeRequest, users_error
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
-from autofit.report.paste import paste_lines
-from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.report.report import Report
-from autofit.searching.engine import INTERRUPTED, SearchResult, run_search
+from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.facts import SearchFacts
-from autofit.searching.foresight import learned, predicted_lines
+from autofit.searching.foresight import predicted_lines
+from autofit.searching.recording import difference_of, record_of
 from autofit.searching.store import Store
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.workload import Workload
-
-WorkloadProber = WorkerProber | InProcessProber
-
-_FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "train_step")
 
 
 def search(
@@ -149,8 +140,9 @@ def search(
                 timeout_s=timeout,
                 on_event=progress,
             )
-        difference = _difference(prober, result)
-    record = _record(survey, result, chosen, workload, difference, time.monotonic() - started)
+        difference = difference_of(prober, result)
+    seconds = time.monotonic() - started
+    record = record_of(survey, result, chosen, workload, difference, seconds)
     return Report(record, recipe=workload.recipe, strategies=chosen, workload=workload)
 
 
@@ -215,29 +207,6 @@ def probe_and_survey(
     return Trial(0, role, complete, measurement), survey
 
 
-def open_prober(
-    workload: Workload,
-    strategies: tuple[Strategy, ...],
-    *,
-    device: str | None,
-    vram_budget: str | float | None,
-    seed: int,
-    isolation: str,
-) -> WorkloadProber:
-    """The prober that `isolation` names.
-
-    Raises:
-        InvalidRequest: no such isolation.
-    """
-    kinds: dict[str, type[WorkloadProber]] = {
-        "process": WorkerProber,
-        "inprocess": InProcessProber,
-    }
-    if isolation not in kinds:
-        raise InvalidRequest(f"isolation must be one of {', '.join(kinds)}, got {isolation!r}")
-    return kinds[isolation](workload, strategies, device=device, vram_budget=vram_budget, seed=seed)
-
-
 def _check_limits(max_probes: int | None, timeout: float | None) -> None:
     if max_probes is not None and max_probes < 1:
         raise InvalidRequest(f"max_probes must be at least 1, the baseline, got {max_probes}")
@@ -289,66 +258,3 @@ def _identity(
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
         "max_micro_batch": str(max_micro_batch),
     }
-
-
-def _difference(prober: WorkloadProber, result: SearchResult) -> Mapping[str, Any] | None:
-    """How far the best plan's loss and gradients are from the baseline's; None where not told."""
-    best, baseline = result.best.plan, result.baseline.plan
-    if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
-        return None
-    payloads = [result.facts.space.payloads(plan.settings) for plan in (baseline, best)]
-    samples = min(best.samples_per_step, baseline.samples_per_step)
-    try:
-        compared = prober.compare(baseline, best, payloads, samples).to_dict()
-    except (Exception, KeyboardInterrupt):  # train_step, full memory, impatience: do without
-        return None
-    finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
-    return compared if finite else None
-
-
-def _record(
-    survey: Survey,
-    result: SearchResult,
-    strategies: tuple[Strategy, ...],
-    workload: Workload,
-    difference: Mapping[str, Any] | None,
-    seconds: float,
-) -> Record:
-    space = result.facts.space
-    return Record(
-        version=version("torch-autofit"),
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        environment=asdict(survey.environment),
-        workload={
-            "fingerprint": survey.fingerprint,
-            "parameters": survey.parameters,
-            "parameter_bytes": survey.parameter_bytes,
-            "global_batch": survey.global_batch,
-            "sample_batch_size": survey.sample_batch_size,
-            "may_resplit": survey.may_resplit,
-            "loss": survey.loss,
-            "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
-            "clip_grad_norm": workload.clip_grad_norm,
-            "sample_shapes": dict(survey.sample_shapes),
-        },
-        vram_budget_bytes=result.facts.vram_budget_bytes,
-        search=SearchSummary(
-            probes=result.probes,
-            oom_probes=result.oom_probes,
-            seconds=seconds,
-            stopped_because=result.stopped_because,
-            seed=result.facts.seed,
-        ),
-        dimensions=space.dimensions,
-        trials=result.trials,
-        best_number=result.best.number,
-        baseline_number=result.baseline.number,
-        skipped=tuple(Skipped(skip.settings, skip.why) for skip in result.skipped),
-        paste={
-            trial.number: paste_lines(trial.plan, strategies, space.payloads(trial.plan.settings))
-            for trial in result.trials
-        },
-        notes=survey.notes,
-        difference=difference,
-        calibration=learned(workload, survey, space, strategies, result.baseline),
-    )
