@@ -23,7 +23,9 @@ class Verdict:
         method: "probe" or "predict".
         vram_budget_bytes: what is allowed.
         peak_allocated_bytes: most bytes in live tensors; None: it is not known.
-        required_bytes: what the plan needs, non-torch bytes included; None: it is not known.
+        required_bytes: by prediction, the smallest VRAM budget under which the plan runs with no
+            allocator retry in its timed steps; by probe, what it held (peak reserved and
+            non-torch bytes), which a smaller budget may do with. None: it is not known.
         margin_bytes: what was added to required bytes before they were held against the budget.
         breakdown: bytes by kind, where predicted.
         largest_micro_batch: the largest that would fit, where the plan does not and it is known.
