@@ -333,7 +333,3 @@ def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
     with _exit_codes():
         run()
-
-
-if __name__ == "__main__":
-    main()
