@@ -38,14 +38,12 @@ class Report:
 
     Attributes:
         record: everything it shows, as plain data.
-        recipe: the user's functions that the search was given; None in a loaded report.
         strategies: the strategy objects that the search was given; empty in a loaded report,
             which finds the installed ones by name.
-        workload: what was searched; None in a loaded report.
+        workload: what was searched, with the functions that it was given; None in a loaded report.
     """
 
     record: Record
-    recipe: Recipe | None = None
     strategies: Sequence[Strategy] = ()
     workload: Workload | None = None
 
@@ -185,10 +183,10 @@ class Report:
     def _recipe(self, said: dict[str, Any]) -> Recipe:
         from autofit.recipe import Recipe
 
-        if self.recipe is not None:
+        if self.workload is not None:
             if said.keys() & {"loss_fn", "criterion"}:
                 said = {"loss_fn": None, "criterion": None} | said
-            return replace(self.recipe, **said)
+            return replace(self.workload.recipe, **said)
         missing = [name for name in self.record.functions_given if name not in said]
         if said.keys() & _SAY_THE_LOSS:
             missing = [name for name in missing if name not in _SAY_THE_LOSS]

@@ -143,7 +143,7 @@ def search(
         difference = difference_of(prober, result)
     seconds = time.monotonic() - started
     record = record_of(survey, result, chosen, workload, difference, seconds)
-    return Report(record, recipe=workload.recipe, strategies=chosen, workload=workload)
+    return Report(record, strategies=chosen, workload=workload)
 
 
 def probe(
