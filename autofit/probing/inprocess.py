@@ -209,10 +209,29 @@ def _live_objects(workload: Workload) -> dict[str, object]:
 @contextmanager
 def _plain_modes() -> Iterator[None]:
     """The modes of a worker's thread: a search may be called under `torch.no_grad` or autocast."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
+    with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         yield
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Outside every autocast, also where the caller is in one.
+
+    Entering `torch.autocast(enabled=False)` would not do: the cache of cast weights is dropped when
+    the outermost autocast is left, so a training inside another one would read weights of the past.
+    """
+    depth = torch.autocast_increment_nesting() - 1
+    enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    for kind in enabled:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+        for kind, was in enabled.items():
+            torch.set_autocast_enabled(kind, was)

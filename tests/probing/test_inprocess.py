@@ -209,3 +209,13 @@ def test_a_batch_that_repeats_its_memory_is_put_back() -> None:
         assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.OK
     assert torch.equal(batch, before)
     assert batch.stride() == (0, 1)
+
+
+def test_within_the_caller_s_autocast_no_cast_weight_outlives_its_probe() -> None:
+    workload = Workload(nn.Linear(8, 3), torch.randn(2, 8))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        InProcessProber(workload, load_strategies(["precision"]), device="cpu") as prober,
+    ):
+        _in_other_precisions(prober)
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
