@@ -160,16 +160,16 @@ class Beliefs:
         """Standard deviation of the logarithm of a probe's step time, from probe to probe.
 
         A probe repeats no better than its steps do. Few steps say little of that, so probes with
-        steps about as long are asked too.
+        steps about as long are asked too: for their median, since one probe that another process
+        disturbed says nothing of the others.
         """
-        squares, count = 0.0, 0
-        for other in self.probes:
-            times = other.measurement.step_times_s
-            if times and 1 / _ALIKE < _seconds(other) / _seconds(trial) < _ALIKE:
-                middle = statistics.median(times)
-                squares += sum(math.log(seconds / middle) ** 2 for seconds in times)
-                count += len(times) - 1
-        return max(_TIME_ERROR, math.sqrt(squares / max(1, count)))
+        alike = [
+            _scatter_of_steps(other)
+            for other in self.probes
+            if other.measurement.step_times_s
+            and 1 / _ALIKE < _seconds(other) / _seconds(trial) < _ALIKE
+        ]
+        return max(_TIME_ERROR, _scatter_of_steps(trial), statistics.median(alike))
 
     def _hints(self, field: str) -> dict[tuple[str, Scalar], float]:
         return {
@@ -215,6 +215,14 @@ class Beliefs:
             for trial in self.probes
             if trial.measurement.step_times_s
         ]
+
+
+def _scatter_of_steps(trial: Trial) -> float:
+    """Standard deviation of the logarithm of one probe's step times around their median."""
+    times = trial.measurement.step_times_s
+    middle = statistics.median(times)
+    squares = sum(math.log(seconds / middle) ** 2 for seconds in times)
+    return math.sqrt(squares / max(1, len(times) - 1))
 
 
 def _seconds(trial: Trial) -> float:

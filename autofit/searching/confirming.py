@@ -7,6 +7,7 @@ speed has changed since the search, so is the baseline. Whatever is returned was
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ TIE = 0.005
 
 _LESS_MEMORY = 0.95  # a rival worth another probe holds at most so much of what the leader holds
 _DOUBT = 0.35  # and so is one that is faster with more than this probability
-_MOST_CONFIRMED = 2
+_MOST_CONFIRMED = 3
 _DRIFT = 0.05
 """A gap between two measurements of a plan, beyond both intervals, that noise does not explain."""
 
@@ -62,8 +63,22 @@ def _leading(beliefs: Beliefs, confirmed: set[Plan]) -> Plan | None:
     leader, *others = sorted(contenders, key=lambda trial: -_promise(beliefs, trial))
     if leader.plan not in confirmed:
         return leader.plan
-    rivals = [trial for trial in others if _may_win(beliefs, trial, leader)]
+    measured = max(contenders, key=lambda trial: _rate(beliefs, trial.plan))
+    rivals = [measured] if _beats(beliefs, measured, leader) else []
+    rivals += [trial for trial in others if _may_win(beliefs, trial, leader)]
     return next((trial.plan for trial in rivals if trial.plan not in confirmed), None)
+
+
+def _rate(beliefs: Beliefs, plan: Plan) -> float:
+    """The plan's median samples per second over its probes."""
+    return statistics.median(
+        t.samples_per_second or 0.0 for t in beliefs.probes if t.plan == plan and t.ok
+    )
+
+
+def _beats(beliefs: Beliefs, rival: Trial, leader: Trial) -> bool:
+    """Whether a plan was measured so much faster that no belief may pass it over."""
+    return _rate(beliefs, rival.plan) > _rate(beliefs, leader.plan) * (1 + _DRIFT)
 
 
 def _has_drifted(beliefs: Beliefs) -> bool:

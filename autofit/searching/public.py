@@ -23,6 +23,7 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.facts import SearchFacts
 from autofit.searching.foresight import predicted_lines
+from autofit.searching.limits import check_limits
 from autofit.searching.recording import difference_of, record_of
 from autofit.searching.store import Store
 from autofit.space import Space
@@ -100,7 +101,14 @@ def search(
         Exception: what the user's own code raised, as it was raised.
     """
     started = time.monotonic()
-    _check_limits(max_probes, timeout)
+    check_limits(
+        max_micro_batch=max_micro_batch,
+        max_probes=max_probes,
+        timeout=timeout,
+        study=study,
+        sampler=sampler,
+        seed=seed,
+    )
     level = numerics_level(numerics)
     chosen = load_strategies(strategies, numerics=level)
     workload = _workload(
@@ -205,13 +213,6 @@ def probe_and_survey(
             raise error
     role = Role.BASELINE if plan is None else Role.SEARCH
     return Trial(0, role, complete, measurement), survey
-
-
-def _check_limits(max_probes: int | None, timeout: float | None) -> None:
-    if max_probes is not None and max_probes < 1:
-        raise InvalidRequest(f"max_probes must be at least 1, the baseline, got {max_probes}")
-    if timeout is not None and not timeout > 0:
-        raise InvalidRequest(f"timeout must be above zero seconds, got {timeout}")
 
 
 def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:

@@ -1,0 +1,52 @@
+"""What a search refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.samplers import RandomSampler
+
+from autofit.errors import InvalidRequest
+from autofit.searching.limits import check_limits
+
+GOOD: dict[str, Any] = {
+    "max_micro_batch": 8,
+    "max_probes": 3,
+    "timeout": 1.5,
+    "study": Path("study.log"),
+    "sampler": RandomSampler(),
+    "seed": 0,
+}
+
+
+def test_what_means_something_passes() -> None:
+    check_limits(**GOOD)
+    check_limits(**dict.fromkeys(GOOD) | {"seed": 2**32 - 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_micro_batch", 0),
+        ("max_micro_batch", "3"),
+        ("max_probes", 0),
+        ("max_probes", 1.5),
+        ("max_probes", True),
+        ("timeout", 0),
+        ("timeout", "3"),
+        ("timeout", float("nan")),
+        ("study", 3),
+        ("study", b"x"),
+        ("sampler", "tpe"),
+        ("sampler", RandomSampler),
+        ("seed", -1),
+        ("seed", 1.5),
+        ("seed", None),
+        ("seed", 2**70),
+    ],
+)
+def test_what_means_nothing_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        check_limits(**GOOD | {name: value})
