@@ -55,7 +55,7 @@ def batch() -> torch.Tensor:
         ),
         ({"loss_fn": lambda m, b: m(b).mean().detach()}, r"hangs on no parameter.*was .*detached"),
         ({"max_micro_batch": 0}, r"max_micro_batch must be at least 1, got 0"),
-        ({"max_probes": 0}, r"max_probes must be at least 1, the baseline, got 0"),
+        ({"max_probes": 0}, r"max_probes must be at least 1, got 0"),
         ({"timeout": 0}, r"timeout must be above zero seconds, got 0"),
         ({"vram_budget": "plenty"}, r"cannot read 'plenty' as a size: write it like 24GiB"),
         ({"vram_budget": "24G"}, r"cannot read '24G' as a size: write it like 24GiB"),
