@@ -205,18 +205,19 @@ def test_a_worker_that_dies_in_the_survey_says_how(open_probing: Any) -> None:
         open_probing(builds).prober.survey()
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow beyond 4 KiB."""
+    """No file of this process may grow beyond 4 KiB: for a moment, since pytest may write to one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_disk_without_room_says_what_to_do(open_probing: Any) -> None:
-    with pytest.raises(WorkerFailed, match=r"could not be written .*TMPDIR"):
+    with full_disk(), pytest.raises(WorkerFailed, match=r"could not be written .*TMPDIR"):
         open_probing(nn.Linear(64, 64))
 
 
