@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -207,7 +208,7 @@ def test_a_worker_that_dies_in_the_survey_says_how(open_probing: Any) -> None:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow beyond 4 KiB: for a moment, since pytest may write to one."""
+    """No file of this process may grow beyond 4 KiB; soon over, since pytest may write to one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
