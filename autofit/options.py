@@ -97,7 +97,7 @@ class PlanOptions:
             InvalidRequest: the counts make no plan, or the report cannot be read.
         """
         if self.report is not None:
-            return self.report.best.plan
+            return self.report.best_without_plain_settings
         if not self._says_something:
             return None
         settings = dict(_read_setting(text) for text in self.settings)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Trial
+from autofit.plan import Plan
 from autofit.report.frontier import frontier
 from autofit.report.record import Record
 from autofit.report.text import WIDTH, headline, render
@@ -51,6 +52,21 @@ class Report:
     def best(self) -> Trial:
         """The plan to train with; it was run."""
         return self.record.trial(self.record.best_number)
+
+    @property
+    def best_without_plain_settings(self) -> Plan:
+        """The best plan as it is said anew: what it leaves out has its first value.
+
+        A setting that is found by measuring (a checkpoint level) then asks for nothing where it
+        is plain.
+        """
+        plan, dimensions = self.best.plan, self.record.dimensions
+        settings = {
+            name: value
+            for name, value in plan.settings.items()
+            if name not in dimensions or value != dimensions[name].values[0]
+        }
+        return replace(plan, settings=settings)
 
     @property
     def baseline(self) -> Trial:

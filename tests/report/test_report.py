@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -124,3 +125,10 @@ def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
     shown = repr(Report(record))
     assert "2.11 times the baseline" in shown
     assert len(shown) < 200
+
+
+def test_a_plan_said_anew_leaves_plain_settings_out(record: Record) -> None:
+    tuned, plain = Report(record), Report(replace(record, best_number=0))
+    assert dict(tuned.best_without_plain_settings.settings) == {"folding.level": 1}
+    assert dict(plain.best_without_plain_settings.settings) == {}
+    assert plain.best_without_plain_settings.micro_batch == plain.best.plan.micro_batch
