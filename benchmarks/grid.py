@@ -30,8 +30,8 @@ from autofit.space import Space
 from autofit.target import load_target
 from autofit.units import format_bytes, format_seconds
 
-FINALISTS = 3
-TURNS = 3
+FINALISTS = 8
+TURNS = 5
 
 
 @dataclass
