@@ -1,18 +1,21 @@
 """A workload's fingerprint: equal for trainings that cost the same, different where they may not.
 
-It covers module classes, their code and plain attributes, parameters and buffers (shape, dtype,
-requires_grad), the sample batch's shapes and dtypes, optimizer and its options, the loss functions'
-code with their defaults and what they close over, the global batch, torch and the device. It leaves
-out values: weights, learning rates, data. Functions that this code calls by name are not entered.
+It covers module classes, their code, hooks and plain attributes, parameters and buffers (shape,
+dtype, requires_grad), the sample batch's shapes and dtypes, optimizer and its options, the loss
+functions' code with their defaults and what they close over, the global batch, torch, the kind of
+device, and how torch computes there (default dtype, TF32, deterministic algorithms, attention
+kernels, the allocator's options). It leaves out values: weights, learning rates, data; and which of
+several equal devices it is. Functions that this code calls by name are not entered.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
-from collections.abc import Iterator, Mapping
-from types import CellType, CodeType
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, CellType, CodeType
 from typing import Any
 
 import torch
@@ -24,11 +27,26 @@ from autofit.workload import Optimizers, Workload
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _NOT_ABOUT_COST = {"params", "lr", "initial_lr"}
 _PLAIN = (bool, int, str, type(None), torch.dtype)
-_MOST_FUNCTIONS_DEEP = 4
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_ONLY_ON_THE_CPU = {"torch.num_threads"}
+_ABOUT_COST = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""Environment variables by which torch and CUDA are told how to allocate and compute."""
+_MOST_DEEP = 4
 
 
 def fingerprint(
-    workload: Workload, model: torch.nn.Module, optimizer: Optimizers, environment: Environment
+    workload: Workload,
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    environment: Environment,
+    computing: Mapping[str, Any],
 ) -> str:
     """A hex digest of everything above.
 
@@ -37,17 +55,27 @@ def fingerprint(
         model: the workload's model, built.
         optimizer: the workload's optimizer, built.
         environment: where it would train.
+        computing: the flags by which torch computes there, such as TF32, and what they are.
     """
     digest = hashlib.sha256()
-    for line in _lines(workload, model, optimizer, environment):
+    for line in _lines(workload, model, optimizer):
+        digest.update(line.encode() + b"\n")
+    for line in _surroundings(environment, computing):
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()[:32]
 
 
-def _lines(
-    workload: Workload, model: torch.nn.Module, optimizer: Optimizers, environment: Environment
-) -> Iterator[str]:
-    yield f"torch {environment.torch} device {environment.device} {environment.gpu}"
+def _surroundings(environment: Environment, computing: Mapping[str, Any]) -> Iterator[str]:
+    kind = environment.device.partition(":")[0]
+    yield f"torch {environment.torch} device {kind} {environment.gpu}"
+    for name, value in sorted(computing.items()):
+        if kind == "cpu" or name not in _ONLY_ON_THE_CPU:
+            yield f"flag {name} {value}"
+    for name in _ABOUT_COST:
+        yield f"variable {name} {os.environ.get(name)}"
+
+
+def _lines(workload: Workload, model: torch.nn.Module, optimizer: Optimizers) -> Iterator[str]:
     yield f"global batch {workload.global_batch} resplit {workload.allow_resplit}"
     size = workload.sample_batch_size
     yield f"sample {size} {describe(workload.batch(size))}"
@@ -55,17 +83,24 @@ def _lines(
     yield from _optimizer_lines(optimizer)
     recipe = workload.recipe
     for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
-        yield f"{name} {_describe_function(getattr(recipe, name))}"
+        yield f"{name} {_describe(getattr(recipe, name))}"
     yield f"clip {recipe.clip_grad_norm is not None}"
 
 
 def _model_lines(model: torch.nn.Module) -> Iterator[str]:
+    yield from _structure_lines(model)
+    for module in model.modules():  # what was done to an instance, beside its class
+        yield f"forward {_describe(vars(module).get('forward'))}"
+        for hooks in _HOOKS:
+            yield f"hooks {[_describe(hook) for hook in vars(module).get(hooks, {}).values()]}"
+
+
+def _structure_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
     for kind in dict.fromkeys(type(module) for module in model.modules()):
-        yield from _class_lines(kind)
+        yield from _class_lines(kind, deep)
     for name, module in model.named_modules():
-        yield f"module {name} {_class_name(module)} {_ADDRESS.sub('', module.extra_repr())}"
+        yield f"module {name} {_name(type(module))} {_ADDRESS.sub('', module.extra_repr())}"
         yield f"attributes {_plain_attributes(module)}"
-        yield f"forward {_describe_function(vars(module).get('forward'))}"
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"parameter {name} {_describe_tensor(parameter)} {parameter.requires_grad}"
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -78,7 +113,7 @@ def _model_lines(model: torch.nn.Module) -> Iterator[str]:
     yield f"shared {order}"
 
 
-def _class_lines(kind: type) -> Iterator[str]:
+def _class_lines(kind: type, deep: int) -> Iterator[str]:
     """The code of a class and of those it comes from, up to torch's own."""
     for each in kind.__mro__:
         if each.__module__.partition(".")[0] in ("torch", "builtins"):
@@ -86,7 +121,7 @@ def _class_lines(kind: type) -> Iterator[str]:
         for name, member in sorted(vars(each).items()):
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(getattr(function, "__code__", None), CodeType):
-                yield f"method {each.__qualname__}.{name} {_describe_function(function)}"
+                yield f"method {each.__qualname__}.{name} {_describe(function, deep)}"
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
@@ -113,35 +148,57 @@ def _optimizer_lines(optimizer: Optimizers) -> Iterator[str]:
     named = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
     for name, one in named.items():
         for group in one.param_groups:
-            options = {key: group[key] for key in sorted(set(group) - _NOT_ABOUT_COST)}
+            options = {key: _describe(group[key]) for key in sorted(set(group) - _NOT_ABOUT_COST)}
             sizes = [_describe_tensor(parameter) for parameter in group["params"]]
-            yield f"optimizer {name} {_class_name(one)} {options} {sizes}"
+            yield f"optimizer {name} {_name(type(one))} {options} {sizes}"
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
 
 
-def _class_name(instance: object) -> str:
-    return f"{type(instance).__module__}.{type(instance).__qualname__}"
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _describe_function(function: Any, deep: int = 0) -> str:
-    """A function's code, defaults and closure; an object by its class, a partial by its parts."""
-    if (plain := _describe_plain(function)) is not None:
+def _describe(value: Any, deep: int = 0) -> str:
+    """A function's code, defaults and closure; a container by its parts, an object by its class."""
+    if (plain := _describe_plain(value)) is not None:
         return plain
-    if isinstance(function, functools.partial):
-        inner = _describe_function(function.func, deep)
-        return _ADDRESS.sub("", f"partial {inner} {function.args} {function.keywords}")
-    if isinstance(function, torch.nn.Module):
-        return _ADDRESS.sub("", repr(function))
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType) or deep == _MOST_FUNCTIONS_DEEP:
-        return _class_name(function)
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, type | BuiltinFunctionType):
+        return _name(value)
+    parts = None if deep == _MOST_DEEP else _parts(value, deep + 1)
+    return _name(type(value)) if parts is None else f"{_name(type(value))} {list(parts)}"
+
+
+def _parts(value: Any, deep: int) -> Iterable[str] | None:
+    """What a value is made of; None: nothing that is looked into."""
+    if isinstance(value, torch.nn.Module):
+        return _structure_lines(value, deep)
+    if isinstance(value, functools.partial):
+        return _described([value.func, *value.args, value.keywords], deep)
+    if isinstance(value, (tuple, list)):
+        return _described(value, deep)
+    if isinstance(value, dict):
+        return _described([*value, *value.values()], deep)
+    if isinstance(getattr(value, "__code__", None), CodeType):
+        return _function_parts(value, deep)
+    if callable(value):
+        attributes = dict(getattr(value, "__dict__", {}))
+        return [*_class_lines(type(value), deep), _describe(attributes, deep)]
+    return None
+
+
+def _described(values: Iterable[Any], deep: int) -> list[str]:
+    return [_describe(value, deep) for value in values]
+
+
+def _function_parts(function: Any, deep: int) -> list[str]:
     beside = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     beside += [_contents(cell) for cell in function.__closure__ or ()]
-    described = [_describe_function(value, deep + 1) for value in beside]
-    return f"{function.__qualname__} {'/'.join(_code_parts(code))} {described}"
+    return [function.__qualname__, *_code_parts(function.__code__), *_described(beside, deep)]
 
 
 def _contents(cell: CellType) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +16,11 @@ from torch import nn
 
 from autofit.devices.base import Environment
 from autofit.fingerprint import fingerprint
+from autofit.probing import process_state
 from autofit.workload import Workload
 
 HERE = Environment("cpu", None, None, 2**34, None, None, "2.13.0", "3.11")
+GPU = replace(HERE, device="cuda:0", gpu="NVIDIA H200")
 
 
 class Net(nn.Module):
@@ -52,14 +57,28 @@ def _loss(steps: int, temperature: float = 1.0) -> Callable[..., torch.Tensor]:
     return loss
 
 
+class _RepeatedLoss:
+    def __init__(self, steps: int) -> None:
+        self.options = {"steps": steps}
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.stack([model(batch).mean() for _ in range(self.options["steps"])]).mean()
+
+
 def _workload(model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Workload:
     torch.manual_seed(0)
     return Workload(**{"model": model or Net(), "sample_batch": torch.randn(3, 4), **more})
 
 
-def _digest(workload: Workload, environment: Environment = HERE) -> str:
+def _digest(
+    workload: Workload,
+    environment: Environment = HERE,
+    computing: Mapping[str, Any] | None = None,
+) -> str:
     model = workload.build_model()
-    return fingerprint(workload, model, workload.build_optimizer(model), environment)
+    optimizer = workload.build_optimizer(model)
+    flags = process_state.computing() if computing is None else computing
+    return fingerprint(workload, model, optimizer, environment, flags)
 
 
 def _prepared(change: Callable[[Net], object]) -> Net:
@@ -95,6 +114,9 @@ CHANGES: dict[str, Callable[[], Workload]] = {
     "buffer": lambda: _workload(_prepared(lambda m: m.register_buffer("mask", torch.ones(9)))),
     "forward of the instance": lambda: _workload(
         _prepared(lambda m: setattr(m.second, "forward", lambda x: x.exp()))
+    ),
+    "hook": lambda: _workload(
+        _prepared(lambda m: m.second.register_forward_hook(lambda module, given, out: out + 1))
     ),
     "part of another class": lambda: _workload(
         _prepared(lambda m: setattr(m, "second", nn.Sequential(nn.Linear(8, 8), nn.GELU())))
@@ -136,6 +158,9 @@ def test_all_of_these_differ_from_each_other() -> None:
         ),
         ({"loss_fn": lambda m, b: m(b).mean()}, {"loss_fn": lambda m, b: m(b).sum()}),
         ({"loss_fn": lambda m, b, k=1: m(b)}, {"loss_fn": lambda m, b, k=2: m(b)}),
+        ({"loss_fn": _RepeatedLoss(1)}, {"loss_fn": _RepeatedLoss(2)}),
+        ({"criterion": nn.CrossEntropyLoss()}, {"criterion": nn.CrossEntropyLoss(reduction="sum")}),
+        ({"loss_weight": len}, {"loss_weight": sum}),
     ],
 )
 def test_losses_differ_by_code_defaults_and_what_they_close_over(
@@ -158,8 +183,80 @@ def test_tied_weights_cost_less_than_equal_ones() -> None:
 @pytest.mark.parametrize(
     "elsewhere", [{"torch": "2.12.0"}, {"device": "cuda:0", "gpu": "NVIDIA H200"}]
 )
-def test_torch_and_device_count(elsewhere: dict[str, str]) -> None:
+def test_torch_and_the_kind_of_device_count(elsewhere: dict[str, str]) -> None:
     assert _digest(_workload(), replace(HERE, **elsewhere)) != _digest(_workload())  # type: ignore[arg-type]  # all are texts
+
+
+def test_which_of_equal_devices_it_is_does_not_count() -> None:
+    there = [_digest(_workload(), replace(GPU, device=name)) for name in ("cuda:0", "cuda:3")]
+    assert there[0] == there[1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "other"),
+    [
+        ("torch.default_dtype", torch.float64),
+        ("torch.float32_matmul_precision", "high"),
+        ("torch.deterministic_algorithms", (True, False)),
+        ("torch.backends.cudnn.benchmark", True),
+        ("torch.backends.cuda.flash_sdp", False),
+    ],
+)
+def test_how_torch_computes_counts(flag: str, other: object) -> None:
+    flags = process_state.computing()
+    assert flags[flag] != other
+    assert _digest(_workload(), GPU, flags) != _digest(_workload(), GPU, {**flags, flag: other})
+
+
+def test_threads_count_where_they_compute() -> None:
+    for environment, matters in ((HERE, True), (GPU, False)):
+        digests = {_digest(_workload(), environment, {"torch.num_threads": n}) for n in (1, 2)}
+        assert (len(digests) == 2) is matters
+
+
+def test_the_allocators_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _digest(_workload())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert _digest(_workload()) != before
+
+
+def test_a_model_whose_own_code_reaches_it_is_described_all_the_same() -> None:
+    model = Net()
+    model.register_forward_hook(lambda module, given, output: model.second(output))
+    assert _digest(_workload(model)) == _digest(_workload(model))
+
+
+def test_the_same_workload_has_it_in_every_process() -> None:
+    script = (
+        "import sys, functools, torch\n"
+        "from autofit.devices.cpu import CpuDevice\n"
+        "from autofit.fingerprint import fingerprint\n"
+        "from autofit.probing import process_state\n"
+        "from autofit.workload import Workload\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))\n"
+        "net.register_forward_hook(lambda m, i, o: o * 2)\n"
+        "def group(parameters):\n"
+        "    return torch.optim.SGD([{'params': parameters, 'key': object(), 'of': {'a', 'b'}}])\n"
+        "pick = functools.partial(lambda o, t, kinds, where: (o - t).mean(),\n"
+        "    kinds={'one', 'two', 'three'}, where=object())\n"
+        "work = Workload(net, (torch.randn(3, 4), torch.randn(3, 4)), criterion=pick,\n"
+        "    optimizer=group, before_step=lambda m, o: print in {'x', 'y', 'z'})\n"
+        "model = work.build_model()\n"
+        "print(fingerprint(work, model, work.build_optimizer(model), CpuDevice().environment,\n"
+        "    process_state.computing()))\n"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+    assert len(runs[0].strip()) == 32
 
 
 def test_values_do_not_count() -> None:
@@ -175,6 +272,8 @@ def test_values_do_not_count() -> None:
     assert {_digest(workload) for workload in same} == {_digest(_workload())}
     dropping = [_digest(_workload(Net(dropout=p))) for p in (0.1, 0.2)]
     assert dropping[0] == dropping[1]
+    decayed = [functools.partial(torch.optim.AdamW, weight_decay=by) for by in (0.1, 0.2)]
+    assert len({_digest(_workload(optimizer=optimizer)) for optimizer in decayed}) == 1
     hotter = [_digest(_workload(loss_fn=_loss(1, t))) for t in (0.5, 2.0)]
     assert hotter[0] == hotter[1]
     clipped = [_digest(_workload(clip_grad_norm=norm)) for norm in (0.5, 2.0)]

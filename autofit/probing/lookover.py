@@ -22,6 +22,7 @@ from autofit.batching import Batch, describe
 from autofit.errors import InvalidRequest
 from autofit.fingerprint import fingerprint
 from autofit.plan import Dimension, Plan
+from autofit.probing import process_state
 from autofit.probing.comparison import (
     SAMPLES_OF_A_COMPARISON,
     Comparison,
@@ -109,7 +110,9 @@ def _facts(bench: Workbench) -> dict[str, Any]:
     optimizer = workload.build_optimizer(model)
     parameters = list(model.parameters())
     return {
-        "fingerprint": fingerprint(workload, model, optimizer, bench.device.environment),
+        "fingerprint": fingerprint(
+            workload, model, optimizer, bench.device.environment, process_state.computing()
+        ),
         "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
