@@ -22,7 +22,8 @@ import torch
 
 from autofit.batching import describe
 from autofit.devices.base import Environment
-from autofit.workload import Optimizers, Workload
+from autofit.optimizers import Optimizers
+from autofit.workload import Workload
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _NOT_ABOUT_COST = {"params", "lr", "initial_lr"}

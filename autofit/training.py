@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from autofit.batching import Batch, batch_size, map_tensors, pieces
 from autofit.errors import InvalidRequest
+from autofit.optimizers import Optimizers
 from autofit.plan import Plan, settings_of, split_evenly, steps_for
 from autofit.recipe import Recipe, scalar
 from autofit.strategy import Strategy
-from autofit.workload import Optimizers
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 StepWrapper = Callable[[Callable[[], None]], None]
 
 
-class Training:
+class Training(AbstractContextManager["Training"]):
     """A model, its optimizer and a plan, ready to step.
 
     Args:
@@ -77,15 +76,7 @@ class Training:
                     stack.enter_context(strategy.apply(self, settings, own_payloads))
             self._applied = stack.pop_all()
 
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.undo()
 
     def undo(self) -> None:

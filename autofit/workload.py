@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,19 +14,21 @@ from autofit.batching import (
     batch_size,
     batched_places,
     check_batched_dimension,
-    map_tensors,
     resize,
 )
 from autofit.errors import InvalidRequest
+from autofit.optimizers import (
+    OptimizerChoice,
+    Optimizers,
+    Place,
+    build_optimizer,
+    check_optimizer,
+)
 from autofit.plan import Plan, Settings
 from autofit.recipe import Recipe
 
 if TYPE_CHECKING:
     from autofit.training import Training
-
-OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
-Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Workload:
     loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
     criterion: Callable[[Any, Any], torch.Tensor] | None = None
     loss_weight: Callable[[Batch], float] | None = None
-    optimizer: OptimizerFactory | Optimizers | Mapping[str, OptimizerFactory] = torch.optim.AdamW
+    optimizer: OptimizerChoice = torch.optim.AdamW
     before_step: Callable[[torch.nn.Module, Any], None] | None = None
     clip_grad_norm: float | None = None
     train_step: Callable[[Training, Batch], torch.Tensor] | None = None
@@ -71,28 +73,8 @@ class Workload:
             _check_global_batch(self.global_batch)
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
-        self._check_optimizer()
+        check_optimizer(self.optimizer, self.model, has_train_step=self.train_step is not None)
         self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
-
-    def _check_optimizer(self) -> None:
-        if isinstance(self.optimizer, Mapping) and self.train_step is None:
-            raise InvalidRequest(
-                "a mapping of optimizers needs train_step=(training, batch) -> loss, which says "
-                "when each of them steps"
-            )
-        live = isinstance(self.optimizer, torch.optim.Optimizer)
-        if not live and not isinstance(self.optimizer, Mapping) and not callable(self.optimizer):
-            raise InvalidRequest(
-                "optimizer must be a function of parameters, such as torch.optim.AdamW, or a live "
-                f"Optimizer, got {self.optimizer!r}"
-            )
-        if live and not isinstance(self.model, torch.nn.Module):
-            raise InvalidRequest(
-                "a live optimizer belongs to the parameters of a live model, and this model is "
-                "built by a function: give optimizer=parameters -> Optimizer"
-            )
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            _check_trains(self.optimizer, self.model)
 
     @property
     def makes_batches(self) -> bool:
@@ -200,12 +182,7 @@ class Workload:
         Raises:
             InvalidRequest: a function made no optimizer, or its key names no submodule.
         """
-        if isinstance(self.optimizer, Mapping):
-            return {
-                name: _optimizer_for(entry, _submodule(model, name, entry), place)
-                for name, entry in self.optimizer.items()
-            }
-        return _optimizer_for(self.optimizer, model, place)
+        return build_optimizer(self.optimizer, model, place)
 
 
 def _check_global_batch(samples: object) -> None:
@@ -213,17 +190,6 @@ def _check_global_batch(samples: object) -> None:
         raise InvalidRequest(f"global_batch must be a whole number of samples, got {samples!r}")
     if samples < 1:
         raise InvalidRequest(f"global_batch must be at least 1, got {samples}")
-
-
-def _check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    """Timed with the optimizer of another model, a step would update nothing."""
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(id(parameter) in own for parameter in held):
-        raise InvalidRequest(
-            f"the live optimizer ({type(optimizer).__name__}) holds not one of the model's "
-            "parameters: make it from this model's parameters, after any change that replaces them"
-        )
 
 
 def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
@@ -236,56 +202,3 @@ def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
             "before you hand it over (in the function, where a function builds it)"
         )
     return model
-
-
-def _submodule(
-    model: torch.nn.Module, name: str, entry: OptimizerFactory | torch.optim.Optimizer
-) -> torch.nn.Module:
-    if isinstance(entry, torch.optim.Optimizer):
-        return model
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        children = [child for child, _ in model.named_children()]
-        raise InvalidRequest(
-            f"optimizer[{name!r}] is a function, so its key must name the submodule whose "
-            f"parameters it takes; the model has {children}. Or give live optimizers."
-        ) from None
-
-
-def _optimizer_for(
-    entry: OptimizerFactory | torch.optim.Optimizer, model: torch.nn.Module, place: Place | None
-) -> torch.optim.Optimizer:
-    if isinstance(entry, torch.optim.Optimizer):
-        if place is not None:
-            _place_state(entry, place)
-        return entry
-    built = entry(list(model.parameters()))
-    if not isinstance(built, torch.optim.Optimizer):
-        raise InvalidRequest(
-            "optimizer must make a torch.optim.Optimizer of parameters, "
-            f"got a {type(built).__name__}"
-        )
-    return built
-
-
-def _place_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """Move the state by hand: `load_state_dict` would cast it and run the user's hooks."""
-    on_device = {
-        parameter
-        for group in optimizer.param_groups
-        if group.get("capturable") or group.get("fused")
-        for parameter in group["params"]
-    }
-    for parameter, state in optimizer.state.items():
-        # torch keeps step counts on the host, unless its kernels read them
-        counts = place if parameter in on_device else _as_it_is
-
-        def move(tensor: torch.Tensor, counts: Place = counts) -> torch.Tensor:
-            return place(tensor) if tensor.dim() else counts(tensor)
-
-        optimizer.state[parameter] = map_tensors(move, state)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -25,7 +25,7 @@ STRATEGIES = ROOT / "strategies"
 
 WORDS = {"errors", "units", "plan", "measurement", "space", "strategy"}
 """The vocabulary: everything may use it."""
-WORKLOAD = {"batching", "recipe", "workload"}
+WORKLOAD = {"batching", "recipe", "optimizers", "workload"}
 TRAINING = WORKLOAD | {"training", "devices", "memory", "fingerprint"}
 ALLOWED = {
     "errors": set(),
@@ -37,7 +37,8 @@ ALLOWED = {
     "registry": WORDS,
     "batching": WORDS,
     "recipe": WORDS | {"batching"},
-    "workload": WORDS | {"batching", "recipe"},
+    "optimizers": WORDS | {"batching"},
+    "workload": WORDS | {"batching", "recipe", "optimizers"},
     "memory": WORDS,
     "devices": WORDS | {"memory"},
     "fingerprint": WORDS | WORKLOAD | {"devices"},

@@ -8,15 +8,15 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 from autofit.errors import DeviceUnavailable
 
 _SHARED_FOLDER = Path("/tmp")  # TMPDIR differs between users and jobs, the device does not
 
 
-class DeviceLock:
+class DeviceLock(AbstractContextManager["DeviceLock"]):
     """Held from its making until `release`.
 
     Args:
@@ -48,15 +48,7 @@ class DeviceLock:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> DeviceLock:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
 
     def _sign(self, text: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from autofit.workload import Workload
 _FAULTS_OF_A_WORKER = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED, Outcome.HOST_OOM)
 
 
-class WorkerProber:
+class WorkerProber(AbstractContextManager["WorkerProber"]):
     """Probes a workload in a worker process; implements `autofit.probing.prober.Prober`.
 
     Args:
@@ -92,15 +92,7 @@ class WorkerProber:
             self.close()
             raise
 
-    def __enter__(self) -> WorkerProber:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from autofit.strategy import Strategy
 from autofit.workload import Workload
 
 
-class InProcessProber:
+class InProcessProber(AbstractContextManager["InProcessProber"]):
     """Probes a workload in this process; implements `autofit.probing.prober.Prober`.
 
     Args:
@@ -89,15 +88,7 @@ class InProcessProber:
         self._spares_collections = gc.get_freeze_count() == 0  # else thawing would undo the user's
         self._spare_collections()
 
-    def __enter__(self) -> InProcessProber:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from autofit.optimizers import Optimizers
 from autofit.plan import Dimension, Plan, Scalar, payloads_of
 from autofit.probing.snapshot import Digest, differences, digest
 from autofit.registry import collect_dimensions, load_strategies
@@ -28,7 +29,7 @@ from autofit.testing.context import PlainContext
 from autofit.testing.runs import Run, copies, differences_between, gradients_of
 from autofit.testing.samples import attention, convolutions
 from autofit.training import Training
-from autofit.workload import Optimizers, Workload
+from autofit.workload import Workload
 
 STEPS = 3
 MOST_VALUES = 5
