@@ -9,24 +9,20 @@ variant that shares a setting with it; hints and predicted lines are prior means
 What is known is kept as worlds: draws of all lines that agree with the measurements. A draw is the
 point nearest to a random draw of the prior that explains the measurements, each moved by a random
 draw of its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci.
-Comput. 36, 2014). A bound is a quantile over worlds, and so is wide where little was measured.
+Comput. 36, 2014), found by `autofit.curve_fit`. A bound is a quantile over worlds, and so is wide
+where little was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autofit.curve_fit import Array as Array
+from autofit.curve_fit import Readings, nearest
 from autofit.plan import Dimension, Scalar, Settings
-
-Array: TypeAlias = NDArray[np.float64]
-
-_ITERATIONS = 12
-_INACTIVE_SD = 1e3  # as good as not measured
 
 
 @dataclass(frozen=True)
@@ -143,13 +139,17 @@ class LineFamily:
             variants = np.array([point.variant for point in points])
             seen = np.unique(variants)
             its_own = self._own * (variants[:, None] == seen)
-            design = _Design(
-                mean_a[variants],
-                mean_b[variants],
-                np.hstack([self._features_a[variants], np.zeros_like(its_own)]),
-                np.hstack([self._features_b[variants], its_own]),
+            readings = Readings(
+                log_x=np.log([point.x for point in points]),
+                log_y=np.log([point.y for point in points]),
+                sd=np.array([point.error for point in points]),
+                at_least=np.array([point.at_least for point in points]),
+                mean_a=mean_a[variants],
+                mean_b=mean_b[variants],
+                features_a=np.hstack([self._features_a[variants], np.zeros_like(its_own)]),
+                features_b=np.hstack([self._features_b[variants], its_own]),
             )
-            fitted = _nearest(np.hstack([weights, own[:, seen]]), design, points, errors)
+            fitted = nearest(np.hstack([weights, own[:, seen]]), readings, errors)
             weights, own[:, seen] = np.split(fitted, [weights.shape[1]], axis=1)
         return Worlds(
             mean_a + weights @ self._features_a.T,
@@ -239,75 +239,3 @@ def _ordered(values: Sequence[Scalar]) -> bool:
     if len(values) < 3 or any(isinstance(v, bool | str) for v in values):
         return False
     return list(values) == sorted(values, key=float)
-
-
-@dataclass(frozen=True)
-class _Design:
-    """How the measured points depend on the weights: one row per point."""
-
-    mean_a: Array
-    mean_b: Array
-    features_a: Array
-    features_b: Array
-
-
-def _nearest(prior: Array, design: _Design, points: Sequence[Point], errors: Array) -> Array:
-    """Per world, the weights nearest to its prior draw that explain its draw of the points.
-
-    Gauss-Newton steps in each world, shortened there while they do not bring it closer.
-    """
-    fit = _Fit(design, points, errors)
-    weights, goal = prior, prior
-    cost = np.full(len(prior), np.inf)
-    length = np.ones(len(prior))
-    for _ in range(_ITERATIONS):
-        trial = weights + length[:, None] * (goal - weights)
-        trial_cost = fit.cost(trial, prior)
-        better = trial_cost < cost
-        weights = np.where(better[:, None], trial, weights)
-        cost = np.where(better, trial_cost, cost)
-        length = np.where(better, np.minimum(1.0, 2 * length), length / 4)
-        goal = np.where(better[:, None], fit.goal(weights, prior), goal)
-    return weights
-
-
-class _Fit:
-    """The least-squares problem of one draw of worlds."""
-
-    def __init__(self, design: _Design, points: Sequence[Point], errors: Array) -> None:
-        self._design = design
-        self._log_x = np.log([p.x for p in points])
-        self._sd = np.array([p.error for p in points])
-        self._at_least = np.array([p.at_least for p in points])
-        self._target = np.log([p.y for p in points]) + self._sd * errors
-
-    def _lines(self, weights: Array) -> tuple[Array, Array]:
-        """The value at each point, and the share of it that the intercept has."""
-        a = self._design.mean_a + weights @ self._design.features_a.T
-        b = self._design.mean_b + weights @ self._design.features_b.T + self._log_x
-        value = np.logaddexp(a, b)
-        return value, np.exp(a - value)
-
-    def _noise(self, value: Array) -> Array:
-        explained = self._at_least & (value > self._target)
-        return np.where(explained, _INACTIVE_SD, self._sd)
-
-    def cost(self, weights: Array, prior: Array) -> Array:
-        """Half the squared distances, from the prior draw and from the points, of each world."""
-        value, _ = self._lines(weights)
-        misfit = (self._target - value) / self._noise(value)
-        cost: Array = ((weights - prior) ** 2).sum(axis=1) + (misfit**2).sum(axis=1)
-        return cost
-
-    def goal(self, weights: Array, prior: Array) -> Array:
-        """Where the problem, made linear around these weights, has its least cost."""
-        value, share = self._lines(weights)
-        share = share[:, :, None]
-        jacobian = share * self._design.features_a + (1 - share) * self._design.features_b
-        residual = self._target - value + np.einsum("snp,sp->sn", jacobian, weights - prior)
-        gram = jacobian @ jacobian.transpose(0, 2, 1)
-        diagonal = range(len(self._sd))
-        gram[:, diagonal, diagonal] += self._noise(value) ** 2
-        move = np.linalg.solve(gram, residual[:, :, None])[:, :, 0]
-        goal: Array = prior + np.einsum("snp,sn->sp", jacobian, move)
-        return goal
