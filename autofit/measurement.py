@@ -79,7 +79,9 @@ class Measurement:
         micro_batches_run: micro-batches that each timed step really ran; fewer than the plan's
             accumulation steps where a search probe shortened them (their time is then scaled).
         loss: mean loss of the last step.
-        contended: whether other processes' use of the device moved during the probe.
+        contended: whether other processes' use of the device moved during the probe, or held of it
+            what the budget allows. A plan that ran out of memory then is only known to need what
+            it held.
         seconds: what the probe cost, building and warming up included.
     """
 

@@ -2,8 +2,9 @@
 
 An out-of-memory error that live tensors and the request do not add up to may be the allocator's
 bad luck (a block whose release on another stream is pending, a cache in pieces), so it is tried
-once more. A run that held more than the device had spilled to host memory and is no fit. Messages
-of libraries mean a lack of memory only where memory was short.
+once more; where other processes hold what the budget allows, the plan's size is not to blame. A run
+that held more than the device had spilled to host memory and is no fit. Messages of libraries mean
+a lack of memory only where memory was short.
 """
 
 from __future__ import annotations

@@ -128,7 +128,10 @@ class Session:
             measurement = Measurement(broken.outcome, broken.detail)
         assert measurement is not None  # an attempt without a fault measured something
         moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
-        measurement = replace(spilled(measurement, available_bytes=available), contended=moved)
+        crowded = unexplained and available < self.vram_budget_bytes
+        measurement = replace(
+            spilled(measurement, available_bytes=available), contended=moved or crowded
+        )
         poisoned = measurement.outcome is Outcome.POISONED
         kills = poisoned or (fault is not None and fault.kills_context)
         is_users = measurement.outcome is Outcome.USER_ERROR

@@ -199,9 +199,11 @@ class Beliefs:
                 continue
             if outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
                 points.append(Point(variant, x, float(held), MEMORY_ERROR))
-            elif outcome.about_memory:
+            elif outcome.about_memory and not trial.measurement.contended:
                 budget = float(self.facts.vram_budget_bytes)
                 points.append(Point(variant, x, budget, MEMORY_ERROR, at_least=True))
+            elif outcome.about_memory and held:  # others took the room that was left
+                points.append(Point(variant, x, float(held), MEMORY_ERROR, at_least=True))
         return points
 
     def _time_points(self) -> list[Point]:

@@ -264,37 +264,60 @@ def test_a_full_device_is_not_taken_for_a_dead_one(open_probing: Any, minefield:
     assert probing.worker == worker
 
 
-def shared(*foreign_gib: int) -> Callable[[Any], Device]:
-    """A device of 32 GiB beside whose worker others hold this much, one reading after the other."""
+OTHERS = "GIB_HELD_BY_OTHERS"
+"""What the worker's device says that other processes hold; models move it while they run."""
 
-    def tamper(device: Any) -> Device:
-        readings = list(foreign_gib)
-        device.total_bytes = 32 * GIB
-        device.foreign_bytes = lambda: (readings.pop(0) if len(readings) > 1 else readings[0]) * GIB
-        return device  # type: ignore[no-any-return]  # it is what was given
 
-    return tamper
+def is_shared(device: Any) -> Device:
+    """A device of 32 GiB, on which others hold 2 GiB to begin with."""
+    device.total_bytes = 32 * GIB
+    device.foreign_bytes = lambda: int(os.environ.get(OTHERS, 2)) * GIB
+    return device  # type: ignore[no-any-return]  # it is what was given
+
+
+def others_take_all(model: Model, output: torch.Tensor) -> None:
+    os.environ[OTHERS] = "32"
+
+
+def others_take_all_and_it_runs_out(model: Model, output: torch.Tensor) -> object:
+    os.environ[OTHERS] = "32"
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+
+def others_come_and_go(model: Model, output: torch.Tensor) -> None:
+    os.environ[OTHERS] = str((int(os.environ.get(OTHERS, 2)) + 2) % 32)
+
+
+def others_leave(model: Model, output: torch.Tensor) -> None:
+    os.environ[OTHERS] = "2"
+
+
+OTHERS_DO = [others_leave, others_take_all, others_take_all_and_it_runs_out, others_come_and_go]
+
+
+@pytest.fixture(scope="module")
+def crowd(open_module_probing: Any, minefield: Any) -> Any:
+    """One worker for everything that others may do."""
+    mines = dict(enumerate(OTHERS_DO, start=10))
+    return open_module_probing(minefield(mines), tamper=is_shared)
 
 
 @pytest.mark.parametrize(
-    ("foreign_gib", "contended", "outcome"),
+    ("before", "amid", "contended", "outcome"),
     [
-        ((2, 2), False, Outcome.OK),
-        ((2, 4, 4, 4), True, Outcome.OK),
-        ((2, 4, 2, 4, 2, 4, 2), True, Outcome.OK),
-        ((32, 32), False, Outcome.OVER_BUDGET),
+        (others_leave, others_leave, False, Outcome.OK),
+        (others_take_all, others_leave, True, Outcome.OK),
+        (others_leave, others_come_and_go, True, Outcome.OK),
+        (others_take_all, others_take_all, False, Outcome.OVER_BUDGET),
+        (others_take_all, others_take_all_and_it_runs_out, True, Outcome.OOM),
     ],
-    ids=["calm", "moved once", "moves on and on", "spilled"],
+    ids=["calm", "moved once", "moves on and on", "spilled", "took the room"],
 )
 def test_other_processes_on_the_device(
-    open_probing: Any,
-    minefield: Any,
-    foreign_gib: tuple[int, ...],
-    contended: bool,
-    outcome: Outcome,
+    crowd: Any, before: Any, amid: Any, contended: bool, outcome: Outcome
 ) -> None:
-    probing = open_probing(minefield({}), tamper=shared(*foreign_gib))
-    measurement = probing.at(CALM)
+    crowd.at(10 + OTHERS_DO.index(before))
+    measurement = crowd.at(10 + OTHERS_DO.index(amid))
     assert measurement.outcome is outcome
     assert measurement.contended is contended
 

@@ -16,6 +16,7 @@ from autofit.searching.confirming import best_of, confirm
 from autofit.searching.engine import run_search
 from autofit.searching.exclusions import exclusions_of
 from autofit.searching.facts import SearchFacts
+from autofit.units import GIB
 
 MakeRig = Callable[..., Any]
 PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", "checkpointing.level": 0}
@@ -104,6 +105,18 @@ def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(rig: Any) -> N
     assert known.exclusions.bound(HALF) == 7
     alone = Beliefs(facts, [baseline])
     assert len(known._memory_points()) == len(alone._memory_points()) == 1
+
+
+@pytest.mark.parametrize(("contended", "at_least"), [(False, 24 * GIB), (True, 3 * GIB)])
+def test_where_others_took_the_room_a_plan_is_only_known_to_need_what_it_held(
+    rig: Any, contended: bool, at_least: int
+) -> None:
+    facts = replace(rig.facts(), vram_budget_bytes=24 * GIB)
+    ran_out = _trial(
+        0, Plan(8, settings=PLAIN), Outcome.OOM, peak_reserved_bytes=3 * GIB, contended=contended
+    )
+    (point,) = Beliefs(facts, [ran_out])._memory_points()
+    assert (point.y, point.at_least) == (at_least, True)
 
 
 def test_a_fault_is_blamed_on_what_never_worked(rig: Any) -> None:
