@@ -6,6 +6,7 @@ and the user's own training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -59,8 +60,9 @@ class Recipe:
             if function is not None and not callable(function):
                 raise InvalidRequest(f"{name} must be a function, got {function!r}")
         norm = self.clip_grad_norm
-        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
-            raise InvalidRequest(f"clip_grad_norm must be above zero, got {norm!r}")
+        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and not (number and 0 < norm < math.inf):
+            raise InvalidRequest(f"clip_grad_norm must be a number above zero, got {norm!r}")
 
     def weight(self, batch: Batch) -> float:
         """What the loss of this batch is a mean over."""

@@ -50,6 +50,8 @@ def load_strategies(
         return _in_order(strategy for strategy in loaded if strategy.numerics <= allowed)
     if isinstance(strategies, str):
         strategies = [strategies]
+    if not isinstance(strategies, Iterable):
+        raise InvalidRequest(f"strategies must be names or Strategy objects, got {strategies!r}")
     chosen = [_by_name(one) if isinstance(one, str) else _checked(one) for one in strategies]
     for strategy in chosen:
         if strategy.numerics > allowed:

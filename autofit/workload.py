@@ -24,11 +24,15 @@ from autofit.optimizers import (
     build_optimizer,
     check_optimizer,
 )
-from autofit.plan import Plan, Settings
+from autofit.plan import Plan, Settings, steps_for
 from autofit.recipe import Recipe
 
 if TYPE_CHECKING:
     from autofit.training import Training
+
+
+MOST_ACCUMULATION_STEPS = 2**16
+"""More of the sample batch's micro-batches than this in one optimizer step are a slip."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,12 @@ class Workload:
             )
         if self.global_batch is not None:
             _check_global_batch(self.global_batch)
+        if not isinstance(self.allow_resplit, bool):
+            raise InvalidRequest(f"allow_resplit must be True or False, got {self.allow_resplit!r}")
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
+        if self.global_batch is not None:
+            _check_steps(self.global_batch, self.sample_batch_size)
         check_optimizer(self.optimizer, self.model, has_train_step=self.train_step is not None)
         self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
 
@@ -154,6 +162,7 @@ class Workload:
         samples = global_batch or self.global_batch
         if samples is None:
             return Plan(size, settings=settings or {})
+        _check_steps(samples, size)
         return Plan.split(samples, min(size, samples), settings)
 
     def build_model(self) -> torch.nn.Module:
@@ -190,6 +199,17 @@ def _check_global_batch(samples: object) -> None:
         raise InvalidRequest(f"global_batch must be a whole number of samples, got {samples!r}")
     if samples < 1:
         raise InvalidRequest(f"global_batch must be at least 1, got {samples}")
+
+
+def _check_steps(global_batch: int, micro_batch: int) -> None:
+    """A zero too many would be found out by running it, for hours."""
+    steps = steps_for(global_batch, micro_batch)
+    if steps > MOST_ACCUMULATION_STEPS:
+        raise InvalidRequest(
+            f"a global batch of {global_batch} samples is {steps} micro-batches of {micro_batch} "
+            f"in one optimizer step, and autofit tries at most {MOST_ACCUMULATION_STEPS}: give a "
+            "smaller global_batch, or a larger sample batch"
+        )
 
 
 def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:

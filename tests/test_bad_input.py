@@ -34,7 +34,11 @@ def batch() -> torch.Tensor:
         ({"loss_fn": "mse"}, r"loss_fn must be a function, got 'mse'"),
         ({"loss_weight": 3}, r"loss_weight must be a function, got 3"),
         ({"train_step": 3}, r"train_step must be a function, got 3"),
-        ({"clip_grad_norm": "1"}, r"clip_grad_norm must be above zero, got '1'"),
+        ({"global_batch": 10**9}, r"is 250000000 micro-batches of 4 .*at most 65536: give a small"),
+        ({"allow_resplit": "no"}, r"allow_resplit must be True or False, got 'no'"),
+        ({"clip_grad_norm": "1"}, r"clip_grad_norm must be a number above zero, got '1'"),
+        ({"clip_grad_norm": True}, r"clip_grad_norm must be a number above zero, got True"),
+        ({"clip_grad_norm": float("inf")}, r"clip_grad_norm must be a number above zero, got inf"),
         ({"optimizer": "adam"}, r"optimizer must be a function of parameters.* got 'adam'"),
         ({"optimizer": None}, r"optimizer must be a function of parameters.* got None"),
         (
@@ -63,6 +67,8 @@ def batch() -> torch.Tensor:
         ({"vram_budget": 1.5}, r"fraction must be in \(0, 1\], got 1\.5"),
         ({"vram_budget": "4000TiB"}, r"budget of 4000 TiB is larger than the device, which has"),
         ({"strategies": ["precison"]}, r"no strategy 'precison'; installed are: checkpointing, "),
+        ({"strategies": 3}, r"strategies must be names or Strategy objects, got 3"),
+        ({"progress": 3}, r"progress must be a function .* with each event, got 3"),
         ({"numerics": "sloppy"}, r"numerics must be one of exact, .*got 'sloppy'"),
         (
             {"numerics": "exact", "strategies": ["precision"]},
@@ -70,7 +76,7 @@ def batch() -> torch.Tensor:
         ),
         ({"device": "tpu"}, r'device must be "cuda", "cuda:N" or "cpu", got \'tpu\''),
         ({"isolation": "thread"}, r"isolation must be one of process, inprocess, got 'thread'"),
-        ({"clip_grad_norm": 0.0}, r"clip_grad_norm must be above zero, got 0\.0"),
+        ({"clip_grad_norm": 0.0}, r"clip_grad_norm must be a number above zero, got 0\.0"),
         (
             {"loss_fn": lambda m, b: m(b).mean(), "criterion": nn.MSELoss()},
             r"give loss_fn or criterion, not both",

@@ -97,7 +97,7 @@ def test_two_losses_and_clipping_at_nothing_are_contradictions() -> None:
     with pytest.raises(InvalidRequest, match="not both"):
         Recipe(loss_fn=lambda m, b: b, criterion=lambda y, t: y)
     for norm in (0.0, -1.0, float("nan")):
-        with pytest.raises(InvalidRequest, match="clip_grad_norm must be above zero"):
+        with pytest.raises(InvalidRequest, match="clip_grad_norm must be a number above zero"):
             Recipe(clip_grad_norm=norm)
 
 

@@ -27,7 +27,7 @@ def _step(training: Any, batch: Any) -> torch.Tensor:
         ({"global_batch": 0}, "global_batch must be at least 1, got 0"),
         ({"sample_batch": {"text": "no tensor"}}, "pass a callable n -> batch"),
         ({"sample_batch": (X[:1], X[:1])}, "2 of its tensors have size 1"),
-        ({"clip_grad_norm": 0}, "clip_grad_norm must be above zero"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm must be a number above zero"),
         ({"loss_fn": _step, "criterion": _step}, "not both"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,6 +136,16 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
             f"which has {format_bytes(total_bytes)}"
         )
     return budget
+
+
+def check_budget(vram_budget: str | float | None) -> None:
+    """Refuse what is no budget on whatever device.
+
+    Raises:
+        InvalidRequest: it cannot be read, is not above zero, or is no fraction.
+    """
+    if vram_budget is not None:
+        _read_budget(vram_budget, total_bytes=sys.maxsize)
 
 
 def _read_budget(vram_budget: str | float, total_bytes: int) -> int:

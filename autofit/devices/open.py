@@ -22,9 +22,16 @@ def open_device(name: str | torch.device | None) -> Device:
         InvalidRequest: no such kind of device.
         DeviceUnavailable: it is not there.
     """
+    check_device_name(name)
     chosen = str(name) if name is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    if chosen == "cpu":
-        return CpuDevice()
-    if re.fullmatch(r"cuda(:\d+)?", chosen):
-        return CudaDevice(chosen)
-    raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {chosen!r}')
+    return CpuDevice() if chosen == "cpu" else CudaDevice(chosen)
+
+
+def check_device_name(name: str | torch.device | None) -> None:
+    """Refuse what names no device anywhere.
+
+    Raises:
+        InvalidRequest: no such kind of device.
+    """
+    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
+        raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')

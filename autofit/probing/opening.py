@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from autofit.devices.base import check_budget
+from autofit.devices.open import check_device_name
 from autofit.errors import InvalidRequest
 from autofit.probing.client import WorkerProber
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import WorkloadProber
 from autofit.strategy import Strategy
 from autofit.workload import Workload
+
+_LARGEST_SEED = 2**32 - 1
 
 
 def open_prober(
@@ -22,13 +28,23 @@ def open_prober(
     """The prober that `isolation` names.
 
     Raises:
-        InvalidRequest: no such isolation.
+        InvalidRequest: no such isolation, device or seed, or what is no budget; nothing was
+            started by then.
     """
-    kinds: dict[str, type[WorkerProber] | type[InProcessProber]] = {
+    kinds: dict[Any, type[WorkerProber] | type[InProcessProber]] = {
         "process": WorkerProber,
         "inprocess": InProcessProber,
     }
-    if isolation not in kinds:
+    if isolation not in list(kinds):  # a list asks for no hash, and it may be anything
         raise InvalidRequest(f"isolation must be one of {', '.join(kinds)}, got {isolation!r}")
+    check_device_name(device)
+    check_budget(vram_budget)
+    _check_seed(seed)
     kind = kinds[isolation]
     return kind(workload, strategies, device=device, vram_budget=vram_budget, seed=seed)
+
+
+def _check_seed(seed: Any) -> None:
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    if not (whole and 0 <= seed <= _LARGEST_SEED):
+        raise InvalidRequest(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}")

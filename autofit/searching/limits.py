@@ -1,4 +1,4 @@
-"""What bounds a search and where it is kept, refused before minutes are spent on it."""
+"""What bounds a search, where it is kept and who watches it, refused before it starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest
 
-_LARGEST_SEED = 2**32 - 1
-
 
 def check_limits(
     *,
@@ -19,33 +17,32 @@ def check_limits(
     timeout: Any,
     study: Any,
     sampler: Any,
-    seed: Any,
+    progress: Any,
 ) -> None:
-    """Refuse what is no count, no time, no place, no sampler or no seed.
+    """Refuse what is no count, no time, no place, no sampler or nothing to be called.
 
     Raises:
         InvalidRequest: the message names the argument and its value.
     """
-    _check_count("max_micro_batch", max_micro_batch, 1)
-    _check_count("max_probes", max_probes, 1)
-    if seed is None:
-        raise InvalidRequest("seed must be a whole number, got None")
-    _check_count("seed", seed, 0)
-    if seed > _LARGEST_SEED:
-        raise InvalidRequest(f"seed must be at most {_LARGEST_SEED}, got {seed}")
+    _check_count("max_micro_batch", max_micro_batch)
+    _check_count("max_probes", max_probes)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0):
         raise InvalidRequest(f"timeout must be above zero seconds, got {timeout!r}")
-    if study is not None and not isinstance(study, (str, os.PathLike)):
+    if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
         raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
     if sampler is not None and not isinstance(sampler, BaseSampler):
         raise InvalidRequest(f"sampler must be an Optuna sampler object, got {sampler!r}")
+    if progress is not None and not callable(progress):
+        raise InvalidRequest(
+            f"progress must be a function that is called with each event, got {progress!r}"
+        )
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def _check_count(name: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise InvalidRequest(f"{name} must be at least {least}, got {value}")
+    if value < 1:
+        raise InvalidRequest(f"{name} must be at least 1, got {value}")

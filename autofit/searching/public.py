@@ -107,7 +107,7 @@ def search(
         timeout=timeout,
         study=study,
         sampler=sampler,
-        seed=seed,
+        progress=progress,
     )
     level = numerics_level(numerics)
     chosen = load_strategies(strategies, numerics=level)

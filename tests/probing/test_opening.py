@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
+from autofit.probing.client import WorkerProber
 from autofit.probing.opening import open_prober
 from autofit.probing.prober import ProbeRequest
 from autofit.units import MIB
@@ -30,6 +33,25 @@ def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> 
         assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 32 * MIB
 
 
-def test_an_isolation_that_there_is_not() -> None:
-    with pytest.raises(InvalidRequest, match="one of process, inprocess, got 'thread'"):
-        open_prober(WORKLOAD, (), device="cpu", vram_budget=None, seed=0, isolation="thread")
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"isolation": "thread"}, "isolation must be one of process, inprocess, got 'thread'"),
+        ({"isolation": ["process"]}, r"isolation must be .*, got \['process'\]"),
+        ({"device": "tpu"}, 'device must be "cuda", "cuda:N" or "cpu", got \'tpu\''),
+        ({"device": ""}, 'device must be "cuda", "cuda:N" or "cpu", got \'\''),
+        ({"vram_budget": b"3GiB"}, "vram_budget must be like \"24GiB\".* b'3GiB'"),
+        ({"vram_budget": -1}, "above zero bytes, got -1"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 4294967295, got -1"),
+        ({"seed": None}, "seed must be .* got None"),
+        ({"seed": 1.5}, "seed must be .* got 1.5"),
+        ({"seed": 2**70}, "seed must be .* got 1180591620717411303424"),
+    ],
+)
+def test_what_means_nothing_is_refused_before_a_worker_is_started(
+    said: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerProber, "__init__", lambda *_, **__: pytest.fail("it was started"))
+    asked: dict[str, Any] = {"device": "cpu", "vram_budget": None, "seed": 0}
+    with pytest.raises(InvalidRequest, match=words):
+        open_prober(WORKLOAD, (), **asked | {"isolation": "process"} | said)
