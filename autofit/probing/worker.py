@@ -37,6 +37,7 @@ def main(requests_fd: int, replies_fd: int) -> None:
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:
     session: Session | None = None
+    has_trained = False
     reply: dict[str, Any]
     for line in requests:
         message = json.loads(line)
@@ -49,6 +50,9 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
         except Exception as error:
             reply = {"raised": exception_to_dict(error, traceback.format_exc())}
         send(replies, reply)
+        if not has_trained:
+            has_trained = message["do"] != "open"
+            _spare_collections()
 
 
 def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
@@ -69,21 +73,20 @@ def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         vram_budget_bytes=budget,
         seed=message["seed"],
     )
-    del payload
-    _spare_collections()
     return session, {"exclusive_key": device.exclusive_key}
 
 
-def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
-    reply = {"survey": session.survey().to_dict()}
-    _spare_collections()  # of what the first training imported
-    return reply
-
-
 def _spare_collections() -> None:
-    """Have later garbage collections pass over what is there now: torch's own many objects."""
+    """Have later garbage collections pass over what is there now: torch's own many objects.
+
+    It imports them when it is opened, and more of them when it trains for the first time.
+    """
     gc.collect()
     gc.freeze()
+
+
+def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"survey": session.survey().to_dict()}
 
 
 def _probe(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:

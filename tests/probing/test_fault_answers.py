@@ -93,6 +93,10 @@ def hoards(model: Model, output: torch.Tensor) -> object:
     return output
 
 
+def counts_objects(model: Model, output: torch.Tensor) -> object:
+    raise LookupError(len(gc.get_objects()), gc.get_freeze_count())
+
+
 LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "wrapped OOM": (Outcome.OOM, wrapped_oom),
     "code 2": (Outcome.OOM, raises(lambda: accelerator_error(2))),
@@ -118,6 +122,7 @@ LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "cycle": (Outcome.OK, makes_cycles),
     "own error": (Outcome.USER_ERROR, raises(lambda: OwnError("no such token", 7))),
     "unsendable": (Outcome.USER_ERROR, raises(Unsendable)),
+    "count": (Outcome.USER_ERROR, counts_objects),
 }
 SIZES = {name: size for size, name in enumerate(LIVES_ON, start=10)}
 
@@ -156,6 +161,14 @@ def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
     assert type(error) is WorkloadFailed
     assert "Unsendable" in str(error)
     assert "it holds a generator" in str(error)
+
+
+def test_collections_around_probes_pass_over_what_torch_imported(probing: Any) -> None:
+    """Also what it imports to train for the first time, though nobody asked for a survey."""
+    probing.at(CALM)
+    probing.at(SIZES["count"])
+    visited, passed_over = probing.prober.user_exception().args
+    assert passed_over > 10 * visited
 
 
 def test_a_leak_says_how_much_and_how_long(probing: Any) -> None:
