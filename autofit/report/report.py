@@ -5,7 +5,6 @@ It imports no torch until `apply` is called, so a saved report opens on any mach
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.errors import InvalidRequest
 from autofit.measurement import Trial
 from autofit.plan import Plan
+from autofit.report import applying
 from autofit.report.frontier import frontier
 from autofit.report.record import Record
 from autofit.report.text import WIDTH, headline, render
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from autofit.endurance import Endurance
-    from autofit.recipe import Recipe
     from autofit.strategy import Strategy
     from autofit.training import Training
     from autofit.workload import Workload
-
-_SAY_THE_LOSS = {"loss_fn", "criterion", "train_step"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,11 +147,9 @@ class Report:
             as they were.
 
         Raises:
-            InvalidRequest: the model holds no tensor, a loaded report is not told how the loss is
-                computed, or a strategy of the plan is not installed here.
+            InvalidRequest: the model holds no tensor, the optimizer cannot step, a loaded report is
+                not told how the loss is computed, or a strategy of the plan is not installed here.
         """
-        from autofit.training import Training
-
         said = {
             "loss_fn": loss_fn,
             "criterion": criterion,
@@ -162,15 +157,13 @@ class Report:
             "before_step": before_step,
             "train_step": train_step,
         }
-        plan = self.best.plan
-        return Training(
+        return applying.apply(
+            self.record,
             model,
             optimizer,
-            self._recipe({name: value for name, value in said.items() if value is not None}),
-            plan,
-            device=_device_of(model),
-            strategies=self._strategies_of(plan.settings),
-            payloads=self.record.payloads(plan.settings),
+            said,
+            strategies=self.strategies,
+            workload=self.workload,
         )
 
     def soak(
@@ -195,30 +188,6 @@ class Report:
                 "a loaded report holds no workload: pass the one that was searched"
             )
         return soak(self, trained, steps=steps, device=device, isolation=isolation)
-
-    def _recipe(self, said: dict[str, Any]) -> Recipe:
-        from autofit.recipe import Recipe
-
-        if self.workload is not None:
-            if said.keys() & {"loss_fn", "criterion"}:
-                said = {"loss_fn": None, "criterion": None} | said
-            return replace(self.workload.recipe, **said)
-        missing = [name for name in self.record.functions_given if name not in said]
-        if said.keys() & _SAY_THE_LOSS:
-            missing = [name for name in missing if name not in _SAY_THE_LOSS]
-        if missing:
-            raise InvalidRequest(
-                f"the search was given {', '.join(missing)}, and a loaded report holds no "
-                f"functions: pass {'=..., '.join(missing)}=... to apply"
-            )
-        return Recipe(**said, clip_grad_norm=self.record.workload.get("clip_grad_norm"))
-
-    def _strategies_of(self, settings: Any) -> Sequence[Strategy]:
-        if self.strategies:
-            return self.strategies
-        from autofit.registry import load_strategies
-
-        return load_strategies(sorted({name.partition(".")[0] for name in settings}))
 
     def to_text(self, *, width: int = WIDTH) -> str:
         """The report as text: the best plan first, then every trial, then what was skipped."""
@@ -247,15 +216,6 @@ def load(path: str | os.PathLike[str]) -> Report:
     if not isinstance(data, dict):
         raise InvalidRequest(f"{os.fspath(path)} is no report: it holds a {type(data).__name__}")
     return Report(Record.from_dict(data))
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        return tensor.device
-    raise InvalidRequest(
-        f"the model (a {type(model).__name__}) holds no parameter and no buffer: "
-        "there is nothing to train, and no device to train on"
-    )
 
 
 def _write_whole(target: Path, text: str) -> None:

@@ -114,6 +114,28 @@ def test_a_model_without_a_tensor_is_refused(record: Record) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (None, "got None"),
+        (torch.optim.SGD, "got <class 'torch.optim.sgd.SGD'>"),
+        ({"0": None}, "a mapping of optimizers needs train_step"),
+    ],
+)
+def test_what_cannot_step_is_refused_before_the_first_step(
+    record: Record, optimizer: object, words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        Report(record).apply(
+            torch.nn.Linear(8, 4), optimizer, criterion=torch.nn.CrossEntropyLoss()
+        )
+
+
+def test_what_is_no_model_is_refused(record: Record) -> None:
+    with pytest.raises(InvalidRequest, match=r"a live nn\.Module, got None"):
+        Report(record).apply(None, None, criterion=print)  # type: ignore[arg-type]  # on purpose
+
+
 def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,0 +1,116 @@
+"""From a report to a live training in the user's own process.
+
+What the search was given is remembered in its process; a loaded report holds no functions, and is
+told them anew. Nothing but `apply` imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autofit.errors import InvalidRequest
+from autofit.report.record import Record
+
+if TYPE_CHECKING:
+    import torch
+
+    from autofit.recipe import Recipe
+    from autofit.strategy import Strategy
+    from autofit.training import Training
+    from autofit.workload import Workload
+
+_SAY_THE_LOSS = {"loss_fn", "criterion", "train_step"}
+
+
+def apply(
+    record: Record,
+    model: torch.nn.Module,
+    optimizer: Any,
+    said: Mapping[str, Any],
+    *,
+    strategies: Sequence[Strategy],
+    workload: Workload | None,
+) -> Training:
+    """The best plan on that model and optimizer.
+
+    Args:
+        record: of the search.
+        model, optimizer: the user's own.
+        said: the functions that are given anew, by name; None: as the search was given it.
+        strategies: those of the search; empty: the installed ones of the plan's names.
+        workload: what was searched; None: not known here.
+
+    Raises:
+        InvalidRequest: see `Report.apply`.
+    """
+    from autofit.training import Training
+
+    plan = record.trial(record.best_number).plan
+    given = {name: value for name, value in said.items() if value is not None}
+    recipe = _recipe(record, workload, given)
+    device = _device_of(model)
+    _check_live(optimizer, has_train_step=recipe.train_step is not None)
+    return Training(
+        model,
+        optimizer,
+        recipe,
+        plan,
+        device=device,
+        strategies=strategies or _installed_for(plan.settings),
+        payloads=record.payloads(plan.settings),
+    )
+
+
+def _recipe(record: Record, workload: Workload | None, said: dict[str, Any]) -> Recipe:
+    from autofit.recipe import Recipe
+
+    if workload is not None:
+        if said.keys() & {"loss_fn", "criterion"}:
+            said = {"loss_fn": None, "criterion": None} | said
+        return replace(workload.recipe, **said)
+    missing = [name for name in record.functions_given if name not in said]
+    if said.keys() & _SAY_THE_LOSS:
+        missing = [name for name in missing if name not in _SAY_THE_LOSS]
+    if missing:
+        raise InvalidRequest(
+            f"the search was given {', '.join(missing)}, and a loaded report holds no "
+            f"functions: pass {'=..., '.join(missing)}=... to apply"
+        )
+    return Recipe(**said, clip_grad_norm=record.workload.get("clip_grad_norm"))
+
+
+def _installed_for(settings: Mapping[str, Any]) -> Sequence[Strategy]:
+    from autofit.registry import load_strategies
+
+    return load_strategies(sorted({name.partition(".")[0] for name in settings}))
+
+
+def _device_of(model: Any) -> torch.device:
+    if not (hasattr(model, "parameters") and hasattr(model, "buffers")):
+        raise InvalidRequest(f"apply trains a live nn.Module, got {model!r}")
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        device: torch.device = tensor.device
+        return device
+    raise InvalidRequest(
+        f"the model (a {type(model).__name__}) holds no parameter and no buffer: "
+        "there is nothing to train, and no device to train on"
+    )
+
+
+def _check_live(optimizer: Any, *, has_train_step: bool) -> None:
+    """What cannot step would show in the middle of the first step."""
+    several = isinstance(optimizer, Mapping)
+    if several and not has_train_step:
+        raise InvalidRequest(
+            "a mapping of optimizers needs train_step=(training, batch) -> loss, which says when "
+            "each of them steps"
+        )
+    for one in optimizer.values() if several else [optimizer]:
+        if isinstance(one, type) or not callable(getattr(one, "step", None)):
+            raise InvalidRequest(
+                "apply steps a live optimizer over the model's parameters, such as "
+                f"torch.optim.AdamW(model.parameters()), got {one!r}"
+            )
