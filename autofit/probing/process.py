@@ -17,6 +17,7 @@ from typing import IO, Any
 from autofit.errors import WorkerFailed
 from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.payload import environment_of_parent
+from autofit.probing.strays import kill_marked, new_mark
 from autofit.probing.wire import STACK_SIGNAL, send
 
 _BOOTSTRAP = """
@@ -71,6 +72,7 @@ class WorkerProcess:
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],
         }
+        self._mark = new_mark()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(told)],  # last words count
@@ -79,6 +81,7 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=inherited if payload is None else (*inherited, payload),
                 start_new_session=True,
+                env=os.environ | self._mark,
             )
         except OSError as error:
             for descriptor in (requests_write, replies_read, self._lifeline):
@@ -131,10 +134,11 @@ class WorkerProcess:
         return f"{error}\n{_first_lines(stack)}"
 
     def kill(self) -> None:
-        """End its whole process group at once, and wait for it (within bounds)."""
+        """End it and all that it started at once, and wait for it (within bounds)."""
         with interrupts_deferred():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            kill_marked(self._mark)
             self._reap()
             self._close_pipes()
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -75,12 +76,24 @@ def crashes_with_a_child_alive(model: Any, output: torch.Tensor) -> None:
     os.abort()
 
 
+def starts_strays(model: Any, output: torch.Tensor) -> None:
+    """One child in a session of its own, and a daemon whose parent has ended."""
+    nap = [sys.executable, "-S", "-c", f"import time; time.sleep({SECONDS_TO_HANG})"]
+    child = subprocess.Popen(nap, start_new_session=True)
+    go_away = (
+        "import subprocess; print(subprocess.Popen("
+        f"{nap}, start_new_session=True, stdout=subprocess.DEVNULL).pid)"
+    )
+    daemon = subprocess.run([sys.executable, "-S", "-c", go_away], stdout=subprocess.PIPE)
+    raise LookupError(child.pid, int(daemon.stdout))
+
+
 def floods(model: Any, output: torch.Tensor) -> None:
     line = b"x" * 2**20  # one endless line to each stream, then many short ones
-    for _ in range(32):
+    for _ in range(4):
         os.write(1, line)
         os.write(2, line)
-    for number in range(10_000):
+    for number in range(1000):
         print("noise", number)
         print("noise", number, file=sys.stderr)
 
@@ -99,7 +112,7 @@ DEATHS: dict[Any, str] = {
     exits: "exited with 3; it printed last:\nthese are my last words",
     crashes_with_a_child_alive: "SIGABRT",
 }
-SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, floods], start=10)}
+SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, floods, starts_strays], start=10)}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +155,19 @@ def test_floods_of_output_harm_nothing(probing: Any) -> None:
     assert probing.at(SIZES[floods]).ok
     assert probing.worker == worker
     assert len(probing.prober._process._tail) <= 64 * 2**10
+
+
+def test_what_the_users_code_started_ends_with_the_worker(
+    probing: Any, running: Callable[[int], bool]
+) -> None:
+    assert probing.at(CALM).ok
+    threads = list(probing.prober._process._threads)
+    assert probing.at(SIZES[starts_strays]).outcome is Outcome.USER_ERROR
+    strays = probing.prober.user_exception().args
+    assert all(map(running, strays))
+    probing.prober.renew()
+    assert not any(map(running, strays))
+    assert not any(thread.is_alive() for thread in threads), "their pipes have ended"
 
 
 def test_a_crash_shows_its_stack(probing: Any) -> None:
