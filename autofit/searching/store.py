@@ -4,35 +4,33 @@ Promises: a finished trial is stored before the next is asked for; opening the s
 the same facts and every finished trial; a study that belongs to another search, or that another
 search is using, is refused; trials whose process died do not stay under way.
 
-A file is locked for as long as it is open. A storage URL has no such lock: there a search is told
-from its owner's record, which two searches that begin in the same instant could both miss.
+A file is locked for as long as it is open (`autofit.searching.journal`); what a storage URL names
+has no lock, and is claimed (`autofit.searching.claims`).
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import optuna
 import sqlalchemy.exc
 from optuna.exceptions import DuplicatedStudyError, StorageInternalError
+from optuna.storages import JournalStorage, RDBStorage
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
 from autofit.measurement import Trial
 from autofit.searching import ledger
+from autofit.searching.claims import Claim
 from autofit.searching.facts import SearchFacts
 from autofit.searching.journal import JournalFile
-from autofit.searching.owner import Owner
-from autofit.units import format_seconds
 
 _STUDY_NAME = "autofit"
-_FACTS, _OWNER, _ENDED = "autofit_facts", "autofit_owner", "autofit_ended"
-_SILENT_S = 3600.0  # a search on another host that asked for nothing in so long has ended
+_FACTS, _ENDED = "autofit_facts", "autofit_ended"
 
 
 class Store:
@@ -43,11 +41,13 @@ class Store:
         facts: what the study was made for; None until `begin`.
     """
 
-    def __init__(self, study: optuna.Study, name: str, journal: JournalFile | None) -> None:
+    def __init__(
+        self, study: optuna.Study, name: str, claim: Claim | None, held: ExitStack
+    ) -> None:
         self.study = study
         self.name = name
-        self._journal = journal
-        self._owner = Owner.current()
+        self._claim = claim
+        self._held = held  # what must be let go of, beside the claim
         self.facts = facts_of(study) if _FACTS in study.user_attrs else None
 
     @classmethod
@@ -62,17 +62,16 @@ class Store:
             StudyRefused: it belongs to another search, is in use, or cannot be read or written.
         """
         name = "in memory" if study is None else os.fspath(study)
-        journal = None
-        if study is not None and "://" not in name:
-            journal = JournalFile(name)
-        try:
-            store = cls(_load(name, study, journal), name, journal)
+        with ExitStack() as held:
+            storage = _storage(name, study, held)
+            opened = _load(name, storage)
+            claim = Claim(opened, name) if isinstance(storage, RDBStorage) else None
+            store = cls(opened, name, claim, held.pop_all())
+        with ExitStack() as closed_unless_taken:
+            closed_unless_taken.push(store)
             store._check_identity(identity)
             store._take_over()
-        except BaseException:
-            if journal is not None:
-                journal.close()
-            raise
+            closed_unless_taken.pop_all()
         return store
 
     def begin(self, facts: SearchFacts) -> None:
@@ -108,13 +107,13 @@ class Store:
 
     @contextmanager
     def asking(self, sampler: optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
-        """A new trial of that sampler, owned by this process; closed if the block raises."""
+        """A new trial of that sampler; closed if the block raises."""
         with self._writing():
             self.study.sampler = sampler
-            self._sign()
+            if self._claim is not None:
+                self._claim.renew()
             space = facts_of(self.study).space
             asked = self.study.ask(ledger.distributions(space))
-            asked.set_user_attr(_OWNER, self._signature())
         try:
             yield asked
         except BaseException:
@@ -130,12 +129,9 @@ class Store:
 
     def close(self) -> None:
         """Let other searches have the study."""
-        try:
-            with self._writing():
-                self.study.set_user_attr(_OWNER, None)
-        finally:
-            if self._journal is not None:
-                self._journal.close()
+        with self._held, self._writing():
+            if self._claim is not None:
+                self._claim.give_up()
 
     def __enter__(self) -> Self:
         return self
@@ -169,32 +165,13 @@ class Store:
             )
 
     def _take_over(self) -> None:
-        """Make this process the owner and close what dead ones left under way."""
-        self._refuse_living_owner(self.study.user_attrs.get(_OWNER))
+        """Be the only search here, and close what dead ones left under way."""
         with self._writing():
+            if self._claim is not None:
+                self._claim.take()
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                self._refuse_living_owner(trial.user_attrs.get(_OWNER))
                 if not ledger.finish_recorded(self.study, trial):
                     self.study.tell(trial.number, state=TrialState.FAIL)
-            self._sign()
-
-    def _sign(self) -> None:
-        self.study.set_user_attr(_OWNER, self._signature())
-
-    def _signature(self) -> dict[str, Any]:
-        return self._owner.to_dict() | {"seen": time.time()}
-
-    def _refuse_living_owner(self, data: Mapping[str, Any] | None) -> None:
-        if data is None or self._journal is not None:  # whoever holds the file's lock is alone
-            return
-        owner = Owner.from_dict(data)
-        seen_ago = time.time() - data["seen"]
-        alive = owner.alive if owner.alive is not None else seen_ago < _SILENT_S
-        if alive:
-            raise StudyRefused(
-                f"{owner} is using the study {self.name} (last seen {format_seconds(seen_ago)} "
-                "ago): wait for it to end, or give this search a study of its own"
-            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -224,17 +201,37 @@ def facts_of(study: optuna.Study) -> SearchFacts:
     return SearchFacts.from_dict(study.user_attrs[_FACTS])
 
 
-def _load(
-    name: str, study: str | os.PathLike[str] | None, journal: JournalFile | None
-) -> optuna.Study:
+def _storage(
+    name: str, study: str | os.PathLike[str] | None, held: ExitStack
+) -> JournalStorage | RDBStorage | None:
+    """Where that study lies; leaving `held` lets go of it. None: in memory."""
+    if study is None:
+        return None
+    if "://" not in name:
+        journal = JournalFile(name)
+        held.callback(journal.close)
+        return journal.storage
+    with _opening(name):
+        storage = RDBStorage(name)
+    held.callback(storage.engine.dispose)  # else a file stays open until garbage is collected
+    held.callback(storage.remove_session)
+    return storage
+
+
+def _load(name: str, storage: JournalStorage | RDBStorage | None) -> optuna.Study:
     """The study of that storage, made where there is none."""
-    storage = journal.storage if journal else None if study is None else name
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
+    with _opening(name):
         return optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
         )
+
+
+@contextmanager
+def _opening(name: str) -> Iterator[None]:
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
     except (
         OSError,
         ImportError,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autofit.errors import StudyRefused
+from autofit.searching import store
+from autofit.searching.claims import Claim
 from autofit.searching.engine import run_search
 from autofit.searching.owner import Owner
 from autofit.searching.store import Store
@@ -24,6 +29,8 @@ _SEARCH = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from conftest import DIMENSIONS, Rig
+from autofit.searching import store
+from autofit.searching.claims import Claim
 from autofit.searching.engine import run_search
 from autofit.searching.store import Store
 from autofit.space import Space
@@ -162,6 +169,60 @@ def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str) -> 
         child.communicate()
     with Store.open(study, IDENTITY) as store:
         assert len(store.trials) == 2
+
+
+def test_of_searches_that_begin_in_the_same_instant_one_gets_in(tmp_path: Path) -> None:
+    """Each claims before any looks: a barrier stands between the two."""
+    study = f"sqlite:///{tmp_path / 'study.db'}"
+    Store.open(study, IDENTITY).close()
+    together, may_end = threading.Barrier(2), threading.Event()
+    got_in: list[str] = []
+    refused: list[str] = []
+
+    class Claiming(Claim):
+        def renew(self) -> None:
+            super().renew()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(timeout=2)
+
+    def search() -> None:
+        try:
+            with Store.open(study, IDENTITY):
+                got_in.append(study)
+                may_end.wait(timeout=30)
+        except StudyRefused as refusal:
+            refused.append(str(refusal))
+            may_end.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "Claim", Claiming)
+        searches = [threading.Thread(target=search) for _ in range(2)]
+        for one in searches:
+            one.start()
+        for one in searches:
+            one.join()
+    assert len(got_in) == len(refused) == 1
+    assert "is using the study" in refused[0]
+
+
+def test_nothing_is_open_once_a_study_is_closed(rig: Any, tmp_path: Path) -> None:
+    study = f"sqlite:///{tmp_path / 'study.db'}"
+
+    def is_open() -> bool:
+        places = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return any("study.db" in os.path.realpath(place) for place in places)
+
+    gc.disable()
+    try:
+        with Store.open(study, IDENTITY) as opened:
+            run_search(rig.prober(), rig.facts(), store=opened, max_probes=2)
+            assert is_open()
+        assert not is_open()
+        with pytest.raises(StudyRefused, match="belongs to another search"):
+            Store.open(study, {"workload": "other"})
+        assert not is_open()
+    finally:
+        gc.enable()
 
 
 def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
