@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -18,3 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """Probes collect garbage many times, and need not go through all of pytest's and torch's."""
+    gc.collect()
+    gc.freeze()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +18,6 @@ from autofit.probing.prober import ProbeRequest
 from autofit.probing.snapshot import differences, digest
 from autofit.registry import load_strategies
 from autofit.workload import Workload
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """A probe collects garbage many times, and need not go through all of pytest's each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -28,15 +28,6 @@ from autofit.strategy import Numerics, Phase
 from autofit.workload import Workload
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """A probe collects garbage many times, and need not go through all of pytest's each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _session(make: Callable[[], Workload], budget: int = 256 * MIB, strategies: Any = ()) -> Any:
