@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from autofit.probing.bindings import BindingRecord, Cell, Members, Name
+
 _ENTERED = (
     torch.nn.Module,
     torch.optim.Optimizer,
@@ -59,7 +61,7 @@ def is_collection(node: object) -> TypeGuard[list[Any] | deque[Any] | set[Any] |
 def has_state(node: object) -> bool:
     """Whether `record` knows how to keep this object, and `walk` enters it."""
     return (
-        isinstance(node, (*_ENTERED, torch.Tensor))
+        isinstance(node, (*_ENTERED, torch.Tensor, Cell, Name, Members))
         or is_dict(node)
         or is_collection(node)
         or generator_access(node) is not None
@@ -99,6 +101,10 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def record(node: object) -> Record:
     """The present state of one object that `walk` yielded."""
+    if isinstance(node, Cell | Name):
+        return BindingRecord(node)
+    if isinstance(node, Members):
+        return record(node.container)
     if isinstance(node, torch.Tensor):
         return _TensorRecord(node)
     if isinstance(node, _ENTERED):

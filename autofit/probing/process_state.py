@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Flag:
         """What it is now, or UNREADABLE."""
         try:
             return self.read()
-        except (RuntimeError, AttributeError, OSError):
+        except (RuntimeError, AttributeError, OSError, StopIteration):
             return UNREADABLE
 
     def put_back(self, value: Any) -> None:
@@ -81,6 +82,7 @@ def _flags() -> Iterator[Flag]:
     yield Flag("warnings.filters", lambda: list(warnings.filters), _write_warnings_filters)
     yield Flag("os.environ", lambda: dict(sorted(os.environ.items())), _write_environment)
     yield Flag("cwd", os.getcwd, os.chdir)
+    yield Flag("umask", _umask, os.umask)
     yield Flag("sys.path", lambda: list(sys.path), lambda value: sys.path.__init__(value))  # type: ignore[misc]  # replaces the contents of the live list
     yield Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
     yield from _signal_handlers()
@@ -223,6 +225,12 @@ def _signal_handlers() -> Iterator[Flag]:
                 partial(signal.getsignal, number),
                 partial(signal.signal, number),
             )
+
+
+def _umask() -> int:
+    """Read without changing it, which `os.umask` cannot."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
 
 
 def _write_default_device(device: torch.device) -> None:

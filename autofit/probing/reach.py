@@ -3,13 +3,14 @@
 A training in the user's own process changes more than the model it was given: the critic that a
 loss closes over, the list that it keeps losses in, the network behind `lambda: network`. They are
 found through closures, defaults, `functools.partial`, bound methods and attributes of callable
-objects; and through the names of globals, as far as the function's own module goes. Of globals only
-what trains is taken (modules, optimizers, generators, tensors that require gradients): a global
-list may be a library's cache or a data set.
+objects; and through the names of globals, as far as the function's own module goes. Names that a
+function binds anew (`nonlocal`, `global`) are found too. Of a global list, dictionary or the like
+only the members count, not what they hold: it may be a data set.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import random
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 
-from autofit.probing.object_state import has_state
+from autofit.probing.bindings import Cell, Members, Name
+from autofit.probing.object_state import has_state, is_collection, is_dict
 
 _TRAINS = (
     torch.nn.Module,
@@ -28,6 +30,7 @@ _TRAINS = (
     torch.Generator,
     random.Random,
 )
+_BINDS_GLOBALS = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _NOT_THE_USERS = {"torch", "autofit", "numpy", "builtins"}
 
 
@@ -76,6 +79,7 @@ def _parts_of_function(
     if not _is_users(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f"{place}.{name} (name)", Cell(cell)
         yield f"{place}.{name}", _contents(cell)
     defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
     yield from _numbered(place, itertools.chain(*defaults))
@@ -85,6 +89,10 @@ def _parts_of_function(
         value = function.__globals__.get(name)
         if isinstance(value, _TRAINS) or _is_trained(value) or isinstance(value, FunctionType):
             yield f"{place}.{name}", value
+        elif is_dict(value) or is_collection(value):
+            yield f"{place}.{name}", Members(value)
+    for name in sorted(_bound_globals(function.__code__)):
+        yield f"{place}.{name} (name)", Name(function.__globals__, name)
 
 
 def _numbered(place: str, values: Iterable[object]) -> Iterator[tuple[str, object]]:
@@ -104,6 +112,13 @@ def _contents(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:  # it is filled later, if ever
         return None
+
+
+def _bound_globals(code: CodeType) -> set[str]:
+    """The globals that the code binds, functions inside it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    bound = (each.argval for each in dis.get_instructions(code) if each.opname in _BINDS_GLOBALS)
+    return set(bound).union(*(_bound_globals(each) for each in inner))
 
 
 def _names(code: CodeType) -> set[str]:

@@ -5,8 +5,7 @@ before, `restore` after, whatever happened in between. `digest` and `differences
 moments are alike, and are how tests and a search's parent process make sure of it.
 
 Initialize CUDA before a snapshot, if it is going to be used: only then are the random states of
-its devices part of it. Objects that the model cannot reach (a loss list in a user's closure) are
-not part of it either.
+its devices part of it. Attributes of objects of the user's own classes are no part of it either.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autofit.probing import process_state
+from autofit.probing.bindings import Cell, Members, Name
 from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.object_state import (
     Record,
@@ -120,7 +120,11 @@ def _once(nodes: list[object]) -> list[object]:
 
 
 def _facts(place: str, node: object, values: bool) -> Iterator[tuple[str, str]]:
-    if isinstance(node, torch.Tensor):
+    if isinstance(node, Cell | Name):
+        yield place, _summary(node.value)
+    elif isinstance(node, Members):
+        yield from _facts(place, node.container, values)
+    elif isinstance(node, torch.Tensor):
         yield from _tensor_facts(place, node, values)
     elif is_dict(node):
         yield from _dict_facts(place, node)

@@ -22,6 +22,7 @@ HERE: dict[str, Any] = {
     "max_micro_batch": 8,
 }
 CRITIC = nn.Linear(4, 1)
+DATA = [torch.zeros(4)]
 
 
 def batch() -> torch.Tensor:
@@ -103,11 +104,56 @@ def test_a_list_of_losses_is_as_long_as_before() -> None:
     assert kept == [1.0]
 
 
+KEPT: list[float] = [1.0]
+TIMES_CALLED = 0
+FIRST_LOSS: float
+
+
+def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    global TIMES_CALLED, FIRST_LOSS
+    TIMES_CALLED += 1
+    loss: torch.Tensor = model(samples).mean()
+    FIRST_LOSS = loss.item()
+    KEPT.append(FIRST_LOSS)
+    return loss
+
+
+def test_globals_are_what_they_were() -> None:
+    autofit.search(nn.Linear(8, 4), batch(), loss_fn=counts_in_globals, **HERE)
+    assert KEPT == [1.0]
+    assert TIMES_CALLED == 0
+    assert "FIRST_LOSS" not in globals()
+
+
+def test_variables_of_an_enclosing_function_are_what_they_were() -> None:
+    times_called = 0
+    last: torch.Tensor
+
+    def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+        nonlocal times_called, last
+        times_called += 1
+        last = model(samples).mean()
+        return last
+
+    autofit.search(nn.Linear(8, 4), batch(), loss_fn=loss_fn, **HERE)
+    assert times_called == 0
+    with pytest.raises(NameError):
+        last  # noqa: B018  # that it is unbound is the question
+
+
+def test_a_global_data_set_is_not_copied() -> None:
+    def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(samples).mean() * len(DATA)
+        return loss
+
+    assert not any(node is DATA[0] for node in reachable(loss_fn, "loss_fn").values())
+
+
 def test_a_function_that_calls_itself_ends() -> None:
     def down(n: int) -> int:
         return down(n - 1) if n else 0
 
-    assert reachable(down, "down") == {}
+    assert list(reachable(down, "down")) == ["down.down (name)"]
 
 
 def test_a_library_s_functions_are_not_entered() -> None:

@@ -278,6 +278,7 @@ PROCESS_CHANGES: dict[str, Callable[[], object]] = {
     "new variable": lambda: os.environ.update(AUTOFIT_TEST="1"),
     "lost variable": lambda: os.environ.pop("PATH"),
     "cwd": lambda: os.chdir("/"),
+    "umask": lambda: os.umask(0o123),
     "import path": lambda: sys.path.append("/nowhere"),
     "garbage collection": gc.disable,
 }
