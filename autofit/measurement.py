@@ -194,5 +194,13 @@ class Trial:
         interval = self.measurement.step_time_interval_s
         return self._rate(interval[0] if interval else None)
 
+    def ties_with(self, other: Trial) -> bool:
+        """Whether the two are equally fast within measurement error: their intervals overlap."""
+        low, high = self.samples_per_second_low, self.samples_per_second_high
+        others_low, others_high = other.samples_per_second_low, other.samples_per_second_high
+        if low is None or high is None or others_low is None or others_high is None:
+            return False
+        return low <= others_high and others_low <= high
+
     def _rate(self, step_time_s: float | None) -> float | None:
         return self.plan.samples_per_step / step_time_s if step_time_s else None

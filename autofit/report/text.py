@@ -13,11 +13,13 @@ from rich.text import Text
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, Settings
 from autofit.report.record import Record
+from autofit.report.speeds import against_baseline, measured_faster
 from autofit.units import format_bytes, format_rate, format_seconds
 
 WIDTH = 120
 _SHORT_DETAIL = 60
 _INDENT = "    "
+_AGAIN = ", measured again: noise hid whether it is faster"
 
 
 def render(record: Record, width: int = WIDTH) -> str:
@@ -43,8 +45,11 @@ def _parts(record: Record) -> Iterator[str | Table]:
         yield from (f"{_INDENT}{line}" for line in paste)
     yield ""
     yield from _facts(record)
-    yield f"\n{len(record.trials)} trials\n"
+    yield f"\n{len(record.trials)} trials; those confirmed were run again in full, at the end\n"
     yield _trials_table(record)
+    if faster := list(measured_faster(record)):
+        yield "\nMeasured faster than the best plan\n"
+        yield from (f"  {line}" for line in faster)
     if record.skipped:
         yield "\nSkipped\n"
         yield from (f"  {_settings(s.settings, record)}: {s.why}" for s in record.skipped)
@@ -59,14 +64,7 @@ def headline(record: Record) -> str:
             f"The global batch changed from {baseline.plan.samples_per_step} to "
             f"{best.plan.samples_per_step} samples: give global_batch to keep it."
         )
-    speed = format_rate(best.samples_per_second)
-    if not baseline.ok:
-        against = f"the baseline does not fit ({baseline.measurement.outcome.value})"
-    elif best.plan == baseline.plan:
-        against = "the baseline is the fastest plan"
-    else:
-        ratio = (best.samples_per_second or 0.0) / (baseline.samples_per_second or 1.0)
-        against = f"{ratio:.2f} times the baseline's {format_rate(baseline.samples_per_second)}"
+    speed, against = format_rate(best.samples_per_second), against_baseline(best, baseline)
     unconfirmed = (
         "" if best.role is Role.CONFIRMED else " [not confirmed: the search was cut short]"
     )
@@ -133,14 +131,17 @@ def _trials_table(record: Record) -> Table:
         table.add_column(name, overflow="fold")
     for name in ("samples/s", "held", "step"):
         table.add_column(name, justify="right", no_wrap=True)
+    run: set[Plan] = set()
     for trial in record.trials:
         measured = trial.measurement
+        again = trial.role is Role.SEARCH and trial.plan in run
+        run.add(trial.plan)
         table.add_row(
             str(trial.number),
             trial.role.value,
             _split(trial.plan),
             Text(_settings(trial.plan.settings, record)),
-            Text(_outcome(trial)),
+            Text(_outcome(trial) + _AGAIN * again),
             _interval(trial),
             format_bytes(measured.held_bytes),
             format_seconds(measured.step_time_s),

@@ -2,7 +2,9 @@
 
 The leading plan is run again in a fresh worker at its full accumulation. Another plan is run again
 beside it where the two may be tied: then the one that needs less memory wins. Where the machine's
-speed has changed since the search, so is the baseline. Whatever is returned was itself run.
+speed has changed since the search, or the answer is measured no better than the baseline, so is the
+baseline: it is the answer itself where it is no slower and holds no more. Whatever is returned was
+itself run.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def confirm(beliefs: Beliefs) -> Plan | None:
     baseline = beliefs.probes[0] if beliefs.probes else None
     if baseline is None or not baseline.ok or not confirmed or baseline.plan in confirmed:
         return None
-    return baseline.plan if _has_drifted(beliefs) else None
+    best = best_of(beliefs)
+    worse = best is None or _is_worse(best, baseline)
+    return baseline.plan if worse or _has_drifted(beliefs) else None
 
 
 def best_of(beliefs: Beliefs) -> Trial | None:
@@ -47,7 +51,7 @@ def best_of(beliefs: Beliefs) -> Trial | None:
     Confirmed trials alone are asked; where there is none, all that fit. None: nothing fits.
     """
     contenders = beliefs.fitting
-    confirmed = _not_slower_than_baseline(
+    confirmed = _no_worse_than_baseline(
         beliefs.facts, [trial for trial in contenders if trial.role is Role.CONFIRMED]
     )
     ranked = _by_speed(beliefs, confirmed or contenders)
@@ -102,13 +106,19 @@ def _differ(before: Trial, after: Trial) -> bool:
     return high is not None and low is not None and high * (1 + _DRIFT) < low
 
 
-def _not_slower_than_baseline(facts: SearchFacts, confirmed: list[Trial]) -> list[Trial]:
-    """Those that are no slower than the baseline, where it was confirmed beside them."""
+def _no_worse_than_baseline(facts: SearchFacts, confirmed: list[Trial]) -> list[Trial]:
+    """Those that are no worse than the baseline, where it was confirmed beside them."""
     plain = [t for t in confirmed if t.plan == facts.space.baseline]
     if not plain:
         return confirmed
-    rate = plain[-1].samples_per_second or 0.0
-    return [t for t in confirmed if (t.samples_per_second or 0.0) >= rate]
+    return [t for t in confirmed if t.plan == plain[-1].plan or not _is_worse(t, plain[-1])]
+
+
+def _is_worse(trial: Trial, baseline: Trial) -> bool:
+    """Whether it was measured slower, and neither measurement error nor less memory excuses it."""
+    slower = (trial.samples_per_second or 0.0) < (baseline.samples_per_second or 0.0)
+    excused = trial.ties_with(baseline) and _held(trial) < _held(baseline)
+    return trial.plan != baseline.plan and slower and not excused
 
 
 def _by_speed(beliefs: Beliefs, trials: Sequence[Trial]) -> list[Trial]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial
-from autofit.probing.prober import Prober
+from autofit.probing.prober import Prober, users_error
 from autofit.searching.facts import SearchFacts
 from autofit.searching.tally import probes_of
 from autofit.units import format_bytes
@@ -16,8 +16,8 @@ from autofit.units import format_bytes
 def hopeless(trial: Trial, prober: Prober) -> BaseException | None:
     """What is wrong with the plain workload itself, after its trial; None where nothing is."""
     outcome, detail = trial.measurement.outcome, trial.measurement.detail
-    if outcome is Outcome.USER_ERROR:
-        return prober.user_exception() or WorkloadFailed(detail or "the workload failed")
+    if (error := users_error(prober, trial.measurement)) is not None:
+        return error
     if trial.role is not Role.BASELINE:
         return None
     if outcome is Outcome.NONFINITE:

@@ -55,7 +55,10 @@ def _why_not(beliefs: Beliefs, name: str, value: Scalar, size: Counts) -> str | 
         return _too_large(beliefs, variants)
     predicted = np.median(beliefs.speeds(size), axis=0)
     best, ahead = float(predicted[fitting].max()), float(np.median(beliefs.speed(leader.plan)))
-    words = f"predicted {format_rate(np.exp(best))} against {format_rate(np.exp(ahead))}"
+    words = (
+        f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
+        f"{format_rate(np.exp(ahead))}"
+    )
     return words if best <= ahead else f"not reached: {words}"
 
 

@@ -91,4 +91,54 @@ def test_a_best_plan_that_was_not_confirmed_says_so(record: Record) -> None:
 
 def test_the_baseline_as_the_best_plan_is_not_compared_with_itself(record: Record) -> None:
     line = headline(replace(record, best_number=0))
-    assert "the baseline is the fastest plan" in line
+    assert "80.0 samples/s, which is the baseline itself" in line
+
+
+def beside(record: Record, milliseconds: float, reserved_mib: int) -> Record:
+    """The record with a confirmation of another speed and peak."""
+    last = record.trials[-1]
+    factor = milliseconds / 1000 / (last.measurement.step_time_s or 1.0)
+    measurement = replace(
+        last.measurement,
+        step_times_s=[seconds * factor for seconds in last.measurement.step_times_s],
+        peak_reserved_bytes=reserved_mib * 2**20,
+    )
+    return replace(record, trials=(*record.trials[:-1], replace(last, measurement=measurement)))
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "reserved_mib", "words"),
+    [
+        (
+            405,
+            20,
+            "as fast as the baseline (80.0 samples/s) within measurement error, and it needs "
+            "4.00 MiB less memory",
+        ),
+        (395, 42, "1.01 times the baseline's 80.0 samples/s, which is within measurement error"),
+        (300, 42, "1.33 times the baseline's 80.0 samples/s"),
+    ],
+)
+def test_a_tie_with_the_baseline_is_called_one(
+    record: Record, milliseconds: float, reserved_mib: int, words: str
+) -> None:
+    assert headline(beside(record, milliseconds, reserved_mib)).endswith(words)
+
+
+def test_a_plan_that_was_run_twice_says_why(record: Record) -> None:
+    again = replace(record.trials[5], number=7)
+    rows = render(replace(record, trials=(*record.trials, again)), width=200).splitlines()
+    assert [line.split()[0] for line in rows if "measured again: noise hid" in line] == ["7"]
+
+
+def test_what_was_measured_faster_than_the_best_plan_is_explained(record: Record) -> None:
+    slow = beside(record, 270, 42)  # trial 5 took 260 ms; trial 3, of the best plan's own, 200
+    text = render(slow)
+    assert "Measured faster than the best plan" in text
+    assert "  Trial 5: once, which no confirmation bears out\n" in text
+    tied = render(beside(record, 262, 10))
+    assert "  Trial 5: as fast as the best plan within measurement error, and needs no less" in tied
+    confirmed = replace(slow.trials[0], number=7, role=Role.CONFIRMED, plan=slow.trials[5].plan)
+    again = render(replace(slow, trials=(*slow.trials, confirmed)))
+    assert "  Trial 5: not when it was run again (trial 7)\n" in again
+    assert "Measured faster" not in render(record)

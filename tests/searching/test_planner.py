@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -191,7 +192,7 @@ def test_what_was_skipped_is_said_with_its_predicted_speed(rig: Any) -> None:
     skipped = {pair for skip in result.skipped for pair in skip.settings.items()}
     assert skipped == levels - run
     for skip in result.skipped:
-        assert "samples/s against" in skip.why
+        assert re.search(r"predicted to reach .* and the leading plan [\d.]+ samples/s", skip.why)
 
 
 def test_one_confirmation_is_enough_where_one_plan_leads(rig: Any) -> None:
@@ -212,6 +213,31 @@ def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
     best = best_of(Beliefs(rig.facts(), trials))
     assert best is not None
     assert best.plan == lean
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "held_gib", "wins"),
+    [(103, 3, False), (103, 1, True), (120, 1, False), (99, 3, True)],
+    ids=["tied and hungry", "tied and lean", "slower and lean", "faster"],
+)
+def test_a_plan_no_better_than_the_baseline_is_no_answer(
+    rig: Any, milliseconds: float, held_gib: float, wins: bool
+) -> None:
+    def measured(middle: float, held: float) -> dict[str, Any]:
+        steps = [middle / 1000 * factor for factor in (0.96, 0.98, 1, 1, 1, 1.02, 1.04)]
+        return {"step_times_s": steps, "peak_reserved_bytes": int(held * GIB)}
+
+    plain, other = rig.space.baseline, Plan(4, settings=HALF)
+    trials = [
+        replace(_trial(0, plain, **measured(100, 2)), role=Role.BASELINE),
+        *(_trial(number, other, **measured(92, held_gib)) for number in (1, 2, 3)),
+        replace(_trial(4, other, **measured(milliseconds, held_gib)), role=Role.CONFIRMED),
+    ]
+    assert confirm(Beliefs(rig.facts(), trials)) == (None if wins else plain)
+    trials.append(replace(_trial(5, plain, **measured(100, 2)), role=Role.CONFIRMED))
+    best = best_of(Beliefs(rig.facts(), trials))
+    assert best is not None
+    assert best.plan == (other if wins else plain)
 
 
 def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(rig_of: MakeRig) -> None:
