@@ -259,14 +259,14 @@ def _row(rule: str, extra: Sequence[float]) -> str:
 def _placements(build: Callable[[], Workload], units: Sequence[str] | None) -> list[Units]:
     """All placements found before they are thinned to levels; None: of all candidates."""
     context = PlainContext(build)
-    levels, survey = _part("levels"), _part("survey").survey
-    small = levels.Measured(2, survey(context, 2))
-    if units is None:
-        units = _part("candidates").find_candidates(context.model, small.survey.timeline).units
+    looks, find = _part("survey"), _part("candidates").find_candidates
+    small, large = (looks.survey(context, micro_batch) for micro_batch in (2, 32))
+    timeline = looks.brought_by_samples(small, large)
+    found = find(context.model, timeline).timeline if units is None else timeline.of(units)
     parse = _part("units").Unit.parse
-    timed = {part for unit in units for part in parse(unit).parts(context.model)}
-    large = levels.Measured(32, survey(context, 32, timed, thorough=True))
-    return [p.units for p in levels.find_placements(context.model, units, small, large)]
+    names = {part for unit in found.calls_of for part in parse(unit).parts(context.model)}
+    times = looks.time_parts(context, 32, names)
+    return [p.units for p in _part("levels").find_placements(context.model, found, times)]
 
 
 def frontier_of_a_thousand() -> Iterator[str]:

@@ -48,7 +48,7 @@ def find_candidates(
     """The units of a model that are worth checkpointing.
 
     Args:
-        timeline: with the calls of all modules.
+        timeline: with the calls of all modules, and the bytes that samples bring.
         checkpointed_itself: modules that checkpoint something on their own.
     """
     itself = sorted(name for name in checkpointed_itself if name)
@@ -68,15 +68,6 @@ def find_candidates(
         key=lambda call: (call.start, -call.end, call.unit),
     )
     return Candidates(_best(Timeline(timeline.storages, calls)), left_out)
-
-
-def restricted(model: nn.Module, timeline: Timeline, units: Collection[str]) -> Timeline:
-    """The timeline with these units' calls only; runs are put together from their children."""
-    calls = [call for call in timeline.calls if call.unit in units]
-    for unit in map(Unit.parse, units):
-        if unit.run is not None:
-            calls += _calls_of_run(unit, unit.parts(model), timeline)
-    return Timeline(timeline.storages, sorted(calls, key=lambda c: (c.start, -c.end, c.unit)))
 
 
 def layers(timeline: Timeline) -> list[list[str]]:
@@ -119,8 +110,7 @@ def _best(timeline: Timeline) -> Timeline:
         if unit in worthy and stretch not in stretches:
             stretches.add(stretch)
             kept.append(unit)
-    largest = set(sorted(kept, key=timeline.gain, reverse=True)[:MOST_UNITS])
-    return Timeline(timeline.storages, [call for call in timeline.calls if call.unit in largest])
+    return timeline.of(set(sorted(kept, key=timeline.gain, reverse=True)[:MOST_UNITS]))
 
 
 def _cannot_be_covered(model: nn.Module) -> Iterator[str]:
@@ -138,10 +128,15 @@ def _runs(
     is_flat = 2 * sum(child in worthy for child in children) <= len(children)
     if len(children) < SHORTEST_SEQUENTIAL or not is_flat:
         return
-    times = len(timeline.calls_of.get(name, ()))
-    if not times or any(len(timeline.calls_of.get(c, ())) != times for c in children):
+    calls = timeline.calls_of.get(name, ())
+    if not calls or any(len(timeline.calls_of.get(c, ())) != len(calls) for c in children):
         return  # a child that also runs elsewhere, or one module standing twice in the list
-    saved = [_saved_in(timeline, timeline.calls_of[child]) for child in children]
+    given = {index for call in calls for index in call.inputs}  # stays, whichever run it is in
+    saved = [
+        _saved_in(timeline, timeline.calls_of[child])
+        - timeline.bytes_of(given, timeline.calls_of[child])
+        for child in children
+    ]
     for start, stop in _nested_cuts(saved):
         yield from _calls_of_run(Unit(name, start, stop), children[start:stop], timeline)
 

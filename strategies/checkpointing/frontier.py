@@ -7,10 +7,12 @@ in both memory and time is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf
+from operator import add
 
 from .knapsack import Item, cheapest
 from .timeline import Timeline
@@ -112,41 +114,53 @@ def spread(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def thinned(placements: Sequence[Placement], levels: int = MAX_LEVELS) -> list[Placement]:
-    """At most `levels` of a frontier, both ends included, that cost least time for any budget.
+    """At most `levels` of a frontier, both ends included, that lose little time for any budget.
 
-    A budget between two neighbours of the frontier is served by the next level that is kept; what
-    is minimized is the recompute time that this adds, squared so that no budget loses much, over
-    all budgets alike.
+    A budget between two neighbours of the frontier is served by the next level that is kept. No
+    choice of levels loses less at the budget where it loses most; among those that lose no more
+    there, this one loses the least bytes x seconds over all budgets.
     """
     if len(placements) <= levels:
         return list(placements)
-    best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [0])}]
-    for _ in range(levels - 1):
-        best.append(_one_more(placements, best[-1]))
-    last = len(placements) - 1
-    _, kept = min(row[last] for row in best if last in row)
+    worst_s, _ = _fewest(placements, levels, partial(_worst_in_gap, placements), max)
+
+    def lost(start: int, end: int) -> float:
+        is_too_wide = _worst_in_gap(placements, start, end) > worst_s
+        return inf if is_too_wide else _lost_in_gap(placements, start, end)
+
+    _, kept = _fewest(placements, levels, lost, add)
     return [placements[index] for index in kept]
 
 
-def _one_more(
-    placements: Sequence[Placement], row: Mapping[int, tuple[float, list[int]]]
-) -> dict[int, tuple[float, list[int]]]:
-    grown: dict[int, tuple[float, list[int]]] = {}
-    for end in range(1, len(placements)):
-        options = [
-            (cost + _cost_of_gap(placements, start, end), [*kept, end])
-            for start, (cost, kept) in row.items()
-            if start < end
-        ]
-        if options:
-            grown[end] = min(options)
-    return grown
+def _fewest(
+    placements: Sequence[Placement],
+    levels: int,
+    cost_of_gap: Callable[[int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """The least cost of a way from the first placement to the last over so many, and the way."""
+    ways: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    for _ in range(levels - 1):
+        ways |= {
+            end: min(
+                (join(cost, cost_of_gap(start, end)), [*kept, end])
+                for start, (cost, kept) in ways.items()
+                if start < end
+            )
+            for end in range(1, len(placements))
+        }
+    return ways[len(placements) - 1]
 
 
-def _cost_of_gap(placements: Sequence[Placement], start: int, end: int) -> float:
-    """What budgets in between lose (s^2 x bytes) if no placement between these two is kept."""
+def _worst_in_gap(placements: Sequence[Placement], start: int, end: int) -> float:
+    """Most seconds that a budget loses if no placement between these two is kept."""
+    return placements[end].recompute_s - placements[start + 1].recompute_s
+
+
+def _lost_in_gap(placements: Sequence[Placement], start: int, end: int) -> float:
+    """Bytes x seconds that budgets lose if no placement between these two is kept."""
     return sum(
-        (placements[end].recompute_s - placements[index].recompute_s) ** 2
+        (placements[end].recompute_s - placements[index].recompute_s)
         * (placements[index - 1].peak_bytes - placements[index].peak_bytes)
         for index in range(start + 1, end)
     )

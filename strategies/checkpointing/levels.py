@@ -1,9 +1,8 @@
-"""From surveys of a model to the dimension's levels: what each checkpoints, costs and saves."""
+"""From looks at a model to the dimension's levels: what each checkpoints, costs and saves."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -11,38 +10,29 @@ from torch import nn
 
 from autofit.plan import Dimension, Hint, Scalar
 
-from .candidates import restricted
 from .frontier import Placement, frontier, spread, thinned
 from .patch import owner_of
-from .survey import Survey
-from .timeline import Storage, Timeline
+from .survey import Times
+from .timeline import Timeline
 from .units import Unit
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A survey and the micro-batch at which it was made."""
-
-    micro_batch: int
-    survey: Survey
-
-
 def make_dimension(
-    model: nn.Module, units: Sequence[str], buffers: Sequence[str], small: Measured, large: Measured
+    model: nn.Module, timeline: Timeline, times: Times, buffers: Sequence[str]
 ) -> Dimension:
     """The levels, from none to least memory, with payloads and hints.
 
     Args:
-        units: candidates that train alike when checkpointed.
+        timeline: what the samples bring; its units are candidates that train alike when
+            checkpointed.
+        times: of the parts of the units.
         buffers: the model's buffers that a forward pass changes.
-        small, large: two surveys, so that bytes are a line in the micro-batch; times are those
-            of the large one.
     """
-    placements = thinned(find_placements(model, units, small, large))
+    placements = thinned(find_placements(model, timeline, times))
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, Hint] = {}
     for level, placement in enumerate(placements):
-        hints[level] = _hint(placement, placements[0], large.survey.step_s)
+        hints[level] = _hint(placement, placements[0], times.step_s)
         if placement.units:
             payloads[level] = {
                 "units": list(placement.units),
@@ -51,29 +41,10 @@ def make_dimension(
     return Dimension(range(len(placements)), payloads=payloads, hints=hints)
 
 
-def find_placements(
-    model: nn.Module, units: Sequence[str], small: Measured, large: Measured
-) -> list[Placement]:
-    """The best placements, too many perhaps to be levels; their bytes are bytes per sample."""
-    timeline = restricted(model, _per_sample(small, large), units)
-    seconds = {unit: large.survey.seconds_of(unit, model) for unit in units}
+def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
+    """The best placements of a timeline's units, too many perhaps to be levels."""
+    seconds = {unit: times.of(unit, model) for unit in timeline.calls_of}
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
-
-
-def _per_sample(small: Measured, large: Measured) -> Timeline:
-    """The large survey's timeline with the slope of each storage over the micro-batch."""
-    fewer, more = small.survey.timeline, large.survey.timeline
-    added = large.micro_batch - small.micro_batch
-    if not added or [s.first for s in fewer.storages] != [s.first for s in more.storages]:
-        slopes = [storage.nbytes / large.micro_batch for storage in more.storages]
-    else:
-        pairs = zip(fewer.storages, more.storages, strict=True)
-        slopes = [max(0.0, (many.nbytes - few.nbytes) / added) for few, many in pairs]
-    storages = [
-        Storage(round(slope), storage.first, storage.last, storage.saved)
-        for slope, storage in zip(slopes, more.storages, strict=True)
-    ]
-    return Timeline(storages, more.calls)
 
 
 def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ stands in its payload by name, so that level 2 means the same modules tomorrow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,11 +18,11 @@ from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .candidates import find_candidates, layers
-from .levels import Measured, make_dimension
+from .levels import make_dimension
 from .parity import Parity, check_parity
 from .patch import checkpointed
 from .recorder import NeedsSavedTensors
-from .survey import survey
+from .survey import Survey, brought_by_samples, survey, time_parts
 from .units import Unit
 
 SETTING = "checkpointing.level"
@@ -51,12 +51,13 @@ class Checkpointing:
         if context.device.type == "meta":
             raise CannotTell("checkpoint levels are found by running the model on a real device")
         try:
-            small = Measured(SMALL, survey(context, SMALL))
+            small = survey(context, SMALL)
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             context.note("checkpointing left out: a step of 2 samples does not fit into memory")
             return {}
+        large = _long_enough(context, small)
         found = find_candidates(
-            context.model, small.survey.timeline, small.survey.checkpointed_itself
+            context.model, brought_by_samples(small, large), small.checkpointed_itself
         )
         try:
             parity = self._parity(context, layers(found.timeline))
@@ -65,11 +66,13 @@ class Checkpointing:
             return {}
         for unit, why in (found.left_out | parity.left_out).items():
             context.note(f"{unit} is not checkpointed: {why}")
-        units = [unit for unit in found.units if unit not in parity.left_out]
-        if not units:
+        timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
+        if not timeline.calls:
             return {}
-        large = _larger(context, small, units)
-        dimension = make_dimension(context.model, units, sorted(parity.buffers), small, large)
+        parsed = map(Unit.parse, timeline.calls_of)
+        names = {part for unit in parsed for part in unit.parts(context.model)}
+        times = time_parts(context, large.micro_batch, names)
+        dimension = make_dimension(context.model, timeline, times, sorted(parity.buffers))
         return {SETTING: dimension} if len(dimension.values) > 1 else {}
 
     def apply(
@@ -105,29 +108,15 @@ class Checkpointing:
         return parity
 
 
-def _larger(context: Context, small: Measured, units: Sequence[str]) -> Measured:
-    """A survey at a micro-batch large enough that times tell the parts apart, as far as it fits."""
-    timed = {part for unit in units for part in Unit.parse(unit).parts(context.model)}
-    micro_batch = _long_enough(context, small)
-    for size in (micro_batch, small.micro_batch):
+def _long_enough(context: Context, small: Survey) -> Survey:
+    """At the first micro-batch whose step takes long enough, or the last one that fits."""
+    found = small
+    is_long = small.step_s >= LONG_ENOUGH_S  # another size is needed for the bytes all the same
+    for micro_batch in (2 * SMALL,) if is_long else LARGE:
         try:
-            return Measured(size, survey(context, size, timed, thorough=True))
-        except (torch.OutOfMemoryError, NeedsSavedTensors):
-            continue
-    return small
-
-
-def _long_enough(context: Context, small: Measured) -> int:
-    """The first micro-batch whose step takes long enough, or the last one that fits."""
-    if small.survey.step_s >= LONG_ENOUGH_S:
-        return 2 * small.micro_batch  # another size is needed for the bytes, not for the times
-    fits = small.micro_batch
-    for micro_batch in LARGE:
-        try:
-            step_s = survey(context, micro_batch, ()).step_s
+            found = survey(context, micro_batch)
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             break
-        fits = micro_batch
-        if step_s >= LONG_ENOUGH_S:
+        if found.step_s >= LONG_ENOUGH_S:
             break
-    return fits
+    return found

@@ -1,12 +1,13 @@
-"""One look at a training at one micro-batch: what it saves, and how long its parts take."""
+"""Looks at a training at one micro-batch: what it saves, and how long its parts take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,91 +20,112 @@ from .timeline import Timeline
 from .units import Unit
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
-"""Steps are timed thoroughly until they are enough, or have taken long enough."""
+"""Parts are timed until the steps are enough, or have taken long enough."""
 
 FORWARDS_IN_A_STEP = 3
 """A backward pass computes two products for each one of the forward pass."""
 
+Seen = TypeVar("Seen")
+Run = Callable[[TrainingView, Any], None]
+
 
 @dataclass(frozen=True)
 class Survey:
-    """What was seen.
+    """What one step saved.
 
     Attributes:
+        micro_batch: samples in it.
         timeline: with the calls of all modules.
-        seconds: module -> forward seconds over all its calls.
-        step_s: seconds of the whole step.
+        step_s: seconds of such a step, to say how long it takes and not to compare it.
         checkpointed_itself: modules that checkpoint something on their own.
     """
 
+    micro_batch: int
     timeline: Timeline
-    seconds: Mapping[str, float]
     step_s: float
     checkpointed_itself: frozenset[str]
 
-    def seconds_of(self, unit: str, model: torch.nn.Module) -> float:
+
+@dataclass(frozen=True)
+class Times:
+    """How long the parts of a step take.
+
+    Attributes:
+        seconds: module -> forward seconds over all its calls.
+        step_s: seconds of the whole step.
+    """
+
+    seconds: Mapping[str, float]
+    step_s: float
+
+    def of(self, unit: str, model: torch.nn.Module) -> float:
         """Forward seconds of a unit; a run of children takes what they take together."""
         return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
 
 
-def survey(
-    context: Context,
-    micro_batch: int,
-    timed: Collection[str] | None = None,
-    *,
-    thorough: bool = False,
-) -> Survey:
-    """Run a few steps at this micro-batch and watch them; the weights stay as they are.
+def survey(context: Context, micro_batch: int) -> Survey:
+    """Watch one step at this micro-batch, and time another; the weights stay as they are.
 
     Where a step does not fit, a forward pass that lets everything go is watched instead.
-
-    Args:
-        timed: modules to time; None: all.
-        thorough: time many steps, for parts must be told apart; a few tell how long a step takes.
 
     Raises:
         torch.OutOfMemoryError: not even the forward pass fits.
         NeedsSavedTensors: a step does not fit, and the forward pass cannot let go of anything.
     """
-    steps = MOST_STEPS if thorough else LEAST_STEPS
 
-    def whole_step(training: TrainingView, batch: Any) -> Survey:
-        return _watched(training, batch, timed, _step, steps, keep=True)
+    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Survey:
+        recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
+        with recorder.watching():
+            run(training, batch)
+        step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
+        itself = frozenset(recorder.checkpointed_itself)
+        return Survey(micro_batch, recorder.timeline(), step_s, itself)
 
-    def forward_alone(training: TrainingView, batch: Any) -> Survey:
-        return _watched(training, batch, timed, _forward, steps, keep=False)
+    return _of_a_step_or_a_forward(context, micro_batch, look)
 
-    found: Survey
+
+def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
+    """Time these modules in steps at this micro-batch, until they can be told apart.
+
+    Raises:
+        torch.OutOfMemoryError, NeedsSavedTensors: as `survey` does.
+    """
+
+    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Times:
+        return _timed(training, names, partial(run, training, batch), keep, steps=MOST_STEPS)
+
+    return _of_a_step_or_a_forward(context, micro_batch, look)
+
+
+def brought_by_samples(small: Survey, large: Survey) -> Timeline:
+    """The large survey's timeline, with those bytes of each storage that grow with the micro-batch.
+
+    What does not grow (weights that are computed in the forward pass, masks) is no activation: it
+    would make parts look worth checkpointing that are not, and drown those that are.
+    """
+    few, many = small.timeline.storages, large.timeline.storages
+    added = large.micro_batch - small.micro_batch
+    if not added or [s.first for s in few] != [s.first for s in many]:
+        return large.timeline
+    storages = [
+        replace(more, nbytes=round(max(0, more.nbytes - less.nbytes) * large.micro_batch / added))
+        for less, more in zip(few, many, strict=True)
+    ]
+    return replace(large.timeline, storages=storages)
+
+
+def _of_a_step_or_a_forward(
+    context: Context, micro_batch: int, look: Callable[[Run, bool, TrainingView, Any], Seen]
+) -> Seen:
+    def look_at(run: Run, keep: bool) -> Seen:
+        seen: Seen = context.profile(partial(look, run, keep), micro_batch)
+        return seen
+
     try:
-        found = context.profile(whole_step, micro_batch)
-        return found
+        return look_at(_step, True)
     except torch.OutOfMemoryError:
         pass  # tried again out here, where the failed step's tensors are gone
-    found = context.profile(forward_alone, micro_batch)
-    return found
-
-
-def _watched(
-    training: TrainingView,
-    batch: Any,
-    timed: Collection[str] | None,
-    run: Callable[[TrainingView, Any], None],
-    steps: int,
-    *,
-    keep: bool,
-) -> Survey:
-    recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
-    with recorder.watching():
-        run(training, batch)
-    names = {name for name, _ in training.model.named_modules()} if timed is None else timed
-    with nullcontext() if keep else _letting_go():
-        seconds, whole_s = _timed(training, names, lambda: run(training, batch), steps)
-    return Survey(
-        recorder.timeline(),
-        seconds,
-        whole_s if keep else FORWARDS_IN_A_STEP * whole_s,
-        frozenset(recorder.checkpointed_itself),
-    )
+    return look_at(_forward, False)
 
 
 def _step(training: TrainingView, batch: Any) -> None:
@@ -123,8 +145,8 @@ def _letting_go() -> AbstractContextManager[None]:
 
 
 def _timed(
-    training: TrainingView, names: Collection[str], run: Callable[[], None], steps: int
-) -> tuple[dict[str, float], float]:
+    training: TrainingView, names: Collection[str], run: Callable[[], None], keep: bool, steps: int
+) -> Times:
     """Seconds of each module and of the whole: of the fastest run, shared out as in the usual one.
 
     What slows a whole run down (another process, a clock that falls) slows its parts alike, so a
@@ -136,10 +158,11 @@ def _timed(
         if number >= LEAST_STEPS and sum(wholes_s) >= ENOUGH_S:
             break
         stopwatch = Stopwatch(training.model, names, training.device)
-        with stopwatch.running():
+        with nullcontext() if keep else _letting_go(), stopwatch.running():
             run()
         wholes_s.append(stopwatch.whole_s())
         for name, took_s in stopwatch.seconds().items():
             shares[name].append(took_s / wholes_s[-1] if wholes_s[-1] else 0.0)
     whole_s = min(wholes_s)
-    return {name: whole_s * median(each) for name, each in shares.items()}, whole_s
+    seconds = {name: whole_s * median(each) for name, each in shares.items()}
+    return Times(seconds, whole_s if keep else FORWARDS_IN_A_STEP * whole_s)

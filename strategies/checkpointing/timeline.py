@@ -10,7 +10,7 @@ well and says little about absolute bytes: what a plan needs is measured when it
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -65,6 +65,10 @@ class Timeline:
     storages: Sequence[Storage]
     calls: Sequence[Call]
 
+    def of(self, units: Collection[str]) -> Timeline:
+        """The same savings, with the calls of these units alone."""
+        return replace(self, calls=[call for call in self.calls if call.unit in units])
+
     @cached_property
     def calls_of(self) -> Mapping[str, Sequence[Call]]:
         """Unit -> its calls, units in the order of their first calls."""
@@ -103,6 +107,12 @@ class Timeline:
         """Bytes that plain training has saved before this position."""
         index = self._index_of(position)
         return int(self._plain_held[index - 1]) if index else 0
+
+    def bytes_of(self, indices: Collection[int], calls: Collection[Call]) -> int:
+        """Bytes of those of the storages that plain training saved first during these calls."""
+        firsts = [storage for index in indices if (storage := self.storages[index]).saved]
+        inside = [s for s in firsts if any(call.start <= s.first < call.end for call in calls)]
+        return sum(storage.nbytes for storage in inside)
 
     def most_within(self, start: int, end: int) -> int:
         """The most that plain training holds while its backward pass is at these positions."""

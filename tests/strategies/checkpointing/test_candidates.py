@@ -50,6 +50,16 @@ def test_runs_of_a_flat_sequential(part: Part) -> None:
     assert len(covered) == len(set(covered)) >= 12
 
 
+def test_runs_are_cut_by_what_they_give_back(part: Part) -> None:
+    """The wide image that the first layer is given stays, whichever run that layer is in."""
+    layers: list[nn.Module] = [nn.Conv2d(24, 4, 3, padding=1)]
+    for _ in range(3):
+        layers += [nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(*layers[:-1]))
+    units = _find(part, model, torch.randn(4, 24, 8, 8)).units
+    assert {"1[3:6]", "1[6:9]"} <= set(units)
+
+
 def test_a_sequential_with_named_children(part: Part) -> None:
     from collections import OrderedDict
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import CannotTell, InvalidRequest
@@ -86,6 +87,25 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
             strategies=[checkpointing],
             payloads={SETTING: {"units": ["decoder.layers.7"], "buffers": []}},
         )
+
+
+@pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
+def test_weights_computed_in_the_forward_are_no_activations(
+    checkpointing: Strategy, norm: Callable[[nn.Module], nn.Module]
+) -> None:
+    """They outweigh the activations of the few samples that are looked at."""
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(5):
+            layers += [norm(nn.Linear(16, 16)), norm(nn.Linear(16, 16)), nn.Tanh()]
+        return Workload(nn.Sequential(*layers), torch.randn(8, 16))
+
+    levels = checkpointing.dimensions(PlainContext(build))[SETTING]
+    factor = levels.hints[levels.values[-1]].bytes_per_sample
+    assert factor is not None
+    assert factor < 0.7
 
 
 def test_a_model_with_nothing_to_gain(checkpointing: Strategy) -> None:
