@@ -10,8 +10,8 @@ samples); so who knows the sample batch passes on which of its tensors are batch
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ Batch: TypeAlias = Any
 BatchMaker: TypeAlias = Callable[[int], Batch]
 """n -> a batch of n samples."""
 
+_CAN_BE_CUT = (torch.strided, torch.sparse_coo)
 _ASK_FOR_MAKER = "pass a callable n -> batch of n samples as the sample batch instead"
 
 
@@ -56,8 +57,16 @@ def check_batched_dimension(batch: Batch) -> None:
     """Refuse a sample batch whose samples the rule cannot tell apart.
 
     Raises:
-        InvalidRequest: it has one sample, and more than one tensor of size 1 in dimension 0.
+        InvalidRequest: it has one sample, and more than one tensor of size 1 in dimension 0; or a
+            tensor of a layout that torch cannot pick samples out of.
     """
+    for tensor in tensors_of(batch):
+        if tensor.is_nested or tensor.layout not in _CAN_BE_CUT:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InvalidRequest(
+                f"the sample batch has a {kind} tensor, which torch cannot pick samples out of: "
+                f"give it as a plain or a sparse_coo tensor, or {_ASK_FOR_MAKER}"
+            )
     candidates = [t for t in tensors_of(batch) if t.dim() > 0 and t.shape[0] == 1]
     if batch_size(batch) == 1 and len(candidates) > 1:
         raise InvalidRequest(
@@ -85,11 +94,11 @@ def resize(batch: Batch, samples: int) -> Batch:
     size = batch_size(batch)
     if samples == size:
         return batch
-    index = torch.arange(samples) % size
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(samples, device=tensor.device).remainder_(size)
         # A leaf again where it was one: a graph that begins before the batch serves one backward
-        grown = tensor.detach().index_select(0, index.to(tensor.device))
+        grown = tensor.detach().index_select(0, index)
         return grown.requires_grad_(tensor.requires_grad)
 
     return _map_batched(grow, batch, batched_places(batch))
@@ -98,16 +107,24 @@ def resize(batch: Batch, samples: int) -> Batch:
 def pieces(
     batch: Batch, sizes: tuple[int, ...], batched: Collection[int] | None = None
 ) -> Iterator[Batch]:
-    """The batch cut into consecutive pieces of those sizes (views, in order).
+    """The batch cut into consecutive pieces of those sizes, in order (views, unless sparse).
 
     `batched` says which of `tensors_of(batch)` are cut; None: those that the rule tells.
     """
     places = batched_places(batch) if batched is None else batched
     start = 0
     for length in sizes:
-        cut = operator.itemgetter(slice(start, start + length))
-        yield _map_batched(cut, batch, places)
+        yield _map_batched(_cut(start, length), batch, places)
         start += length
+
+
+def _cut(start: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            return tensor[start : start + length]
+        return tensor.narrow_copy(0, start, length)  # a sparse tensor has no views
+
+    return cut
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> Batch:
@@ -169,8 +186,16 @@ def _rebuilt(leaf: Any, parts: dict[Any, Any]) -> Any:
     """The same kind of mapping or dataclass with those parts; a dict where it cannot be made."""
     try:
         if not isinstance(leaf, Mapping):
-            return dataclasses.replace(leaf, **parts)
+            return _with_fields(leaf, parts)
         make: Any = leaf.__class__
         return make(parts)
     except Exception:  # the class is the user's: what its constructor wants is anybody's guess
         return parts
+
+
+def _with_fields(instance: Any, fields: dict[str, Any]) -> Any:
+    """A copy with those fields; not made anew, since `__init__` may take others or compute some."""
+    changed = copy.copy(instance)
+    for name, value in fields.items():
+        object.__setattr__(changed, name, value)
+    return changed

@@ -65,8 +65,20 @@ class Recipe:
             raise InvalidRequest(f"clip_grad_norm must be a number above zero, got {norm!r}")
 
     def weight(self, batch: Batch) -> float:
-        """What the loss of this batch is a mean over."""
-        return float(self.loss_weight(batch)) if self.loss_weight else float(batch_size(batch))
+        """What the loss of this batch is a mean over.
+
+        Raises:
+            InvalidRequest: the user's function returned what no mean can be over.
+        """
+        if self.loss_weight is None:
+            return float(batch_size(batch))
+        weight = float(self.loss_weight(batch))
+        if not 0 <= weight < math.inf:
+            raise InvalidRequest(
+                f"loss_weight must return how much the loss of a batch is a mean over, such as its "
+                f"valid tokens: 0 or more, got {weight}"
+            )
+        return weight
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Forward and loss of one micro-batch, a scalar tensor."""

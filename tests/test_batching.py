@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -165,3 +165,43 @@ def test_one_sample_cannot_be_told_from_a_shared_row() -> None:
         check_batched_dimension((torch.zeros(1, 3), torch.zeros(1)))
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
     check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One field is no argument, and making it anew would do it twice."""
+
+    x: torch.Tensor
+    doubled: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", self.x * 2)
+
+
+def test_a_dataclass_is_copied_and_not_made_anew() -> None:
+    batch = resize(Computed(torch.ones(2, 3)), 5)
+    assert isinstance(batch, Computed)
+    assert batch.x.shape == batch.doubled.shape == (5, 3)
+    assert torch.equal(batch.doubled, batch.x * 2)
+
+
+def test_a_sparse_batch_grows_and_is_cut() -> None:
+    whole = torch.eye(4)
+    grown = resize(whole.to_sparse(), 6)
+    cut = [piece.to_dense() for piece in pieces(grown, (4, 2))]
+    assert torch.equal(cut[0], whole)
+    assert torch.equal(cut[1], whole[:2])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(4).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["csr", "jagged", "nested"],
+)
+def test_what_torch_cannot_cut_is_refused_with_the_way_out(tensor: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequest, match="pass a callable n -> batch"):
+        check_batched_dimension({"x": torch.ones(4, 2), "other": tensor})
