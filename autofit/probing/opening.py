@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autofit.devices.base import check_budget
 from autofit.devices.open import check_device_name
 from autofit.errors import InvalidRequest
@@ -40,8 +42,19 @@ def open_prober(
     check_device_name(device)
     check_budget(vram_budget)
     _check_seed(seed)
+    _check_has_values(workload)
     kind = kinds[isolation]
     return kind(workload, strategies, device=device, vram_budget=vram_budget, seed=seed)
+
+
+def _check_has_values(workload: Workload) -> None:
+    """A live model on the meta device can be rehearsed, and not run."""
+    model = workload.model
+    if isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters()):
+        raise InvalidRequest(
+            "the model lies on the meta device and has no values to train: give a function that "
+            "builds it, or a model on the CPU"
+        )
 
 
 def _check_seed(seed: Any) -> None:

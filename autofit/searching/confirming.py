@@ -17,7 +17,6 @@ import numpy as np
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.searching.beliefs import Beliefs
-from autofit.searching.facts import SearchFacts
 from autofit.searching.proposals import oom_cost
 
 TIE = 0.005
@@ -41,19 +40,23 @@ def confirm(beliefs: Beliefs) -> Plan | None:
     if baseline is None or not baseline.ok or not confirmed or baseline.plan in confirmed:
         return None
     best = best_of(beliefs)
-    worse = best is None or _is_worse(best, baseline)
-    return baseline.plan if worse or _has_drifted(beliefs) else None
+    doubtful = best is None or best.role is not Role.CONFIRMED or _is_worse(best, baseline)
+    return baseline.plan if doubtful or _has_drifted(beliefs) else None
 
 
 def best_of(beliefs: Beliefs) -> Trial | None:
     """The trial to return: of those as fast as the fastest, the one that holds least.
 
-    Confirmed trials alone are asked; where there is none, all that fit. None: nothing fits.
+    Confirmed trials alone are asked; where there is none, all that fit. None: nothing fits. Where
+    none of them is any better than the baseline, it is the baseline, even if the search was cut
+    short before that was confirmed.
     """
     contenders = beliefs.fitting
-    confirmed = _no_worse_than_baseline(
-        beliefs.facts, [trial for trial in contenders if trial.role is Role.CONFIRMED]
-    )
+    confirmed = [trial for trial in contenders if trial.role is Role.CONFIRMED]
+    plain = [trial for trial in contenders if trial.plan == beliefs.facts.space.baseline]
+    if confirmed and plain:
+        no_worse = [trial for trial in confirmed if not _has_lost(beliefs, trial, plain[-1])]
+        confirmed = no_worse or plain[-1:]
     ranked = _by_speed(beliefs, confirmed or contenders)
     tied = [trial for trial in ranked if _lead(beliefs, ranked[0], trial) <= TIE]
     return min(tied, key=_held, default=None)
@@ -106,12 +109,14 @@ def _differ(before: Trial, after: Trial) -> bool:
     return high is not None and low is not None and high * (1 + _DRIFT) < low
 
 
-def _no_worse_than_baseline(facts: SearchFacts, confirmed: list[Trial]) -> list[Trial]:
-    """Those that are no worse than the baseline, where it was confirmed beside them."""
-    plain = [t for t in confirmed if t.plan == facts.space.baseline]
-    if not plain:
-        return confirmed
-    return [t for t in confirmed if t.plan == plain[-1].plan or not _is_worse(t, plain[-1])]
+def _has_lost(beliefs: Beliefs, trial: Trial, baseline: Trial) -> bool:
+    """Whether a confirmed plan is worse than the baseline, as far as the two can be compared.
+
+    Where the baseline was not confirmed beside it, all of the plan's measurements speak.
+    """
+    side_by_side = baseline.role is Role.CONFIRMED
+    rate = baseline.samples_per_second or 0.0
+    return _is_worse(trial, baseline) and (side_by_side or _rate(beliefs, trial.plan) < rate)
 
 
 def _is_worse(trial: Trial, baseline: Trial) -> bool:

@@ -190,6 +190,8 @@ class _Run:
                     return decision.stopped_because or "nothing is left to try"
                 sampler = sampler or OnePlan(decision.plan)
             vetoes = 0 if self._probe(sampler, Role.SEARCH) else vetoes + 1
+            if self._store.study.stopped:
+                return "the sampler has offered all it can"
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
 

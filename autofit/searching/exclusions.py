@@ -16,6 +16,7 @@ from autofit.plan import Scalar, Settings, VariantKey, variant_key
 from autofit.searching.facts import SearchFacts
 
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
+_OF_THE_TRAINING = (Outcome.UNSUPPORTED, Outcome.NONFINITE, Outcome.LEAK)
 _ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
 
 
@@ -65,8 +66,8 @@ def exclusions_of(facts: SearchFacts, trials: Sequence[Trial]) -> Exclusions:
         if trial.role is Role.VETOED or outcome is Outcome.OK:
             continue
         worked = plan.variant in ran_variants
-        larger = outcome is Outcome.UNSUPPORTED and plan.micro_batch > plain.micro_batch
-        of_size = larger or outcome in _ACCIDENTS
+        larger = plan.micro_batch > plain.micro_batch
+        of_size = outcome in _ACCIDENTS or (larger and outcome in _OF_THE_TRAINING)
         if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and of_size):
             below = plan.micro_batch - 1
             largest[plan.variant] = min(below, largest.get(plan.variant, below))

@@ -19,7 +19,7 @@ from typing import Self
 import optuna
 import sqlalchemy.exc
 from optuna.exceptions import DuplicatedStudyError, StorageInternalError
-from optuna.storages import JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
@@ -33,17 +33,29 @@ _STUDY_NAME = "autofit"
 _FACTS, _ENDED = "autofit_facts", "autofit_ended"
 
 
+class AskedStudy(optuna.Study):
+    """A study that is asked and told; outside of Optuna's own loop it could not be stopped.
+
+    Attributes:
+        stopped: whether its sampler said that it has nothing else to offer.
+    """
+
+    stopped = False
+
+    def stop(self) -> None:
+        """What a sampler calls that has offered all it can."""
+        self.stopped = True
+
+
 class Store:
     """An open study; a context manager that lets go of it.
 
     Attributes:
-        study: the Optuna study itself.
+        study: the Optuna study itself; where a sampler stops it, the search has run out of plans.
         facts: what the study was made for; None until `begin`.
     """
 
-    def __init__(
-        self, study: optuna.Study, name: str, claim: Claim | None, held: ExitStack
-    ) -> None:
+    def __init__(self, study: AskedStudy, name: str, claim: Claim | None, held: ExitStack) -> None:
         self.study = study
         self.name = name
         self._claim = claim
@@ -201,12 +213,10 @@ def facts_of(study: optuna.Study) -> SearchFacts:
     return SearchFacts.from_dict(study.user_attrs[_FACTS])
 
 
-def _storage(
-    name: str, study: str | os.PathLike[str] | None, held: ExitStack
-) -> JournalStorage | RDBStorage | None:
-    """Where that study lies; leaving `held` lets go of it. None: in memory."""
+def _storage(name: str, study: str | os.PathLike[str] | None, held: ExitStack) -> BaseStorage:
+    """Where that study lies; leaving `held` lets go of it."""
     if study is None:
-        return None
+        return InMemoryStorage()
     if "://" not in name:
         journal = JournalFile(name)
         held.callback(journal.close)
@@ -218,12 +228,13 @@ def _storage(
     return storage
 
 
-def _load(name: str, storage: JournalStorage | RDBStorage | None) -> optuna.Study:
+def _load(name: str, storage: BaseStorage) -> AskedStudy:
     """The study of that storage, made where there is none."""
     with _opening(name):
-        return optuna.create_study(
+        optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
         )
+        return AskedStudy(_STUDY_NAME, storage)
 
 
 @contextmanager

@@ -55,3 +55,9 @@ def test_what_means_nothing_is_refused_before_a_worker_is_started(
     asked: dict[str, Any] = {"device": "cpu", "vram_budget": None, "seed": 0}
     with pytest.raises(InvalidRequest, match=words):
         open_prober(WORKLOAD, (), **asked | {"isolation": "process"} | said)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    empty = Workload(nn.Linear(6, 4, device="meta"), torch.ones(4, 6))
+    with pytest.raises(InvalidRequest, match="lies on the meta device and has no values"):
+        open_prober(empty, (), device="cpu", vram_budget=None, seed=0, isolation="process")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from optuna.samplers import RandomSampler, TPESampler
+from optuna.samplers import GridSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, WorkloadFailed
@@ -228,6 +228,14 @@ def test_proposals_that_never_fit_end_the_search(rig_of: MakeRig) -> None:
     assert result.probes == 2
 
 
+def test_a_sampler_that_has_offered_all_it_can_ends_the_search(rig: Any) -> None:
+    grid = {"micro_batch": [2, 8], "precision.dtype": ["bfloat16"], "checkpointing.level": [0, 1]}
+    result = run_search(rig.prober(), rig.facts(), sampler=GridSampler(grid), max_probes=20)
+    assert result.stopped_because == "the sampler has offered all it can"
+    assert len({t.plan for t in result.trials if t.role is Role.SEARCH}) == 4
+    assert result.best.role is Role.CONFIRMED
+
+
 class _Stubborn(RandomSampler):
     """Proposes nothing but micro-batch 4 at the last value of every setting."""
 
@@ -297,6 +305,34 @@ def test_a_machine_that_slowed_down_has_its_baseline_measured_again(rig: Any) ->
 def test_a_steady_machine_has_its_baseline_measured_once(rig: Any) -> None:
     result = run_search(rig.prober(), rig.facts())
     assert [t.plan for t in result.trials].count(rig.space.baseline) == 1
+
+
+def test_a_plan_measured_no_better_is_not_returned_for_want_of_a_probe(rig_of: MakeRig) -> None:
+    """The plan is as slow as the baseline, and looks faster in its first probe alone."""
+    other = rig_of(dimensions={}, global_batch=64, max_micro_batch=64)
+    lucky = iter([1.0, 0.9])
+
+    def level(_: Any, measurement: Measurement) -> Measurement:
+        factor = next(lucky, 1.2)
+        steps = [0.1 * factor * scatter for scatter in (0.9, 1.0, 1.0, 1.0, 1.1)]
+        return replace(measurement, step_times_s=steps)
+
+    result = run_search(_Wrapped(other.prober(), level), other.facts(), max_probes=3)
+    assert [t.role for t in result.trials] == [Role.BASELINE, Role.SEARCH, Role.CONFIRMED]
+    assert result.trials[1].plan == result.trials[2].plan != result.baseline.plan
+    assert result.best is result.baseline
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NONFINITE, Outcome.LEAK, Outcome.UNSUPPORTED])
+def test_a_fault_at_a_larger_size_leaves_the_baseline_to_be_returned(
+    rig_of: MakeRig, outcome: Outcome
+) -> None:
+    bare = rig_of(dimensions={})
+    baseline = bare.space.baseline
+    fault = _failing(outcome, lambda plan: plan.micro_batch > baseline.micro_batch)
+    result = run_search(bare.prober(fault=fault), bare.facts())
+    assert any(t.measurement.outcome is outcome for t in result.trials)
+    assert result.best.plan == baseline
 
 
 def test_a_value_that_wants_a_worker_of_its_own_shares_none(rig_of: MakeRig) -> None:
