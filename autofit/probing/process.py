@@ -18,7 +18,7 @@ from autofit.errors import WorkerFailed
 from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.payload import environment_of_parent
 from autofit.probing.strays import kill_marked, new_mark
-from autofit.probing.wire import STACK_SIGNAL, send
+from autofit.probing.wire import STACK_SIGNAL, reply_to, send
 
 _BOOTSTRAP = """
 import json, sys
@@ -91,7 +91,8 @@ class WorkerProcess:
             for descriptor in inherited:
                 os.close(descriptor)
         self._requests = os.fdopen(requests_write, "w")
-        self._answers = os.fdopen(replies_read)
+        self._answers = os.fdopen(replies_read, errors="replace")
+        self._asked = 0
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._tail = b""
         self._listener = _thread(self._listen)
@@ -109,17 +110,25 @@ class WorkerProcess:
             WorkerGone: it ended instead.
             WorkerSilent: it did not answer in time.
         """
+        self._asked += 1
         try:
-            send(self._requests, message)
-            line = self._replies.get(timeout=timeout_s)
+            send(self._requests, {**message, "number": self._asked})
+            reply = self._reply(timeout_s)
         except (BrokenPipeError, ValueError):
-            line = None
+            reply = None
         except queue.Empty:
             raise WorkerSilent(self._stack()) from None
-        if line is None:
+        if reply is None:
             raise WorkerGone(self._reap())
-        reply: dict[str, Any] = json.loads(line)
         return reply
+
+    def _reply(self, timeout_s: float) -> dict[str, Any] | None:
+        """The reply to what was asked last, past anything else on the pipe; None: it ended."""
+        end = time.monotonic() + timeout_s
+        while (line := self._replies.get(timeout=max(end - time.monotonic(), 0.0))) is not None:
+            if (reply := reply_to(self._asked, line)) is not None:
+                return reply
+        return None
 
     def tail(self, lines: int = 20) -> str:
         """The last lines it printed."""

@@ -36,6 +36,16 @@ def send(stream: IO[str], message: Mapping[str, Any]) -> None:
     stream.flush()
 
 
+def reply_to(number: int, line: str) -> dict[str, Any] | None:
+    """The reply to the request of that number; None: the line is another's, or no message."""
+    try:
+        message = json.loads(line)
+    except ValueError:  # code that writes to every descriptor it finds
+        return None
+    is_it = isinstance(message, dict) and message.get("number") == number
+    return message if is_it else None
+
+
 def request_to_dict(request: ProbeRequest) -> dict[str, Any]:
     """The JSON form of a probe request."""
     return {

@@ -37,7 +37,7 @@ def main(requests_fd: int, replies_fd: int) -> None:
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:
     session: Session | None = None
-    has_trained = False
+    has_trained, own_pid = False, os.getpid()
     reply: dict[str, Any]
     for line in requests:
         message = json.loads(line)
@@ -49,7 +49,9 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
                 reply = _ANSWERS[message["do"]](session, message)
         except Exception as error:
             reply = {"raised": exception_to_dict(error, traceback.format_exc())}
-        send(replies, reply)
+        if os.getpid() != own_pid:
+            os._exit(0)  # the user's code forked, and this is the twin
+        send(replies, {**reply, "number": message["number"]})
         if not has_trained:
             has_trained = message["do"] != "open"
             _spare_collections()

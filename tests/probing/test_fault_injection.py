@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import multiprocessing
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -88,6 +90,20 @@ def starts_strays(model: Any, output: torch.Tensor) -> None:
     raise LookupError(child.pid, int(daemon.stdout))
 
 
+def writes_to_every_pipe(model: Any, output: torch.Tensor) -> None:
+    for descriptor in range(3, 64):
+        with suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.write(descriptor, b"\xff no message\n[1]\n")
+
+
+def forks(model: Any, output: torch.Tensor) -> None:
+    """And the child goes on as if it were the worker."""
+    if not hasattr(builtins, "has_forked"):
+        vars(builtins)["has_forked"] = True
+        os.fork()
+
+
 def floods(model: Any, output: torch.Tensor) -> None:
     line = b"x" * 2**20  # one endless line to each stream, then many short ones
     for _ in range(4):
@@ -112,7 +128,8 @@ DEATHS: dict[Any, str] = {
     exits: "exited with 3; it printed last:\nthese are my last words",
     crashes_with_a_child_alive: "SIGABRT",
 }
-SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, floods, starts_strays], start=10)}
+OTHERS = (floods, starts_strays, writes_to_every_pipe, forks)
+SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, *OTHERS], start=10)}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +172,13 @@ def test_floods_of_output_harm_nothing(probing: Any) -> None:
     assert probing.at(SIZES[floods]).ok
     assert probing.worker == worker
     assert len(probing.prober._process._tail) <= 64 * 2**10
+
+
+@pytest.mark.parametrize("noise", [writes_to_every_pipe, forks])
+def test_every_answer_is_to_the_question(probing: Any, noise: Any) -> None:
+    assert probing.at(SIZES[noise]).ok
+    small, large, small_again = [probing.at(size).peak_allocated_bytes for size in (2, 512, 2)]
+    assert small == small_again < large
 
 
 def test_what_the_users_code_started_ends_with_the_worker(
