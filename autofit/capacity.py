@@ -17,7 +17,7 @@ from autofit.errors import CannotTell, InvalidRequest
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan
 from autofit.prediction.calibration import Calibration
-from autofit.prediction.engine import Prediction, predict
+from autofit.prediction.engine import Prediction, check_arguments, predict
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.strategy import Strategy
 from autofit.verdict import Verdict
@@ -57,9 +57,10 @@ def check(
         DeviceUnavailable: method="probe", and there is no such device.
         Exception: what the user's own code raised.
     """
+    check_arguments(workload, plan, calibration)
+    total = find_gpu(gpu).total_bytes
     if will_probe(method, gpu, device):
         return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
-    total = find_gpu(gpu).total_bytes
     budget = budget_bytes(
         1.0 if vram_budget is None else vram_budget, total_bytes=total, free_bytes=total
     )

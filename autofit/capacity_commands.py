@@ -131,7 +131,7 @@ def check(
             target,
             options,
             tuned,
-            vram_budget=_budget(vram_budget, tuned),
+            vram_budget=read_budget(vram_budget),
             gpu=gpu,
             method=method,
             device=device,
@@ -154,26 +154,53 @@ def register(app: typer.Typer) -> None:
 
 
 def _verdict(
-    target: str, options: PlanOptions, tuned: Report | None, *, gpu: str | None, **how: Any
+    target: str, options: PlanOptions, tuned: Report | None, *, strategies: Any, **how: Any
 ) -> Verdict:
     from autofit.target import load_target
 
     workload = load_target(target)
     from autofit.capacity import check as run
-    from autofit.capacity import will_probe
 
-    # To name the report's GPU is to ask for a prediction: not where a probe can tell.
-    probes = will_probe(how["method"], gpu, how["device"])
-    named = gpu if gpu or tuned is None or probes else _gpu_of(tuned)
+    if tuned is not None:
+        how |= _as_tuned(tuned, **how)
     plan = options.plan(workload)
     with users_code():
-        return run(workload, plan=plan, payloads=options.payloads, gpu=named, **how)
+        return run(workload, plan=plan, payloads=options.payloads, strategies=strategies, **how)
 
 
-def _budget(text: str | None, tuned: Report | None) -> str | float | None:
-    if text is None and tuned is not None:
-        return tuned.record.vram_budget_bytes
-    return read_budget(text)
+def _as_tuned(
+    tuned: Report,
+    *,
+    vram_budget: str | float | None,
+    gpu: str | None,
+    method: str,
+    device: str | None,
+) -> dict[str, Any]:
+    """Budget and GPU of a report where no others are asked for.
+
+    What was tuned on the CPU is probed there again: no context of a GPU counts in its budget.
+
+    Raises:
+        InvalidRequest: a budget of the CPU is to be held against a prediction for a GPU.
+    """
+    from autofit.capacity import will_probe
+
+    on_cpu = tuned.record.environment.get("device") == "cpu"
+    if on_cpu and method != "predict" and gpu is None and device is None:
+        device = "cpu"
+    probes = will_probe(method, gpu, device)
+    if vram_budget is None and on_cpu and not (probes and device == "cpu"):
+        raise InvalidRequest(
+            f"the report was made on the CPU, and its budget of "
+            f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
+            "takes: give --vram-budget, or neither --gpu, --method predict nor --device"
+        )
+    # To name the report's GPU is to ask for a prediction: not where a probe can tell.
+    return {
+        "vram_budget": tuned.record.vram_budget_bytes if vram_budget is None else vram_budget,
+        "gpu": gpu if gpu or probes or on_cpu else _gpu_of(tuned),
+        "device": device,
+    }
 
 
 def _gpu_of(tuned: Report) -> str | int:

@@ -6,6 +6,7 @@ groups and state; all that is left to do is to move its state to where the model
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -60,6 +61,21 @@ def build_optimizer(
             for name, entry in chosen.items()
         }
     return _optimizer_for(chosen, model, place)
+
+
+def check_steps_alone(optimizer: Optimizers) -> None:
+    """Refuse an optimizer that calls the model itself: a step of ours has run it before.
+
+    Raises:
+        InvalidRequest: its `step` must be given a closure, as that of LBFGS.
+    """
+    for entry in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+        closure = inspect.signature(entry.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InvalidRequest(
+                f"{type(entry).__name__} steps by calling a closure that runs the model: give "
+                "train_step=(training, batch) -> loss, and call its step(closure) there"
+            )
 
 
 def _check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:

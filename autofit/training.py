@@ -15,7 +15,7 @@ import torch
 
 from autofit.batching import Batch, batch_size, map_tensors, pieces
 from autofit.errors import InvalidRequest
-from autofit.optimizers import Optimizers
+from autofit.optimizers import Optimizers, check_steps_alone
 from autofit.plan import Plan, settings_of, split_evenly, steps_for
 from autofit.recipe import Recipe, scalar
 from autofit.strategy import Strategy
@@ -38,6 +38,9 @@ class Training(AbstractContextManager["Training"]):
         place: how a tensor is moved to the device; None: `tensor.to(device)`.
         batched: which tensors of a batch hold samples, where that is known better than
             `autofit.batching` can tell from their sizes.
+
+    Raises:
+        InvalidRequest: the optimizer steps by a closure, and there is no train_step to call it.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Training(AbstractContextManager["Training"]):
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
         batched: Collection[int] | None = None,
     ) -> None:
+        if recipe.train_step is None:
+            check_steps_alone(optimizer)
         self.model = model
         self.optimizer = optimizer
         self.plan = plan

@@ -12,6 +12,7 @@ from torch import nn
 from autofit.capacity import check
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
+from autofit.prediction.engine import predict
 from autofit.units import GIB, MIB
 from autofit.workload import Workload
 
@@ -43,6 +44,20 @@ def test_it_does_not_fit_by_prediction() -> None:
     assert f"the largest micro-batch that fits is {smaller.micro_batch}" in str(verdict)
     explained = verdict.explain()
     assert all(word in explained for word in ("required", "allowed", "activations", "weights"))
+
+
+@pytest.mark.parametrize("asked", [{"gpu": True}, {"plan": 8}, {"calibration": {}}])
+@pytest.mark.parametrize("tell", [check, predict])
+def test_an_argument_of_another_kind_is_refused(tell: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(asked))} must be"):
+        tell(workload(), **asked)
+
+
+@pytest.mark.parametrize("given", [None, nn.Linear(2, 2), 7])
+@pytest.mark.parametrize("tell", [check, predict])
+def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"autofit\.Workload\(model, sample_batch\)"):
+        tell(given)
 
 
 def test_the_margin_decides_between_required_and_budget() -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autofit.cli import app
+from autofit.errors import InvalidRequest
 
 WORKLOAD = """
 import torch
@@ -117,19 +118,35 @@ def report(target: str, tmp_path: Path) -> Path:
     return path
 
 
-def test_check_of_a_tuned_plan(target: str, report: Path) -> None:
-    code, said = run("check", target, "--report", str(report), "--gpu", "L4")
-    plan = json.loads(report.read_text())["best"]["plan"]
-    assert f"{plan['micro_batch']} x" in said
-    assert "512 MiB" in said
-    assert code in (0, 1)  # a GPU's context alone takes more than this budget
-    assert (code == 1) == ("does not fit" in said)
+def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) -> None:
+    """Its budget leaves out a GPU's context: held against a prediction it would tell nothing."""
+    made = json.loads(report.read_text())
+    of_report = ["check", target, "--report", str(report), "--json"]
+    code, said = run(*of_report)
+    assert (code, json.loads(said)["method"]) == (0, "probe")
+    assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
+    for words in (["--gpu", "L4"], ["--method", "predict"]):
+        refused = CliRunner().invoke(app, [*of_report, *words]).exception
+        assert isinstance(refused, InvalidRequest)
+        assert "the report was made on the CPU" in str(refused)
+    code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
+    assert (code, json.loads(said)["method"]) == (0, "predict")
+    assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
+
+
+def test_check_of_a_plain_value_that_only_a_run_could_list(target: str) -> None:
+    check = ["check", target, "--gpu", "L4", "--set"]
+    plain = run(*check, "checkpointing.level=0")
+    assert plain[0] == 0
+    assert "checkpointing.level=0 fits" in plain[1]
+    assert run(*check, "checkpointing.level=1")[0] == 5
+    assert run(*check, "checkpointing.lvl=0")[0] == 5
 
 
 def test_check_of_a_tuned_plan_probes_where_it_can(target: str, report: Path) -> None:
     """The GPU that the report was made on is for a prediction alone."""
     made = json.loads(report.read_text())
-    made["environment"]["gpu"] = "NVIDIA L4"
+    made["environment"] |= {"gpu": "NVIDIA L4", "device": "cuda"}
     report.write_text(json.dumps(made))
     of_report = ["check", target, "--report", str(report), "--json"]
     code, said = run(*of_report, "--device", "cpu")

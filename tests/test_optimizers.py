@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.recipe import Recipe
+from autofit.training import Training
 from autofit.workload import Workload
 
 X = torch.randn(4, 3)
@@ -115,3 +118,23 @@ def test_a_states_type_is_not_changed_by_placing_it() -> None:
     optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 3, dtype=torch.float32)
     Workload(model, X, optimizer=optimizer).build_optimizer(model, torch.clone)
     assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.float32
+
+
+def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    cpu = torch.device("cpu")
+    with pytest.raises(InvalidRequest, match=r"LBFGS steps by calling a closure.*train_step"):
+        Training(model, optimizer, Recipe(), Plan(4), device=cpu)
+
+    def step(training: Any, batch: torch.Tensor) -> torch.Tensor:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = (model(batch) ** 2).mean()
+            value.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return value
+
+        return cast(torch.Tensor, training.optimizer.step(loss))
+
+    own = Training(model, optimizer, Recipe(train_step=step), Plan(4), device=cpu)
+    assert own.step(X) > own.step(X)

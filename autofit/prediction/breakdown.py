@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording
 from autofit.memory.storages import tensors_in
 from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.lacking import Lack
 from autofit.training import Training
 
 KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries")
@@ -26,11 +28,16 @@ class Labels:
 
     @contextmanager
     def watching(self, training: Training) -> Iterator[None]:
-        """Note weights now, and gradients as they appear."""
+        """Note weights now, and gradients as they appear.
+
+        A sparse gradient is noted as lacking: PyTorch adds up its rows with or without merging
+        those that repeat, which values tell, and an optimizer that keeps it grows from step to
+        step.
+        """
         self._note("weights", [*training.model.parameters(), *training.model.buffers()])
         hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch's
-            for parameter in training.model.parameters()
+            parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]  # torch's
+            for name, parameter in training.model.named_parameters()
             if parameter.requires_grad
         ]
         try:
@@ -70,8 +77,18 @@ class Labels:
             return known
         return "activations" if number in self._tracer.forward else "temporaries"
 
-    def _note_gradient(self, parameter: torch.Tensor) -> None:
-        self._note("gradients", [parameter.grad])
+    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            self._tracer.note_lack(
+                Lack(
+                    "what a sparse gradient takes hangs on which rows repeat and on how many steps "
+                    "were made",
+                    f"the gradient of {name}: a dense one, as of Embedding(sparse=False), can be "
+                    "predicted",
+                )
+            )
+        self._note("gradients", [gradient])
 
     def _note(self, kind: str, tensors: Any) -> None:
         for tensor in tensors:

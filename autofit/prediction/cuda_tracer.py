@@ -3,7 +3,7 @@
 Beyond the tensors that operators return, which `MemoryTracer` sees, it stands for the memory that
 CUDA's kernels and libraries take: scratch buffers, and the workspaces of cuBLAS, which each thread
 that multiplies matrices gets once and keeps. It also stands in for operators that the meta device
-lacks, and says no to those that need a tensor's values.
+lacks, and says no to those that need a tensor's values (see `autofit.prediction.lacking`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.blocks import Block
 from autofit.memory.tracer import MemoryTracer
+from autofit.prediction.cells import fused_gru_cell, fused_gru_cell_backward, fused_lstm_cell
 from autofit.prediction.convolutions import (
     Direction,
     copied_operands,
@@ -25,6 +26,7 @@ from autofit.prediction.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.lacking import Lack, NeedsValues, asked_by_an_optimizer, is_lack
 from autofit.prediction.losses import ctc_loss, ctc_loss_backward
 from autofit.prediction.recurrent import cudnn_rnn, cudnn_rnn_backward
 from autofit.prediction.scratch import scratch_bytes
@@ -32,7 +34,14 @@ from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
-_VALUES = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim"})
+_VALUES = {
+    "_local_scalar_dense": "a tensor is read as a number (by .item(), float(), an if or the like)",
+    "nonzero": "how many elements of a tensor are not zero",
+    "masked_select": "how many elements a mask selects",
+    "equal": "whether two tensors are equal",
+    "unique_dim": "how many elements of a tensor differ",
+}
+"""What each operator asks of a tensor's values."""
 _ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
 """Operators of foreach and fused optimizers and of gradient scaling that return nothing."""
 # fmt: off
@@ -50,11 +59,10 @@ _STAND_INS = {
     "_cudnn_rnn_backward": cudnn_rnn_backward,
     "_ctc_loss": ctc_loss,
     "_ctc_loss_backward": ctc_loss_backward,
+    "_thnn_fused_lstm_cell": fused_lstm_cell,
+    "_thnn_fused_gru_cell": fused_gru_cell,
+    "_thnn_fused_gru_cell_backward": fused_gru_cell_backward,
 }
-
-
-class NeedsValues(Exception):
-    """An operator asked for the values of a tensor, and a rehearsal has none."""
 
 
 class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -76,6 +84,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         """Numbers of the workspaces in the events."""
         self.forward: set[int] = set()
         """Numbers of what was allocated with gradients to come, outside a backward pass."""
+        self.lack: Lack | None = None
+        """The first thing that could not be done, whatever the user's code made of the error."""
         self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
@@ -87,10 +97,33 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run it on meta tensors, or stand in for it."""
+        """Run it on meta tensors, or stand in for it; note the first that can be done neither way.
+
+        Raises:
+            NeedsValues: it asks for a tensor's values.
+            Exception: whatever it raises itself.
+        """
+        try:
+            return self._compute(func, args, kwargs)
+        except Exception as error:
+            self.note(error)
+            raise
+
+    def note(self, error: Exception) -> None:
+        """Keep in mind what could not be done, where it is being raised and is the first."""
+        if is_lack(error):
+            self.note_lack(Lack.here(error))
+
+    def note_lack(self, lack: Lack) -> None:
+        """Keep it in mind where it is the first: then there is no answer."""
+        self.lack = self.lack or lack
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
         if name in _VALUES and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            raise NeedsValues(f"aten::{name} needs the values of a tensor")
+            if name == "_local_scalar_dense" and asked_by_an_optimizer():
+                return torch.ones((), dtype=args[0].dtype).item()
+            raise NeedsValues(_VALUES[name])
         if name in _STAND_INS and _on_device(args[0]):
             result, self._order = _STAND_INS[name](args)
             return result

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
+from autofit.errors import InvalidRequest
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.plan import Plan
@@ -115,6 +118,7 @@ def predict(
         CannotTell: the training cannot be run without values; the message names the user's line.
         Exception: what the user's own code raised, as it was raised.
     """
+    check_arguments(workload, plan, calibration)
     found = _calibrated(find_gpu(gpu), calibration)
     chosen_plan = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
     chosen = strategies_of(chosen_plan, strategies)
@@ -140,6 +144,34 @@ def predict(
         return _prediction(plan, found, rehearsal.recording, breakdown, calibration, at)
 
     return told(complete)
+
+
+def check_arguments(workload: object, plan: object, calibration: object) -> None:
+    """Refuse what is of another kind than `predict` and `check` take.
+
+    Raises:
+        InvalidRequest: one is.
+    """
+    if not isinstance(workload, Workload):
+        raise InvalidRequest(
+            f"workload must be an autofit.Workload, got {_kind(workload)}: "
+            "make one with autofit.Workload(model, sample_batch)"
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidRequest(
+            f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
+            f"got {_kind(plan)}"
+        )
+    if calibration is not None and not isinstance(calibration, Calibration):
+        raise InvalidRequest(
+            f"calibration must be what Calibration.learn or Calibration.from_dict returned, "
+            f"got {_kind(calibration)}"
+        )
+
+
+def _kind(value: object) -> str:
+    """A value that is short, or what it is one of."""
+    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
 
 
 def expandable_segments() -> bool:

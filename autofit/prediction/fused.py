@@ -26,6 +26,14 @@ def _dropout(data: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return aten.native_dropout(data, p, train)[0]  # type: ignore[no-any-return]  # likewise
 
 
+def _mish_backward(gradient: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """One kernel (Activation.cpp); elsewhere it is composed of seven operators."""
+    with beneath():
+        if not data.is_meta or torch.is_grad_enabled():
+            return aten.mish_backward(gradient, data)  # type: ignore[no-any-return]  # likewise
+        return torch.empty_like(data)
+
+
 class _FusedRmsNorm(torch.autograd.Function):
     """What `_fused_rms_norm` keeps on CUDA: its input, and one number for each row."""
 
@@ -74,6 +82,7 @@ def _softmax(name: str) -> Callable[..., torch.Tensor]:
 
 
 emulate("dropout", _dropout)
+emulate("mish_backward", _mish_backward)
 emulate("rms_norm", _rms_norm)
 emulate("softmax.int", _softmax("softmax"))
 emulate("log_softmax.int", _softmax("log_softmax"))

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autofit.errors import InvalidRequest
-from autofit.units import GIB, MIB, parse_bytes
+from autofit.units import GIB, MIB, format_bytes, parse_bytes
 
 MEASURED_CONTEXT_BYTES = 620 * MIB
 
@@ -118,23 +118,37 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
             numbers are the best known, and its memory.
 
     Raises:
-        InvalidRequest: no such GPU is known.
+        InvalidRequest: no such GPU is known, or it could not even hold a context.
     """
     if isinstance(gpu, Gpu):
         return gpu
     if gpu is None:
         return _by_key("h200")
+    if isinstance(gpu, bool) or not isinstance(gpu, (str, int)):
+        raise InvalidRequest(
+            f'gpu must be a name such as "L4", a size such as "24GiB" or whole bytes, got {gpu!r}'
+        )
     if isinstance(gpu, int):
-        return replace(_UNNAMED, total_bytes=gpu)
+        return _of_size(gpu, gpu)
     key = _key(gpu)
     if key in _keys():
         return _by_key(key)
     if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
-        return replace(_UNNAMED, total_bytes=parse_bytes(gpu))
+        return _of_size(parse_bytes(gpu), gpu)
     known = ", ".join(entry.name for entry in _TABLE)
     raise InvalidRequest(
         f'no GPU called {gpu!r} is known; give its memory, such as "24GiB", or one of: {known}'
     )
+
+
+def _of_size(total_bytes: int, said: object) -> Gpu:
+    if total_bytes <= MEASURED_CONTEXT_BYTES:
+        raise InvalidRequest(
+            f"gpu={said!r} is no GPU's memory: a CUDA context alone takes "
+            f"{format_bytes(MEASURED_CONTEXT_BYTES)} of it. Give a name such as "
+            '"L4", or a size such as "24GiB"'
+        )
+    return replace(_UNNAMED, total_bytes=total_bytes)
 
 
 def _keys() -> dict[str, Gpu]:

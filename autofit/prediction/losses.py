@@ -6,8 +6,30 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autofit.prediction import autocast
+from autofit.prediction.dispatch import beneath, emulate
+
+aten: Any = torch.ops.aten
+
 Order: TypeAlias = list[int | torch.Tensor | None]
 """What is allocated when; see `MemoryTracer.allocate_in_order`."""
+
+
+def _ctc_loss(
+    log_probabilities: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    *options: Any,
+) -> torch.Tensor:
+    """Lengths on the host are read as numbers, as CUDA does (LossCTC.cpp)."""
+    with beneath():
+        lengths: tuple[Any, Any] = input_lengths, target_lengths
+        if log_probabilities.is_meta and not (input_lengths.is_meta or target_lengths.is_meta):
+            lengths = input_lengths.tolist(), target_lengths.tolist()
+        if autocast.is_on():
+            log_probabilities = autocast.in_float32(log_probabilities)
+        return aten.ctc_loss(log_probabilities, targets, *lengths, *options)  # type: ignore[no-any-return]  # operators are untyped
 
 
 def ctc_loss(args: Any) -> tuple[Any, Order]:
@@ -37,3 +59,6 @@ def _longest(targets: torch.Tensor, lengths: Any) -> int:
     if isinstance(lengths, torch.Tensor):
         lengths = targets.shape if lengths.is_meta else lengths.tolist()
     return int(max(lengths, default=0))
+
+
+emulate("ctc_loss.Tensor", _ctc_loss)

@@ -23,7 +23,15 @@ _META = torch.device("meta")
 
 
 class _CudaIsMeta(TorchFunctionMode):
-    """Translates devices in the arguments of every torch function."""
+    """Translates devices in the arguments of every torch function.
+
+    Args:
+        note: called with what such a function raises.
+    """
+
+    def __init__(self, note: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -40,7 +48,11 @@ class _CudaIsMeta(TorchFunctionMode):
         if isinstance(kwargs.get("generator"), _HostGenerator):
             del kwargs["generator"]
         kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self._note(error)
+            raise
 
 
 def _is_cuda_device(value: Any) -> bool:
@@ -55,9 +67,9 @@ def _place(value: Any) -> Any:
 
 
 @contextmanager
-def pretence(gpu: Gpu) -> Iterator[None]:
-    """Have this thread's torch believe in that GPU."""
-    mode = _CudaIsMeta()
+def pretence(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
+    """Have this thread's torch believe in that GPU; `note` hears of what torch raises."""
+    mode = _CudaIsMeta(note)
     with ExitStack() as stack:
         for target, name, value in (*_torch_cuda(gpu), *_amp(), *_optimizers(), *_backward(mode)):
             stack.enter_context(_replaced(target, name, value))

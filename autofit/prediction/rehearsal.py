@@ -7,28 +7,24 @@ like it. From the second micro-batch on gradients are resident, so two stand for
 from __future__ import annotations
 
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import autofit
-from autofit.errors import AutofitError, CannotTell
+from autofit.errors import AutofitError, CannotTell, InvalidRequest
 from autofit.memory.replay import Recording
 from autofit.plan import Plan
-from autofit.prediction import attention, autocast, fused, recurrent
+from autofit.prediction import attention, autocast, cells, fused, recurrent
 from autofit.prediction.breakdown import Labels
-from autofit.prediction.cuda_tracer import CudaTracer, NeedsValues
+from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.dispatch import emulation
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.lacking import Lack, is_lack
 from autofit.prediction.meta_device import MetaDevice
 from autofit.prediction.pretence import pretence
-from autofit.prediction.twin import refuse_compiled, twin_of
+from autofit.prediction.twin import batch_of, refuse_compiled, twin_of
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.probing.snapshot import preserved
 from autofit.probing.workbench import Workbench
@@ -38,8 +34,7 @@ from autofit.workload import Workload
 
 STEPS = 2
 _one_at_a_time = threading.RLock()
-_UTILITIES = ("_contextlib.py", "_python_dispatch.py", "contextlib.py", "eval_frame.py")
-EMULATED = (attention, autocast, fused, recurrent)
+EMULATED = (attention, autocast, cells, fused, recurrent)
 """Imported for what they register with `autofit.prediction.dispatch`."""
 
 
@@ -71,6 +66,7 @@ def rehearse(
     The user's model, optimizer, random states and flags are not touched.
 
     Raises:
+        InvalidRequest: the batch is larger than a tensor can be.
         CannotTell: something in the user's step cannot be run without values; the message names
             the line.
         Exception: whatever else the user's own code raised.
@@ -79,7 +75,7 @@ def rehearse(
         gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
     )
     labels = Labels(tracer)
-    with stage(gpu, tracer), _explained():
+    with stage(gpu, tracer), _explained(plan, tracer):
         twin = twin_of(workload, tracer)
         bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
         with bench.training(twin, plan, payloads) as training, labels.watching(training):
@@ -96,8 +92,7 @@ def _steps(
     samples = plan.samples_per_step
     if workload.train_step is None:
         samples = sum(plan.micro_batch_sizes[:MICRO_BATCHES_OF_A_SEARCH])
-    with tracer.aside():
-        batch = workload.batch(samples)
+    batch = batch_of(workload, samples, tracer)
     for _ in range(STEPS):
         training.step(batch)
         labels.note_state(training)
@@ -112,45 +107,35 @@ def stage(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
         stack.enter_context(preserved({}))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user hears them when the step really runs
-        for context in (emulation(gpu), pretence(gpu), autocast.cast_cache(), tracer):
+        for context in (emulation(gpu), pretence(gpu, tracer.note), autocast.cast_cache(), tracer):
             stack.enter_context(context)
         yield
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """What a rehearsal cannot do, as an error that names the user's line."""
+def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
+    """What a rehearsal cannot do, as an error that names the user's line, whatever came of it."""
     try:
         yield
-    except (AutofitError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
-        if not _is_ours(error):
+        lack = tracer.lack
+        if lack is None and not isinstance(error, AutofitError) and is_lack(error):
+            lack = Lack.of(error)
+        if lack is not None:
+            raise _cannot_tell(lack) from error
+        if plan.micro_batch >= 2**62 or "Storage size calculation overflowed" in str(error):
+            raise InvalidRequest(
+                f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
+            ) from error
+        if not isinstance(error, AutofitError):
             error.add_note("raised while autofit rehearsed the training on the meta device")
-            raise
-        raise CannotTell(
-            f"memory cannot be predicted: {_reason(error)} ({_users_line(error)}). Run it with "
-            'autofit.probe, or method="probe", on a machine with the GPU'
-        ) from error
+        raise
+    if tracer.lack is not None:
+        raise _cannot_tell(tracer.lack)
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether the meta device is to blame, and not the user's code."""
-    return isinstance(error, (NeedsValues, NotImplementedError)) or "meta" in str(error)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
-
-
-def _users_line(error: Exception) -> str:
-    """The innermost line that is neither torch's nor autofit's."""
-    ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, autofit))
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((*ours, "<"))]
-    others = [frame for frame in frames if not frame.filename.startswith((ours[1], "<"))]
-    for frame in reversed(users or others):
-        if not frame.filename.endswith(_UTILITIES):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "in the backward pass"
+def _cannot_tell(lack: Lack) -> CannotTell:
+    return CannotTell(
+        f"memory cannot be predicted: {lack.reason} ({lack.line}). Run it with "
+        'autofit.probe, or method="probe", on a machine with the GPU'
+    )

@@ -98,6 +98,16 @@ def _reduced_dims(tensor: torch.Tensor, result: torch.Tensor) -> frozenset[int]:
     return frozenset(reduced)
 
 
+def _lstm_cell_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """The gradient of the bias is a sum of the gates' (RNN.cu)."""
+    return _reduction((result[0],), result[2], gpu) if result[2] is not None else []
+
+
+def _gru_cell_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """Likewise, of one product's gates and then of the other's; one at a time."""
+    return _reduction((result[0],), result[3], gpu) if result[3] is not None else []
+
+
 def _loss(args: Any, result: Any, gpu: Gpu) -> list[int]:
     """The loss of each element, and a reduction of them (Loss.cpp, Loss.cu)."""
     if result.dim():
@@ -219,4 +229,6 @@ _RULES: dict[str, Rule] = {
     "native_group_norm_backward": _group_norm_backward,
     "native_layer_norm_backward": _layer_norm_backward,
     "_foreach_norm": _foreach_norm,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }

@@ -6,6 +6,7 @@ measures) cannot be asked here: then the payloads must be given, as a report has
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from autofit.errors import CannotTell
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, Scalar, Settings, settings_of
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.meta_device import MetaDevice
@@ -50,19 +51,39 @@ def meaning_of(
         CannotTell: what a setting means can only be found by running the model.
     """
     given = dict(payloads or {})
-    asked = [s for s in strategies if not any(name.startswith(f"{s.name}.") for name in given)]
     dimensions: dict[str, Dimension] = {}
-    for strategy in asked:
-        dimensions |= _dimensions(strategy, workload, gpu)
+    known: dict[str, Scalar] = {}
+    for strategy in strategies:
+        own = settings_of(strategy.name, plan.settings)
+        if settings_of(strategy.name, given):
+            continue
+        try:
+            dimensions |= _dimensions(strategy, workload, gpu)
+        except CannotTell:
+            if not _is_plain(strategy, own):
+                raise
+        else:
+            known |= own
     space = Space(dimensions, workload.sample_batch_size)
-    known = {s: v for s, v in plan.settings.items() if s.partition(".")[0] in _names(asked)}
     complete = space.complete(known)
     settings = {**plan.settings, **complete}
     return replace(plan, settings=settings), {**given, **space.payloads(complete)}
 
 
-def _names(strategies: Iterable[Strategy]) -> set[str]:
-    return {strategy.name for strategy in strategies}
+def _is_plain(strategy: Strategy, settings: Settings) -> bool:
+    """Whether there is nothing to write to get these settings, whatever they mean.
+
+    Asked of a strategy that cannot tell its values. Of a setting that it does not know it has
+    nothing to say either, so it must have something to say of another value.
+    """
+    anything: dict[str, Any] = {name: defaultdict(str) for name in settings}
+    others: Settings = dict.fromkeys(settings, 1)
+    try:
+        return not strategy.describe(settings, anything) and bool(
+            strategy.describe(others, anything)
+        )
+    except Exception:  # a payload or a value of another kind than it knows
+        return False
 
 
 def _dimensions(strategy: Strategy, workload: Workload, gpu: Gpu) -> dict[str, Dimension]:

@@ -9,18 +9,23 @@ read. Tensors of a twin stand for host memory: they count when they are moved to
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from autofit.batching import map_tensors
+from autofit.batching import Batch, map_tensors, tensors_of
 from autofit.errors import CannotTell
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.probing.object_state import walk
+from autofit.units import GIB
 from autofit.workload import Workload
 
+LARGE_BYTES = GIB
+"""A batch beyond this is made without values first: it is to cost no memory."""
+_Made = TypeVar("_Made")
 _COPIED = ("model", "optimizer", "loss_fn", "criterion")
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, Mapping)
 
@@ -32,7 +37,7 @@ def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
     """
     with tracer.aside():
         if not isinstance(workload.model, torch.nn.Module):
-            workload = replace(workload, model=_built(workload))
+            workload = replace(workload, model=_without_values(workload.build_model, tracer))
         refuse_compiled(workload.build_model())
         parts: dict[str, Any] = {
             name: part for name in _COPIED if isinstance(part := getattr(workload, name), _STATEFUL)
@@ -54,22 +59,41 @@ def refuse_compiled(model: torch.nn.Module) -> None:
         CannotTell: a part of the model is compiled.
     """
     for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        wrapped = type(module).__name__ == "OptimizedModule"
+        if scripted or wrapped or module._compiled_call_impl is not None:
+            compiler = "torch.jit" if scripted else "torch.compile"
             raise CannotTell(
-                f"memory cannot be predicted: {name or 'the model'} is compiled by torch.compile, "
+                f"memory cannot be predicted: {name or 'the model'} is compiled by {compiler}, "
                 "which fuses operators and reuses buffers. Leave the compiling out, or run it with "
                 'autofit.probe, or method="probe", on a machine with the GPU'
             )
 
 
-def _built(workload: Workload) -> torch.nn.Module:
-    state = torch.get_rng_state()
-    try:
-        with torch.device("meta"):
-            return workload.build_model()
-    except Exception:  # with values it may work; if not, that error is the user's
-        torch.set_rng_state(state)
-        return workload.build_model()
+def batch_of(workload: Workload, samples: int, tracer: CudaTracer) -> Batch:
+    """A batch of a twin, which does not count; a large one without values, if it can be made so.
+
+    Where the user's function makes it, the values may be needed (lengths of packed sequences).
+    """
+    with tracer.aside():
+        if not workload.makes_batches:
+            return workload.batch(samples)
+        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(workload.batch(1)))
+        if sample_bytes * samples <= LARGE_BYTES:
+            return workload.batch(samples)
+        return _without_values(lambda: workload.batch(samples), tracer)
+
+
+def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
+    state, lack = torch.get_rng_state(), tracer.lack
+    with suppress(Exception), torch.device("meta"):
+        made = make()
+        if tracer.lack is lack:
+            return made
+    # With values it may work; if not, that error is the user's.
+    tracer.lack = lack
+    torch.set_rng_state(state)
+    return make()
 
 
 def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:

@@ -38,6 +38,18 @@ def test_dropout_that_does_nothing_keeps_nothing() -> None:
     assert kept(lambda x: F.dropout(x, 0.0)) <= 2 * WHOLE
 
 
+def test_the_backward_of_mish_is_one_kernel() -> None:
+    tracer = CudaTracer(find_gpu("A100"))
+    with stage(tracer.gpu, tracer):
+        data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        result = F.mish(data).sum()
+        tracer.allocator.reset_peaks()
+        held = tracer.allocator.allocated_bytes
+        result.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        assert tracer.allocator.peak_allocated_bytes - held < 1.1 * WHOLE
+        del result, data
+
+
 def test_rms_norm_keeps_a_number_for_each_row() -> None:
     assert kept(lambda x: F.rms_norm(x, (WIDTH,))) == 2 * WHOLE + 4 * ROWS
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autofit.errors import InvalidRequest
@@ -35,6 +37,13 @@ def test_none_is_the_best_known_architecture() -> None:
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(InvalidRequest, match=r"no GPU called 'Voodoo 2'.*A100-80GB"):
         find_gpu("Voodoo 2")
+
+
+@pytest.mark.parametrize("gpu", [0, -1, True, 1.5, float("nan"), "1B", "nan", "", b"L4"])
+def test_what_is_no_gpu_is_refused(gpu: Any) -> None:
+    with pytest.raises(InvalidRequest, match="24GiB") as caught:
+        find_gpu(gpu)
+    assert repr(gpu) in str(caught.value)
 
 
 def test_workspaces_of_cublas_follow_the_architecture() -> None:

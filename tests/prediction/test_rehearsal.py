@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import CannotTell
+from autofit.errors import CannotTell, InvalidRequest
 from autofit.memory.replay import replay
 from autofit.plan import Plan
 from autofit.prediction.gpus import find_gpu
@@ -174,6 +174,103 @@ def test_numpy_is_too() -> None:
         return output.mean()
 
     assert "output.detach().cpu().numpy()" in str(fails(loss_fn))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        lambda loss: loss.detach().numpy(),
+        bool,
+        int,
+        lambda loss: f"{loss:.3f}",
+        lambda loss: torch.tensor([loss, loss]),
+        torch.unique,
+    ],
+)
+def test_a_value_that_is_asked_for_leaves_no_number_whatever_came_of_the_error(
+    read: Callable[[torch.Tensor], Any],
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        try:
+            read(loss)
+        except Exception:
+            return loss.detach()  # nor is the answer that this cannot be trained
+        return loss
+
+    assert "test_rehearsal.py" in str(fails(loss_fn))
+
+
+def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
+    def build() -> nn.Module:
+        try:
+            width = int(torch.tensor(64))
+        except Exception:
+            width = 4096
+        return Net(width)
+
+    assert peak(rehearse(workload(build), Plan(16), GPU)) == peak(
+        rehearse(workload(lambda: Net(64)), Plan(16), GPU)
+    )
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
+def test_an_optimizer_that_scales_by_a_value_can_be_rehearsed(optimizer: Any) -> None:
+    """What an update takes does not hang on it."""
+    plain = rehearse(workload(lambda: Net(4096), optimizer=torch.optim.SGD), Plan(2), GPU)
+    scaled = rehearse(workload(lambda: Net(4096), optimizer=optimizer), Plan(2), GPU)
+    assert peak(scaled) > peak(plain)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SparseAdam, lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)]
+)
+def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(1000, 64, sparse=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.rows(ids).mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    made = Workload(Table, torch.randint(0, 1000, (4, 8)), optimizer=optimizer)
+    with pytest.raises(CannotTell, match=r"sparse gradient.*rows\.weight"):
+        rehearse(made, Plan(4), GPU)
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_a_huge_batch_takes_no_memory(makes: bool) -> None:
+    huge = 10**12
+    made = Workload(
+        lambda: nn.Linear(32, 4), (lambda n: torch.randn(n, 32)) if makes else torch.randn(4, 32)
+    )
+    assert peak(rehearse(made, Plan(huge), GPU)) > huge * 32 * 4
+
+
+@pytest.mark.parametrize("samples", [10**18, 10**19, 10**25])
+def test_a_batch_beyond_what_a_tensor_can_be_is_refused(samples: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{samples} x 1 .* a smaller micro-batch"):
+        rehearse(workload(), Plan(samples), GPU)
+
+
+def test_a_scripted_model_is_not_guessed_at() -> None:
+    with pytest.raises(CannotTell, match=r"is compiled by torch\.jit"):
+        rehearse(workload(lambda: torch.jit.script(nn.Linear(32, 4))), Plan(16), GPU)
+
+
+def test_lengths_on_the_host_of_a_ctc_loss() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        samples, steps = batch.shape[:2]
+        scores = model(batch).log_softmax(-1).transpose(0, 1)
+        targets = torch.ones(samples, 5, dtype=torch.long, device=batch.device)
+        lengths = torch.full((samples,), steps), torch.full((samples,), 5)
+        return nn.functional.ctc_loss(scores, targets, *lengths)
+
+    made = Workload(lambda: nn.Linear(8, 16), torch.randn(4, 50, 8), loss_fn=loss_fn)
+    assert peak(rehearse(made, Plan(4), GPU)) > 0
 
 
 @pytest.mark.parametrize("whole", [True, False])
