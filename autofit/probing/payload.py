@@ -35,6 +35,10 @@ from autofit.workload import Workload
 _ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_names}
 
 
+_HOOKS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
 _WAYS_OUT = (
     "Either pass a function that builds the model instead of the model, or use "
     'isolation="inprocess", which runs in this process and cannot survive hangs and device faults'
@@ -89,14 +93,9 @@ def write_payload(payload: Payload, path: Path) -> None:
         }
         with path.open("wb") as file, _by_value(_unreachable_modules()):
             torch.save(contents, file, pickle_module=_PICKLE)
-    except (
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ValueError,
-        OSError,
-    ) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # how an object is pickled may be the user's own code
         disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise _no_room(path, disk) from error
@@ -203,6 +202,18 @@ def _rebuild_parametrized(
     return module
 
 
+def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, list[Any]]:
+    """What was registered on a parameter itself; torch leaves it out when it pickles one."""
+    hooks = {name: getattr(parameter, attribute, None) for name, attribute in _HOOKS.items()}
+    return {name: list(given.values()) for name, given in hooks.items() if given}
+
+
+def _register(parameter: torch.nn.Parameter, hooks: dict[str, list[Any]]) -> None:
+    for name, given in hooks.items():
+        for hook in given:
+            getattr(parameter, name)(hook)
+
+
 def _is_special_module(obj: Any) -> bool:
     """Such as torch.backends.cudnn: a module of a class of its own; cloudpickle knows the plain."""
     if not isinstance(obj, ModuleType) or type(obj) is ModuleType:
@@ -216,6 +227,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             names = tuple(obj.parametrizations)  # type: ignore[arg-type]  # a ModuleDict: its keys
             base: Any = type(obj).__bases__[0]
             return _rebuild_parametrized, (base, base.__getstate__(obj), names)
+        if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
+            rebuild, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2]
+            # As a state, hooks are pickled once the parameter is known: they may well reach it
+            return rebuild, arguments, hooks, None, None, _register
         if _is_special_module(obj):
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)

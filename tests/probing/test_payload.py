@@ -28,6 +28,35 @@ def _copied(workload: Workload, folder: Path) -> Any:
     return read_payload(path).workload
 
 
+def test_hooks_of_a_parameter_come_along_with_what_they_reach(tmp_path: Path) -> None:
+    """An optimizer that steps as soon as a gradient is there: all that its training updates by."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.weight.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]  # torch
+    model.weight.register_hook(lambda gradient: gradient * 0 + 1)  # type: ignore[no-untyped-call]  # torch
+    write_payload(Payload(Workload(model, torch.ones(2, 3)), ()), tmp_path / "payload")
+    copy: Any = read_payload(tmp_path / "payload").workload.model
+    copy(torch.randn(2, 3)).sum().backward()
+    assert torch.allclose(copy.weight, model.weight - 1)
+    assert copy.weight.grad is None
+
+
+class CannotBeTold(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        raise KeyError("the user's own way of pickling")
+
+
+def test_whatever_pickling_raises_the_ways_out_are_named(tmp_path: Path) -> None:
+    workload = Workload(CannotBeTold(3, 2), torch.ones(2, 3))
+    with pytest.raises(InvalidRequest, match=r"KeyError.*inprocess"):
+        write_payload(Payload(workload, ()), tmp_path / "payload")
+
+
 def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6))
     model[1].weight = model[0].weight
