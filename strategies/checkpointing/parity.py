@@ -19,7 +19,7 @@ import torch
 from autofit.strategy import TrainingView
 
 from .patch import checkpointed
-from .remains import Noise, Remains, first_difference
+from .remains import GRADIENT, LOSS, Noise, NotRepeatable, Remains, first_difference
 from .state import State, seed_everything, traces
 
 SEEDS = (0, 1, 2)
@@ -58,6 +58,8 @@ def check_parity(training: TrainingView, batch: Any, layers: Sequence[Sequence[s
             if not layers:
                 raise
             gate.compare_within(layers)
+    except NotRepeatable as why:
+        gate.parity.left_out = dict.fromkeys((unit for layer in layers for unit in layer), str(why))
     finally:
         gate.finish()
     return gate.parity
@@ -144,7 +146,7 @@ class _Gate:
             checkpointed(training.model, placed, self.parity.buffers),
             _gradients_into(training, remains),
         ):
-            remains["loss"] = training.step(self._batch).detach().clone()
+            remains[LOSS] = training.step(self._batch).detach().clone()
         remains.update(traces(training.model))
         return remains
 
@@ -159,14 +161,22 @@ def _gradients_into(training: TrainingView, remains: Remains) -> Iterator[None]:
         update = next(updates)
         for name, parameter in training.model.named_parameters():
             if parameter.grad is not None:
-                key = f"the gradient of {name}" + (f" at update {update}" if update > 1 else "")
-                remains[key] = parameter.grad.detach().clone()
+                key = f"{GRADIENT}{name}" + (f" at update {update}" if update > 1 else "")
+                remains[key] = _strided(parameter.grad.detach())
 
     undo = training.wrap_optimizer_step(note)
     try:
         yield
     finally:
         undo()
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy that compares: of a sparse gradient (an embedding's), the rows that have one."""
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
 
 
 def _first_line(error: Exception) -> str:

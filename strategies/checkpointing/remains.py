@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -10,8 +12,18 @@ import torch
 ROOM = 10
 """How many times further apart than two plain steps a checkpointed one may be."""
 
+MOST_NOISE = 0.05
+"""Kernels that add in any order are no further apart, in bfloat16 either."""
+
+LOSS, GRADIENT = "loss", "the gradient of "
+"""What the noise is judged by; the names of gradients begin like this."""
+
 Remains = dict[str, Any]
 """What a step left behind: names for a reader, tensors and plain values."""
+
+
+class NotRepeatable(Exception):
+    """Two runs of the same step from the same state train differently."""
 
 
 class Noise:
@@ -19,17 +31,25 @@ class Noise:
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}
+        self._untold: set[str] = set()
 
     def learn(self, one: Remains, other: Remains) -> bool:
-        """Take in what two runs of the same step left; whether they differ anywhere."""
-        found = {
-            name: _relative_difference(value, other[name])
-            for name, value in one.items()
-            if isinstance(value, torch.Tensor) and not torch.equal(value, other[name])
-        }
-        for name, difference in found.items():
-            self._of[name] = max(difference, self._of.get(name, 0.0))
-        return bool(found)
+        """Take in what two runs of the same step left; whether they differ anywhere.
+
+        Raises:
+            NotRepeatable: loss or gradients differ by more than rounding.
+        """
+        names = [name for name, value in one.items() if not _alike(value, other.get(name), 0.0)]
+        trained = [name for name in one if name == LOSS or name.startswith(GRADIENT)]
+        for kind in ([LOSS], [name for name in trained if name != LOSS]):
+            _assert_rounding(one, other, kind)
+        for name in names:
+            if _are_comparable(one[name], other.get(name)):
+                difference = _relative_difference(one[name], other[name])
+                self._of[name] = max(difference, self._of.get(name, 0.0))
+            else:  # the time of day, say
+                self._untold.add(name)
+        return bool(names)
 
     def allowed(self, name: str) -> float:
         """The relative difference that noise may explain.
@@ -41,10 +61,32 @@ class Noise:
             return 0.0
         return ROOM * max(self._of.get(name, 0.0), median(self._of.values()))
 
+    def tells(self, name: str) -> bool:
+        """Whether this says anything: two plain runs left the same there, or tensors alike."""
+        return name not in self._untold
+
+
+def _assert_rounding(one: Remains, other: Remains, names: Sequence[str]) -> None:
+    """All of them together: a gradient that is zero but for rounding is never twice the same."""
+    apart = size = 0.0
+    for name in names:
+        value, again = one[name], other.get(name)
+        size += _norm(value) ** 2
+        if _are_comparable(value, again):
+            value = _wide(value) - _wide(again)
+        apart += _norm(value) ** 2
+    difference = sqrt(apart / size) if size else sqrt(apart)
+    if difference > MOST_NOISE:
+        what = LOSS if names == [LOSS] else "gradients"
+        why = f"two plain steps from the same state differ, their {what} by {difference:.0%}"
+        raise NotRepeatable(why)
+
 
 def first_difference(plain: Remains, remains: Remains, noise: Noise) -> str | None:
     """What the second left otherwise, in words; None: nothing."""
     for name, value in plain.items():
+        if not noise.tells(name):
+            continue
         if name not in remains:
             return f"it changes what is left behind: no {name}"
         if not _alike(value, remains[name], noise.allowed(name)):
@@ -56,7 +98,7 @@ def first_difference(plain: Remains, remains: Remains, noise: Noise) -> str | No
 def _alike(one: Any, other: Any, allowed: float) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other or one != one)
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if not _are_comparable(one, other):
         return False
     if torch.equal(one, other):
         return True
@@ -65,7 +107,20 @@ def _alike(one: Any, other: Any, allowed: float) -> bool:
     return 0 < _relative_difference(one, other) <= allowed
 
 
+def _are_comparable(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and one.shape == other.shape and one.dtype == other.dtype
+
+
 def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    size = float(one.to(wide).norm())
-    return float((one.to(wide) - other.to(wide)).norm()) / size if size else float("inf")
+    size = _norm(one)
+    return _norm(_wide(one) - _wide(other)) / size if size else float("inf")
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(_wide(tensor).norm())
+
+
+def _wide(tensor: Any) -> torch.Tensor:
+    wide: torch.Tensor = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return wide

@@ -10,7 +10,8 @@ import copy
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class State:
-    """Parameters, buffers, attributes of all modules, and the random states of this process.
+    """Parameters, buffers, attributes of all modules and their classes, and the random states.
 
     Parameters are kept on the host, so that a large model needs no second copy on its device.
     """
@@ -36,8 +37,14 @@ class State:
         self._parameters = [
             (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
         ]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._attributes = [(m, _copied(m.__dict__), dict(m._buffers)) for m in model.modules()]
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        held = [value for value in attributes if isinstance(value, torch.Tensor)]
+        self._buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *held)]
+        self._generators = [
+            (access, access[0]()) for value in attributes if (access := _generator_access(value))
+        ]
+        self._classes = [(cls, _copied(_state_of_class(cls))) for cls in _classes(model)]
         self._random = _random_states()
 
     def restore(self) -> None:
@@ -49,6 +56,11 @@ class State:
             module._buffers.update(buffers)
         for buffer, values in self._buffers:
             buffer.data.copy_(values)
+        for (_, set_state), state in self._generators:
+            set_state(state)
+        for cls, attributes in self._classes:
+            for name, value in _copied(attributes).items():
+                setattr(cls, name, value)
         for parameter, sum_before, values in self._parameters:
             parameter.grad = None
             if checksum(parameter) != sum_before:
@@ -100,21 +112,62 @@ def traces(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in module.__dict__.items():
             if name not in _OF_TORCH and not name.startswith("_autofit_") and name != "forward":
                 yield from _visible(f"attribute {path}.{name}" if path else name, value)
+    for cls in _classes(model):
+        for name, value in _state_of_class(cls).items():
+            yield from _visible(f"class attribute {cls.__name__}.{name}", value)
     yield from _random_states().items()
 
 
 def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A plain value, the length of a container, and the plain values of a helper object."""
+    """What compares in a plain value, a container, a generator, or a helper object."""
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, _CONTAINERS):
         yield f"{name} (its length)", len(value)
+        yield f"{name} (its values)", _plain_values(value)
     elif isinstance(value, torch.Tensor):
         yield name, value.detach().clone()
+    elif access := _generator_access(value):
+        yield f"{name} (its random state)", repr(access[0]())
     elif _is_helper(value):
         for key, inner in vars(value).items():
             if isinstance(inner, _PLAIN):
                 yield f"{name}.{key}", inner
+
+
+def _plain_values(container: Any) -> list[Any]:
+    """Plain values in a container, those of a dict with their keys; sets compare by length."""
+    if isinstance(container, set):
+        return []
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, value) for key, value in items if isinstance(value, _PLAIN)]
+
+
+def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to get and set the state of a random number generator; None: it is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    bits = getattr(value, "bit_generator", None)  # numpy's, which need not be installed
+    if bits is not None and hasattr(bits, "state"):
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
+
+
+def _classes(model: nn.Module) -> list[type]:
+    """Classes of the modules that are not torch's own; a forward may count in them."""
+    found = {cls for module in model.modules() for cls in type(module).__mro__}
+    of_users = [cls for cls in found if cls.__module__.partition(".")[0] not in _KEPT]
+    return sorted(of_users, key=lambda cls: cls.__qualname__)
+
+
+def _state_of_class(cls: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not name.startswith("__") and isinstance(value, (*_PLAIN, *_CONTAINERS))
+    }
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ stands in its payload by name, so that level 2 means the same modules tomorrow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +28,9 @@ from .units import Unit
 SETTING = "checkpointing.level"
 SMALL, LARGE = 2, (8, 32, 128)
 """Micro-batches to look at; a batch of one is refused by batch normalization."""
+
+MOST_NAMED = 8
+"""Units named in a note."""
 
 LONG_ENOUGH_S = 0.03
 """A step that takes this long is no longer made of launches alone; its times tell parts apart."""
@@ -64,8 +67,8 @@ class Checkpointing:
         except torch.OutOfMemoryError:
             context.note("checkpointing left out: there is no memory to compare a step with it")
             return {}
-        for unit, why in (found.left_out | parity.left_out).items():
-            context.note(f"{unit} is not checkpointed: {why}")
+        for note in _notes(found.left_out | parity.left_out):
+            context.note(note)
         timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
         if not timeline.calls:
             return {}
@@ -106,6 +109,17 @@ class Checkpointing:
 
         parity: Parity = context.profile(run, SMALL)
         return parity
+
+
+def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason, with the units that it is the reason for."""
+    units_of: dict[str, list[str]] = {}
+    for unit, why in left_out.items():
+        units_of.setdefault(why, []).append(unit)
+    for why, units in units_of.items():
+        more = f" and {len(units) - MOST_NAMED} more" if len(units) > MOST_NAMED else ""
+        are = "is" if len(units) == 1 else "are"
+        yield f"{', '.join(units[:MOST_NAMED])}{more} {are} not checkpointed: {why}"
 
 
 def _long_enough(context: Context, small: Survey) -> Survey:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,43 @@ class Remembers(Clean):
         return x
 
 
+class CountsInAList(Clean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [0]
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts[0] += 1
+        return x
+
+
+class CountsInItsClass(Clean):
+    calls_of_all = 0
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls_of_all += 1
+        return x
+
+
+class DrawsFromItsOwn(Clean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+class AverageInAnAttribute(Clean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(WIDTH)
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * self.mean
+
+
 class InPlace(Clean):
     def changed(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(1.1)
@@ -130,6 +167,10 @@ HARMFUL = {
     SometimesSkips: "cannot run twice|random state",
     Counts: r"attribute blocks\.\d\.calls",
     Remembers: r"attribute blocks\.\d\.seen",
+    CountsInAList: r"attribute blocks\.\d\.counts",
+    CountsInItsClass: "class attribute CountsInItsClass.calls_of_all",
+    DrawsFromItsOwn: "gradient|random state",
+    AverageInAnAttribute: "gradient",
     InPlace: "cannot run twice",
     WritesThroughData: "gradient",
     DecaysItsWeight: "gradient|parameter",
@@ -174,6 +215,39 @@ def test_noise_of_the_device_is_not_held_against_a_unit(part: Callable[[str], An
     units = [f"blocks.{index}" for index in range(4)]
     model = Stack([Clean, Jitters, Clean, NumpyRandom])
     assert set(_gate(part, model, [units]).left_out) == {"blocks.3"}
+
+
+class CountsOutside(Clean):
+    """In a place that no one can put back."""
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(self.scale)
+
+    scale = count(1)
+
+
+def test_where_a_step_cannot_be_repeated_nothing_is_offered(part: Callable[[str], Any]) -> None:
+    torch.manual_seed(0)
+    units = [f"blocks.{index}" for index in range(3)]
+    found = _gate(part, Stack([Clean, CountsOutside, Clean]), [units]).left_out
+    assert set(found) == set(units)
+    assert all("two plain steps" in why for why in found.values())
+
+
+def test_sparse_gradients_are_compared(part: Callable[[str], Any]) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(20, WIDTH, sparse=True)
+            self.stack = Stack([Clean, NumpyRandom])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.stack(self.words((9 * x.abs()).long()).mean(1))
+            return loss
+
+    torch.manual_seed(0)
+    units = [f"stack.blocks.{index}" for index in range(2)]
+    assert set(_gate(part, Words(), [units]).left_out) == {"stack.blocks.1"}
 
 
 class KeepsAHandle(Clean):
