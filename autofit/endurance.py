@@ -6,12 +6,14 @@ a probe watches: growth at the step boundary, allocator retries, other processes
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Trial
+from autofit.measurement import Measurement, Trial, median_interval
 from autofit.probing.prober import ProbeRequest, users_error
 from autofit.report.report import Report
 from autofit.units import format_bytes, format_seconds
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 PEAK_TOLERANCE = 0.01
 """Peaks repeat to the MiB from probe to probe (measured on an H200)."""
 SPEED_TOLERANCE = 0.05
-"""How far the median step may lie beyond the report's interval; GPU-bound steps repeat in 0.2 %."""
+"""How much slower a median may be before it is called slower; GPU-bound steps repeat in 0.2 %.
+
+Where the report's own steps scatter by more than this, so may the medians."""
 LOSS_TOLERANCE = 0.05
 QUARTER = 4
 
@@ -153,7 +157,7 @@ def _peak(told: Measurement, seen: Measurement) -> str | None:
 
 def _speed(told: Measurement, seen: Measurement) -> str | None:
     interval, now = told.step_time_interval_s, seen.step_time_s
-    if interval is None or now is None or now <= interval[1] * (1 + SPEED_TOLERANCE):
+    if interval is None or now is None or not _is_slower(told.step_times_s, seen.step_times_s):
         return None
     return (
         f"the median step took {format_seconds(now)}, where the report has "
@@ -163,12 +167,20 @@ def _speed(told: Measurement, seen: Measurement) -> str | None:
 
 def _drift(seen: Measurement) -> str | None:
     """A device that throttles, or an allocator that frays, shows late."""
-    times = seen.step_times_s
-    first = statistics.median(times[: len(times) // QUARTER])
-    last = statistics.median(times[-(len(times) // QUARTER) :])
-    if last <= first * (1 + SPEED_TOLERANCE):
+    quarter = len(seen.step_times_s) // QUARTER
+    first, last = seen.step_times_s[:quarter], seen.step_times_s[-quarter:]
+    if not _is_slower(first, last):
         return None
-    return f"steps slowed from {format_seconds(first)} to {format_seconds(last)} on the way"
+    slowed = [format_seconds(statistics.median(times)) for times in (first, last)]
+    return f"steps slowed from {slowed[0]} to {slowed[1]} on the way"
+
+
+def _is_slower(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether the median rose by more than the interval and the scatter of the first explain."""
+    middle = statistics.median(before)
+    upper = median_interval(before)[1]
+    scatter = math.sqrt(statistics.fmean(math.log(seconds / middle) ** 2 for seconds in before))
+    return statistics.median(now) > upper * (1 + max(SPEED_TOLERANCE, scatter))
 
 
 def _loss(told: Measurement, seen: Measurement) -> str | None:

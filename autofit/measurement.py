@@ -120,16 +120,8 @@ class Measurement:
 
     @property
     def step_time_interval_s(self) -> tuple[float, float] | None:
-        """A 95 % confidence interval of the median step time, free of any distribution.
-
-        From order statistics: the ranks whose binomial coverage reaches 95 %; with fewer than
-        six steps, the fastest and the slowest (Conover, Practical Nonparametric Statistics, 3.2).
-        """
-        if not self.step_times_s:
-            return None
-        times = sorted(self.step_times_s)
-        rank = _median_interval_rank(len(times))
-        return times[rank], times[-1 - rank]
+        """A 95 % confidence interval of the median step time; see `median_interval`."""
+        return median_interval(self.step_times_s) if self.step_times_s else None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -143,6 +135,17 @@ class Measurement:
         """The measurement that `to_dict` wrote; keys it does not know are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the median, free of any distribution.
+
+    From order statistics: the ranks whose binomial coverage reaches 95 %; with fewer than six
+    values, the smallest and the largest (Conover, Practical Nonparametric Statistics, 3.2).
+    """
+    ordered = sorted(values)
+    rank = _median_interval_rank(len(ordered))
+    return ordered[rank], ordered[-1 - rank]
 
 
 def _median_interval_rank(count: int) -> int:

@@ -136,6 +136,21 @@ def test_what_strayed_is_named(seen: Measurement, strayed: str | None) -> None:
     assert all(strayed is not None and strayed in line for line in lines)
 
 
+def test_noise_is_no_slowdown() -> None:
+    """Steps that scatter by a tenth: medians 8 % apart are nothing, 40 % apart are."""
+    scatter = [0.88, 0.91, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.15]
+    told = replace(TOLD, step_times_s=[0.1 * factor for factor in scatter], loss=None)
+
+    def soaked(*quarters: float) -> Measurement:
+        steps = [0.1 * level * factor for level in quarters for factor in scatter]
+        return replace(told, step_times_s=steps)
+
+    assert compare(told, soaked(1.0, 1.08, 1.08, 1.08)) == ()
+    assert "steps slowed from 100 ms to 140 ms" in compare(told, soaked(1.0, 1.0, 1.4, 1.4))[-1]
+    (line,) = compare(told, soaked(1.4, 1.4, 1.4, 1.4))
+    assert "the median step took 140 ms" in line
+
+
 def test_the_text_says_both_sides(report: autofit.Report) -> None:
     best = replace(report.best, measurement=TOLD)
     held = str(Endurance(best, SEEN, 2 * GIB, ()))

@@ -51,7 +51,12 @@ def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
         )
     smallest = min(about_memory, key=_size)
     required, allowed = smallest.measurement.held_bytes, facts.vram_budget_bytes
-    needed = f"needed {format_bytes(required)}" if required else "ran out of memory"
+    if required is None:
+        needed = "ran out of memory"
+    elif required <= allowed:  # its peak before it asked for what there was not
+        needed = f"held {format_bytes(required)} and asked for more"
+    else:
+        needed = f"needed {format_bytes(required)}"
     return NoFeasiblePlan(
         f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
         f"{format_bytes(allowed)} were allowed; raise the VRAM budget, shorten the samples or "
