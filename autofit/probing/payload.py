@@ -228,7 +228,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             base: Any = type(obj).__bases__[0]
             return _rebuild_parametrized, (base, base.__getstate__(obj), names)
         if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
-            rebuild, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2]
+            rebuild, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2]  # type: ignore[no-untyped-call]  # torch
             # As a state, hooks are pickled once the parameter is known: they may well reach it
             return rebuild, arguments, hooks, None, None, _register
         if _is_special_module(obj):

@@ -69,6 +69,26 @@ def exhausts_address_space(model: Model, output: torch.Tensor) -> object:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+class AllocatesInBackward(torch.autograd.Function):
+    """Needs 512 MiB in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.empty(128 * MIB)[0]
+
+
+def runs_out_in_forward(model: Model, output: torch.Tensor) -> object:
+    return output + torch.empty(128 * MIB)[0]
+
+
+def runs_out_in_backward(model: Model, output: torch.Tensor) -> object:
+    return AllocatesInBackward.apply(output)  # type: ignore[no-untyped-call]  # torch left it so
+
+
 def is_unlucky_once(model: Model, output: torch.Tensor) -> object:
     if not hasattr(builtins, "was_unlucky"):
         vars(builtins)["was_unlucky"] = True
@@ -98,6 +118,8 @@ def counts_objects(model: Model, output: torch.Tensor) -> object:
 
 
 LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
+    "OOM in forward": (Outcome.OOM, runs_out_in_forward),
+    "OOM in backward": (Outcome.OOM, runs_out_in_backward),
     "wrapped OOM": (Outcome.OOM, wrapped_oom),
     "code 2": (Outcome.OOM, raises(lambda: accelerator_error(2))),
     "NVML assert": (
@@ -124,13 +146,18 @@ LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "unsendable": (Outcome.USER_ERROR, raises(Unsendable)),
     "count": (Outcome.USER_ERROR, counts_objects),
 }
-SIZES = {name: size for size, name in enumerate(LIVES_ON, start=10)}
+COSTS_THE_WORKER: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
+    "device assert": (Outcome.POISONED, raises(lambda: accelerator_error(710))),
+    "retained memory": (Outcome.OK, hoards),
+}
+FAULTS = LIVES_ON | COSTS_THE_WORKER
+SIZES = {name: size for size, name in enumerate(FAULTS, start=10)}
 
 
 @pytest.fixture(scope="module")
 def probing(open_module_probing: Any, minefield: Any) -> Any:
-    """One model, and one worker, for all faults that a worker survives."""
-    mines = {SIZES[name]: mine for name, (_, mine) in LIVES_ON.items()}
+    """One model for all faults, and one worker as long as they leave it alive."""
+    mines = {SIZES[name]: mine for name, (_, mine) in FAULTS.items()}
     return open_module_probing(minefield(mines), vram_budget="256MiB")
 
 
@@ -181,58 +208,32 @@ def test_a_cycle_is_told_from_a_leak(probing: Any) -> None:
     assert "reference cycle" in probing.at(SIZES["cycle"]).detail
 
 
-class AllocatesInBackward(torch.autograd.Function):
-    """Needs 128 MiB in backward."""
+class Vast(nn.Module):
+    """Fits, and so do its gradients; what Adam keeps of it does not."""
 
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + torch.zeros(32 * MIB).sum()
-
-
-class Hungry(nn.Module):
-    """Runs out of 64 MiB in the phase that it is told to, from a micro-batch of 8 on."""
-
-    def __init__(self, phase: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.phase = phase
-        self.layer = nn.Linear(16, 300_000 if phase == "optimizer" else 16)
+        self.layer = nn.Linear(16, 300_000)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(inputs).sum(dim=1, keepdim=True)
-        if len(inputs) < 8:
-            return output
-        if self.phase == "forward":
-            return output + torch.zeros(32 * MIB).sum()
-        return AllocatesInBackward.apply(output) if self.phase == "backward" else output  # type: ignore[no-untyped-call]  # torch left it so
+        output: torch.Tensor = self.layer(inputs)
+        return output
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
-def test_out_of_memory_in_any_phase(open_probing: Any, phase: str) -> None:
-    probing = open_probing(Hungry(phase))
+def test_out_of_memory_in_the_optimizer(open_probing: Any) -> None:
+    probing = open_probing(Vast())
     worker = probing.worker
-    measurement = probing.at(8)
+    measurement = probing.at(CALM)
     assert measurement.outcome is Outcome.OOM
     assert "Tried to allocate" in measurement.detail
-    if phase != "optimizer":  # whose state does not fit at any micro-batch
-        assert probing.at(CALM).ok
     assert probing.worker == worker
 
 
-@pytest.mark.parametrize(
-    ("fault", "outcome"),
-    [(raises(lambda: accelerator_error(710)), Outcome.POISONED), (hoards, Outcome.OK)],
-    ids=["device assert", "retained memory"],
-)
-def test_what_a_probe_leaves_behind_costs_the_worker(
-    open_probing: Any, minefield: Any, fault: Any, outcome: Outcome
-) -> None:
-    probing = open_probing(minefield({8: fault}), vram_budget="1GiB")
+@pytest.mark.parametrize("fault", COSTS_THE_WORKER)
+def test_what_a_probe_leaves_behind_costs_the_worker(probing: Any, fault: str) -> None:
+    assert probing.at(CALM).ok
     worker = probing.worker
-    assert probing.at(8).outcome is outcome
+    assert probing.at(SIZES[fault]).outcome is COSTS_THE_WORKER[fault][0]
     assert probing.worker is None
     assert probing.at(CALM).ok
     assert probing.worker != worker

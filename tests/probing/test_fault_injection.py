@@ -136,7 +136,7 @@ SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, *OTHERS], star
 def probing(open_module_probing: Any, minefield: Any) -> Any:
     """One prober for all; whatever happens, its next probe must be well again."""
     mines = {size: mine for mine, size in SIZES.items()}
-    return open_module_probing(minefield(mines), shortest_s=2.0)
+    return open_module_probing(minefield(mines), shortest_s=1.0)
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
@@ -147,7 +147,7 @@ def test_a_hang_costs_one_probe_and_says_where(
     lost = probing.worker
     measurement = probing.at(SIZES[hang], patient=False)
     assert measurement.outcome is Outcome.TIMEOUT
-    assert measurement.seconds >= 2.0, "what it cost counts against the search's time"
+    assert measurement.seconds >= 1.0, "what it cost counts against the search's time"
     assert HANGS[hang] in measurement.detail
     assert not running(lost)
     assert probing.at(CALM).ok
@@ -210,22 +210,18 @@ def test_a_kill_by_the_kernel_is_host_memory() -> None:
     assert outcome_of_death(-signal.SIGSEGV, kills - 1) is Outcome.CRASHED
 
 
-def test_a_plan_costs_three_workers_at_most(open_probing: Any, minefield: Any) -> None:
-    probing = open_probing(minefield({8: exits}))
+def test_a_plan_costs_three_workers_of_one_budget_at_most(
+    open_probing: Any, minefield: Any
+) -> None:
+    probing = open_probing(minefield({8: exits}), vram_budget=None)
+    budget = probing.prober.vram_budget_bytes
     seen = [probing.at(8) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
     assert [measurement.outcome for measurement in seen] == [Outcome.CRASHED] * len(seen)
     assert "set aside" not in seen[-2].detail
     assert "set aside: 3 workers were lost" in seen[-1].detail
     assert "exited with 3" in seen[-1].detail
     assert probing.worker is None, "the fourth was not started"
-
-
-def test_a_replacement_holds_to_the_same_budget(open_probing: Any, minefield: Any) -> None:
-    probing = open_probing(minefield({8: exits}), vram_budget=None)
-    budget = probing.prober.vram_budget_bytes
-    probing.at(8)
-    assert probing.at(CALM).ok
-    assert probing.prober._opening["vram_budget"] == budget
+    assert probing.prober._opening["vram_budget"] == budget, "whatever was free meanwhile"
 
 
 def test_nothing_of_a_worker_stays_open(
@@ -234,9 +230,8 @@ def test_nothing_of_a_worker_stays_open(
     probing = open_probing(minefield({8: exits}))
     probing.prober.renew()
     before, threads = open_files(), threading.active_count()
-    for _ in range(2):
-        assert probing.at(CALM).ok
-        probing.prober.renew()
+    assert probing.at(CALM).ok
+    probing.prober.renew()
     assert (open_files(), threading.active_count()) == (before, threads)
 
 
@@ -304,7 +299,7 @@ class Fragile(nn.Module):
 
 def test_a_search_over_a_model_that_kills_its_worker_ends_with_a_plan() -> None:
     report = autofit.search(
-        Fragile(), torch.ones(4, 16), device="cpu", vram_budget="8MiB", strategies=[], max_probes=6
+        Fragile(), torch.ones(16, 16), device="cpu", vram_budget="8MiB", strategies=[], max_probes=3
     )
     outcomes = {trial.measurement.outcome for trial in report.trials}
     assert report.best.measurement.ok
