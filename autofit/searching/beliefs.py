@@ -26,7 +26,11 @@ WORLDS = 160
 MEMORY_ERROR = 0.02
 """Standard deviation of the logarithm of what a probe holds around its line."""
 
-_TIME_ERROR = 0.01  # no line is straighter, however well a step time repeats
+_STRAY = 0.01
+"""Standard deviation of the logarithm of a plan's step time around its line: kernels suit one
+micro-batch better than the next, however well each repeats."""
+
+_LEAST_SCATTER = 0.002  # no clock says more of the next probe
 _ALIKE = 1.5  # steps whose lengths differ by less scatter alike
 _MEMORY_SPREAD = Spread(trend=0.7, bend=0.4)
 _PREDICTED_SPREAD = Spread(common=0.05, slope=0.05, help=0.0, trend=0.05, bend=0.05)
@@ -130,8 +134,24 @@ class Beliefs:
         """(worlds,): the logarithm of the plan's samples per second."""
         index, samples = self.index(plan), plan.samples_per_step
         fixed = plan.accumulation_steps * np.exp(self.time.intercept[:, index])
-        speed: Array = np.log(samples / (fixed + np.exp(self.time.slope[:, index]) * samples))
+        seconds = fixed + np.exp(self.time.slope[:, index]) * samples
+        speed: Array = np.log(samples / seconds) - self._stray(plan)
         return speed
+
+    def _stray(self, plan: Plan) -> Array:
+        """(worlds,): by how much the plan's step time is off its line, as its probes have it.
+
+        The posterior of a normal mean: readings are off by their scatter, the mean by `_STRAY`.
+        """
+        probes = [t for t in self.probes if t.plan == plan and t.measurement.step_times_s]
+        weights = np.array([self.scatter(trial) ** -2 for trial in probes])
+        index, x = self.index(plan), plan.samples_per_step / plan.accumulation_steps
+        line = np.logaddexp(self.time.intercept[:, index], self.time.slope[:, index] + math.log(x))
+        off = np.array([math.log(_seconds(trial)) for trial in probes]) - line[:, None]
+        precision = weights.sum() + _STRAY**-2
+        random = np.random.default_rng((self.seed, index, plan.micro_batch))
+        stray: Array = off @ weights / precision
+        return stray + random.standard_normal(len(line)) / math.sqrt(precision)
 
     def held(self, plan: Plan) -> Array:
         """(worlds,): the bytes that the plan's line has it hold."""
@@ -169,7 +189,7 @@ class Beliefs:
             if other.measurement.step_times_s
             and 1 / _ALIKE < _seconds(other) / _seconds(trial) < _ALIKE
         ]
-        return max(_TIME_ERROR, _scatter_of_steps(trial), statistics.median(alike))
+        return max(_LEAST_SCATTER, _scatter_of_steps(trial), statistics.median(alike))
 
     def _hints(self, field: str) -> dict[tuple[str, Scalar], float]:
         return {
@@ -212,7 +232,7 @@ class Beliefs:
                 self.index(trial.plan),
                 trial.plan.samples_per_step / trial.plan.accumulation_steps,
                 _seconds(trial),
-                self.scatter(trial),
+                math.hypot(self.scatter(trial), _STRAY),
             )
             for trial in self.probes
             if trial.measurement.step_times_s

@@ -120,6 +120,28 @@ def test_where_others_took_the_room_a_plan_is_only_known_to_need_what_it_held(
     assert (point.y, point.at_least) == (at_least, True)
 
 
+@pytest.mark.parametrize(
+    ("steps", "believed"),
+    [([0.1] * 6, (0.025, 0.035)), ([0.07, 0.13, 0.08, 0.12, 0.09, 0.11], (0.0, 0.02))],
+)
+def test_a_plan_that_repeats_well_is_believed_as_measured_and_a_noisy_one_by_its_line(
+    rig: Any, steps: list[float], believed: tuple[float, float]
+) -> None:
+    def speed_of_16(factor: float) -> float:
+        trials = [
+            _trial(
+                number,
+                Plan(size, settings=PLAIN),
+                step_times_s=[size * (factor if size == 16 else 1.0) * step for step in steps],
+            )
+            for number, size in enumerate((4, 8, 16, 32))
+        ]
+        return float(Beliefs(rig.facts(), trials).speed(trials[2].plan).mean())
+
+    low, high = believed
+    assert low <= speed_of_16(1.0) - speed_of_16(1.03) <= high
+
+
 def test_a_fault_is_blamed_on_what_never_worked(rig: Any) -> None:
     both: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
     trials = [
