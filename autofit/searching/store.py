@@ -11,6 +11,7 @@ has no lock, and is claimed (`autofit.searching.claims`).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
@@ -30,6 +31,7 @@ from autofit.searching.facts import SearchFacts
 from autofit.searching.journal import JournalFile
 
 _STUDY_NAME = "autofit"
+_TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
 _FACTS, _ENDED = "autofit_facts", "autofit_ended"
 
 
@@ -222,10 +224,19 @@ def _storage(name: str, study: str | os.PathLike[str] | None, held: ExitStack) -
         held.callback(journal.close)
         return journal.storage
     with _opening(name):
-        storage = RDBStorage(name)
+        storage = _database(name)
     held.callback(storage.engine.dispose)  # else a file stays open until garbage is collected
     held.callback(storage.remove_session)
     return storage
+
+
+def _database(url: str) -> RDBStorage:
+    """The database; of two searches that make its tables at once, one fails, and finds them made."""
+    for _ in range(_TABLES_TRIES):
+        with suppress(sqlalchemy.exc.DatabaseError):
+            return RDBStorage(url)
+        time.sleep(_TABLES_PAUSE_S)
+    return RDBStorage(url)
 
 
 def _load(name: str, storage: BaseStorage) -> AskedStudy:
