@@ -60,7 +60,7 @@ ON_DEMAND = {("training", "apply"), ("recipe", "_recipe"), ("endurance", "soak")
 OWNERS = {
     "optuna": ("searching/",),
     "sqlalchemy": ("searching/",),
-    "pynvml": ("devices/cuda.py",),
+    "pynvml": ("devices/nvml.py",),
     "pandas": ("report/",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),

@@ -114,6 +114,9 @@ class Device(Protocol):
     def foreign_bytes(self) -> int | None:
         """What other processes hold on the device; None: cannot be told."""
 
+    def close(self) -> None:
+        """Leave it, and this process's use of it, as they were found; it is not used after that."""
+
 
 def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_bytes: int) -> int:
     """The VRAM budget in bytes.

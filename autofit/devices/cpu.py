@@ -113,6 +113,9 @@ class CpuDevice:
         """Nobody else allocates in the simulated allocator."""
         return 0
 
+    def close(self) -> None:
+        """The simulated allocator ends with this object."""
+
 
 class CpuMark:
     """A moment of the host's monotonic clock."""
@@ -125,22 +128,28 @@ class CpuMark:
         return self._at_s - earlier._at_s
 
 
-def _host_memory() -> tuple[int, int]:
-    """(total, available) bytes of host memory, within the control group's limit."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (
-        int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
-    )
-    group = Path("/sys/fs/cgroup/memory.max")
-    limit = group.read_text().strip() if group.exists() else "max"
-    return (
-        (total, available)
-        if limit == "max"
-        else (
-            min(total, int(limit)),
-            min(available, int(limit)),
-        )
-    )
+def _host_memory(
+    proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
+    """(total, available) bytes of host memory, within the control group's limit.
+
+    What the group's files keep in the cache is handed back where it is needed.
+    """
+    fields = _numbers(proc / "meminfo")
+    total, available = (1024 * fields[name] for name in ("MemTotal:", "MemAvailable:"))
+    limit = group / "memory.max"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return total, available
+    allowed = int(limit.read_text())
+    used = int((group / "memory.current").read_text())
+    left = allowed - used + _numbers(group / "memory.stat").get("inactive_file", 0)
+    return min(total, allowed), max(min(available, left), 0)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line, by the line's first word."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
 
 
 def _multiplies_bfloat16() -> bool:

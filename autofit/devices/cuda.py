@@ -1,8 +1,7 @@
 """An NVIDIA GPU: the budget is enforced by torch's own allocator, memory is read through NVML.
 
-The functions at the top (`nvml_*`, `visible_uuid`) create no CUDA context, so a parent process may
-call them. `CudaDevice` creates one, and belongs in the worker. NVML counts devices in PCI order
-and ignores CUDA_VISIBLE_DEVICES, so a device is found there by its UUID, never by its index.
+`CudaDevice` creates a CUDA context, and belongs in the worker; what may be asked without one is in
+`autofit.devices.nvml`.
 """
 
 from __future__ import annotations
@@ -11,88 +10,23 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from autofit.devices.base import Environment, MemoryReading
+from autofit.devices.nvml import Nvml, device_uuid
+from autofit.devices.share import Share, who_grew
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
 
-
-@dataclass(frozen=True)
-class NvmlReading:
-    """A device's memory as NVML sees it; `used_bytes` leaves out what the driver reserves."""
-
-    total_bytes: int
-    free_bytes: int
-    used_bytes: int
-
-
-class Nvml:
-    """NVML's view of one device; every method answers None where NVML refuses (MIG, containers)."""
-
-    def __init__(self, uuid: str) -> None:
-        self._handle = _nvml_handle(uuid)
-
-    def read(self) -> NvmlReading | None:
-        """Total, free and used bytes now."""
-        import pynvml
-
-        if self._handle is None:
-            return None
-        try:
-            info = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
-        except pynvml.NVMLError:
-            return None
-        return NvmlReading(int(info.total), int(info.free), int(info.used))
-
-    def process_bytes(self, pid: int) -> int | None:
-        """What one process holds on the device; None also where NVML hides it (pid namespaces)."""
-        import pynvml
-
-        if self._handle is None:
-            return None
-        try:
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except pynvml.NVMLError:
-            return None
-        held = [process.usedGpuMemory for process in processes if process.pid == pid]
-        return int(held[0]) if held and held[0] else None
-
-    def driver(self) -> str | None:
-        """The driver's version."""
-        import pynvml
-
-        if self._handle is None:
-            return None
-        try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        except pynvml.NVMLError:
-            return None
-
-
-def _nvml_handle(uuid: str) -> Any | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # NVML is missing, refuses, or does not know the UUID: a fallback exists
-        return None
-
-
-def device_uuid(index: int) -> str:
-    """The UUID that NVML knows the visible device `index` by (GPU-... or MIG-...)."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(listed) and listed[index].startswith("MIG-"):
-        return listed[index]
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+_KNOCK_BYTES = 32 * 2**20
 
 
 class CudaDevice:
     """A GPU held by this process; making one creates the CUDA context.
+
+    Args:
+        name: "cuda:1"; without an index the one that this process computes on.
 
     Raises:
         DeviceUnavailable: there is no CUDA device, or not that one.
@@ -103,7 +37,10 @@ class CudaDevice:
     def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailable(f"{name} was asked for, and torch finds no CUDA device here")
-        index = torch.device(name).index or 0
+        self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+        self._current_before = 0 if self._makes_context else torch.cuda.current_device()
+        index = torch.device(name).index
+        index = self._current_before if index is None else index
         if index >= torch.cuda.device_count():
             raise DeviceUnavailable(
                 f"{name} was asked for, and torch sees {torch.cuda.device_count()} CUDA device(s)"
@@ -114,12 +51,23 @@ class CudaDevice:
         before = self._nvml.read()
         torch.cuda.set_device(self.torch_device)
         self.check_health()
-        self._foreign_at_start = before.used_bytes if before else None
-        properties = torch.cuda.get_device_properties(index)
-        self._properties = properties
+        self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        self._properties = torch.cuda.get_device_properties(index)
+        outside = self._used_bytes() - self._reserved_bytes()
+        others = before.used_bytes if before and self._makes_context else 0
+        self._share = Share(context_bytes=outside - others, outside_bytes=outside)
+        self._listed_as = self._find_itself()
         self.total_bytes = int(torch.cuda.mem_get_info(index)[1])
         own = self._own_bytes()
         self.free_bytes = min(int(torch.cuda.mem_get_info(index)[0]) + own, self.total_bytes)
+
+    def close(self) -> None:
+        """Give back cached memory, the cap and the current device as they were found."""
+        try:
+            self.release_cache()
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
+        finally:
+            torch.cuda.set_device(self._current_before)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -197,7 +145,12 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_cache(self) -> None:
-        """Return cached segments to the driver."""
+        """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90).
+
+        A graph that the caller captured may hold on to the workspaces of its process; they stay.
+        """
+        if self._makes_context:
+            torch._C._cuda_clearCublasWorkspaces()  # nothing public frees what the allocator lent
         torch.cuda.empty_cache()
 
     def check_health(self) -> None:
@@ -208,25 +161,50 @@ class CudaDevice:
             raise DeviceUnavailable(f"{self.torch_device} added 1024 ones up to {total.item()}")
 
     def foreign_bytes(self) -> int | None:
-        """What other processes hold on the GPU now."""
-        reading = self._nvml.read()
-        own = self._nvml.process_bytes(os.getpid())
-        return None if reading is None or own is None else max(reading.used_bytes - own, 0)
+        """What other processes hold on the GPU now, as far as it can be told from our own."""
+        return max(self._used_bytes() - self._own_bytes(), 0)
 
     def _own_bytes(self) -> int:
-        """What this process holds on the GPU.
+        """What this process holds on the GPU: NVML's own count, or else what `Share` makes of it.
 
-        NVML's own count where it gives one; else the growth since before the context; else, where
-        NVML refuses altogether, everything in use, which errs on the safe side.
+        Where NVML refuses altogether, or there was a context already, all that was in use when the
+        device was opened counts as ours, which errs on the safe side.
         """
-        listed = self._nvml.process_bytes(os.getpid())
-        if listed is not None:
-            return listed
-        free, total = torch.cuda.mem_get_info(self.torch_device)
+        listed = self._nvml.bytes_by_process() if self._listed_as is not None else None
+        if listed and self._listed_as in listed:
+            return listed[self._listed_as]
+        reserved = self._reserved_bytes()
+        return reserved + self._share.of(self._used_bytes() - reserved)
+
+    def _used_bytes(self) -> int:
+        """What all processes hold."""
         reading = self._nvml.read()
-        if reading is None or self._foreign_at_start is None:
-            return int(total - free)
-        return max(reading.used_bytes - self._foreign_at_start, 0)
+        if reading is not None:
+            return reading.used_bytes
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return int(total - free)
+
+    def _reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch_device))
+
+    def _find_itself(self) -> int | None:
+        """The process id that NVML knows this process by: in a container it may be the host's.
+
+        Then the one that grows as this process allocates is it. None: it is not listed.
+        """
+        before = self._nvml.bytes_by_process()
+        if not before or os.getpid() in before:
+            return os.getpid() if before else None
+        reserved = self._reserved_bytes()
+        try:
+            knock = torch.empty(_KNOCK_BYTES, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError:
+            return None
+        after = self._nvml.bytes_by_process()
+        grown = self._reserved_bytes() - reserved
+        del knock
+        self.release_cache()
+        return who_grew(before, after or {}, grown)
 
 
 class CudaMark:

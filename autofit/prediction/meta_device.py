@@ -11,6 +11,7 @@ import torch
 from autofit.devices.base import Environment, MemoryReading
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.known import is_number
 from autofit.strategy import Capabilities
 
 
@@ -70,6 +71,8 @@ class MetaDevice:
         if self._tracer.number_of(tensor) is not None:
             return tensor
         placed = torch.empty_like(tensor.detach(), device=self.torch_device)
+        if is_number(tensor):
+            self._tracer.known.learn(placed, self._tracer.known.of(tensor))
         return placed.requires_grad_(tensor.requires_grad)
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -114,6 +117,9 @@ class MetaDevice:
     def foreign_bytes(self) -> int | None:
         """Nobody else is on it."""
         return 0
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 class MetaMark:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.devices.cpu import CpuDevice
+from autofit.devices.cpu import CpuDevice, _host_memory
 
 MIB = 2**20
 
@@ -168,3 +169,22 @@ def test_it_says_what_it_is(device: CpuDevice) -> None:
     assert not device.capabilities.tf32
     assert 0 < device.free_bytes <= device.total_bytes
     assert device.foreign_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cached", "seen"),
+    [
+        ("max", 0, 0, (1024, 512)),
+        (str(256 * MIB), 64 * MIB, 16 * MIB, (256, 208)),
+        (str(768 * MIB), 64 * MIB, 0, (768, 512)),
+        (str(64 * MIB), 65 * MIB, 0, (64, 0)),
+    ],
+)
+def test_of_a_groups_memory_only_what_is_left_is_available(
+    tmp_path: Path, limit: str, used: int, cached: int, seen: tuple[int, int]
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 4096\ninactive_file {cached}\n")
+    assert _host_memory(tmp_path, tmp_path) == (seen[0] * MIB, seen[1] * MIB)

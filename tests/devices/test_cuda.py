@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import gc
-import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from autofit.devices.cuda import CudaDevice, Nvml, device_uuid
+from autofit.devices.cuda import CudaDevice
 from autofit.errors import DeviceUnavailable
 
 MIB = 2**20
-
-
-def test_a_mig_slice_is_known_by_the_uuid_that_made_it_visible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aaaa,MIG-bbbb")
-    assert device_uuid(1) == "MIG-bbbb"
-
-
-def test_where_nvml_refuses_every_answer_is_none() -> None:
-    unknown = Nvml("GPU-00000000-0000-0000-0000-000000000000")
-    assert unknown.read() is None
-    assert unknown.process_bytes(os.getpid()) is None
-    assert unknown.driver() is None
 
 
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
     opened = CudaDevice("cuda:0")
     yield opened
-    opened.limit(opened.total_bytes)
     gc.collect()
-    opened.release_cache()
+    opened.close()
 
 
 @pytest.mark.cuda
@@ -84,3 +70,46 @@ def test_it_says_what_it_is(device: CudaDevice) -> None:
     assert 0 < device.free_bytes <= device.total_bytes
     with pytest.raises(DeviceUnavailable, match="torch sees"):
         CudaDevice(f"cuda:{torch.cuda.device_count()}")
+
+
+@pytest.mark.cuda
+def test_closed_it_leaves_the_process_as_it_was() -> None:
+    last = torch.cuda.device_count() - 1
+    torch.cuda.set_device(0)
+    torch.cuda.set_per_process_memory_fraction(0.75, last)
+    try:
+        device = CudaDevice(f"cuda:{last}")
+        device.limit(device.total_bytes // 2)
+        device.close()
+        assert torch.cuda.get_per_process_memory_fraction(last) == pytest.approx(0.75)
+        assert torch.cuda.current_device() == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, last)
+
+
+ALONE = """
+import gc, torch
+from autofit.devices.cuda import CudaDevice
+device = CudaDevice("cuda:0")
+at_first = device.read()
+matrix = torch.randn(256, 256, device="cuda:0", requires_grad=True)
+(matrix @ matrix).sum().backward()  # a handle, with its workspace, in this thread and autograd's
+device.synchronize()
+with_libraries = device.read()
+del matrix
+gc.collect()
+device.release_cache()
+at_last = device.read()
+print(at_last.allocated_bytes - at_first.allocated_bytes)
+print(at_first.non_torch_bytes, with_libraries.non_torch_bytes)
+"""
+
+
+@pytest.mark.cuda
+def test_workspaces_are_released_and_libraries_count_as_our_own() -> None:
+    """In a process of its own: there only what it makes itself is released."""
+    ran = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
+    retained, counts = ran.stdout.splitlines()
+    assert retained == "0"
+    context, with_libraries = map(int, counts.split())
+    assert 0 < context <= with_libraries

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.devices.cuda import Nvml, device_uuid
+from autofit.devices.nvml import Nvml, device_uuid
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.client import WorkerProber
