@@ -27,6 +27,24 @@ def open_device(name: str | torch.device | None) -> Device:
     return CpuDevice() if chosen == "cpu" else CudaDevice(chosen)
 
 
+def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:
+    """`name` with the index that the caller's process means by it.
+
+    Where none is said, a live model's GPU, else the one that this process computes on; where it
+    computes on none, `name` as it is, and no CUDA context is created to find out.
+    """
+    check_device_name(name)
+    said = None if name is None else str(name)
+    if said not in (None, "cuda"):
+        return said
+    tensors = () if model is None else (*model.parameters(), *model.buffers())
+    found = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if found is not None:
+        return str(found)
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    return f"cuda:{torch.cuda.current_device()}" if is_used else said
+
+
 def check_device_name(name: str | torch.device | None) -> None:
     """Refuse what names no device anywhere.
 

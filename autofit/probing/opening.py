@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autofit.devices.base import check_budget
-from autofit.devices.open import check_device_name
+from autofit.devices.open import device_meant
 from autofit.errors import InvalidRequest
 from autofit.probing.client import WorkerProber
 from autofit.probing.inprocess import InProcessProber
@@ -39,12 +39,13 @@ def open_prober(
     }
     if isolation not in list(kinds):  # a list asks for no hash, and it may be anything
         raise InvalidRequest(f"isolation must be one of {', '.join(kinds)}, got {isolation!r}")
-    check_device_name(device)
+    live = workload.model if isinstance(workload.model, torch.nn.Module) else None
+    meant = device_meant(device, live)
     check_budget(vram_budget)
     _check_seed(seed)
     _check_has_values(workload)
     kind = kinds[isolation]
-    return kind(workload, strategies, device=device, vram_budget=vram_budget, seed=seed)
+    return kind(workload, strategies, device=meant, vram_budget=vram_budget, seed=seed)
 
 
 def _check_has_values(workload: Workload) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from autofit.devices.open import open_device
+from autofit.devices.open import device_meant, open_device
 from autofit.errors import DeviceUnavailable, InvalidRequest
 
 
@@ -27,3 +30,21 @@ def test_what_is_no_device_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(InvalidRequest, match='"cuda", "cuda:N" or "cpu", got') as refusal:
         open_device(name)
     assert repr(name) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda:1", torch.device("cuda", 3), None, "cuda"])
+def test_what_the_caller_said_stays_where_it_computes_on_no_gpu(name: Any) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("this process computes on a GPU")
+    assert device_meant(name, nn.Linear(2, 2)) == (None if name is None else str(name))
+
+
+@pytest.mark.cuda
+def test_a_gpu_without_an_index_is_the_callers() -> None:
+    last = torch.cuda.device_count() - 1
+    model = nn.Linear(2, 2).to(f"cuda:{last}")
+    assert device_meant("cuda:0", model) == "cuda:0"
+    assert device_meant("cpu", model) == "cpu"
+    assert device_meant(None, model) == device_meant("cuda", model) == f"cuda:{last}"
+    with torch.cuda.device(last):
+        assert device_meant("cuda", None) == f"cuda:{last}"
