@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,7 +29,8 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
 
     def __init__(self, key: str) -> None:
         folder = _SHARED_FOLDER if _SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
-        self._file = _open(folder / f"autofit-{key}.lock")
+        name = re.sub(r"[^\w.-]", "_", key)  # MIG-GPU-.../1/0 is a key, and no path
+        self._file = _open(folder / f"autofit-{name}.lock")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

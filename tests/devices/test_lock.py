@@ -36,6 +36,11 @@ def test_the_second_is_refused_and_told_who_holds_it(key: str) -> None:
     DeviceLock(key).release()
 
 
+def test_a_key_may_be_no_file_name(key: str) -> None:
+    with DeviceLock(f"MIG-GPU-{key}/1/0"), pytest.raises(DeviceUnavailable, match="another search"):
+        DeviceLock(f"MIG-GPU-{key}/1/0")
+
+
 def test_other_devices_are_free(key: str) -> None:
     with DeviceLock(key), DeviceLock(key + "-other"):
         pass
