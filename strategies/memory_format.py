@@ -100,9 +100,9 @@ def _lay_out(training: TrainingView, weight: nn.Parameter, strides: tuple[int, .
 def _rearrange(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
     """The same values in the same stretch of memory, in another order."""
     values = tensor.detach().clone()
-    in_place = tensor.detach().as_strided(tensor.shape, strides)
+    in_place = tensor.data.as_strided(tensor.shape, strides)  # a version counter of its own
     in_place.copy_(values)
-    tensor.data = in_place  # unlike set_, this keeps the version that a live graph checks
+    tensor.data = in_place  # nor does this move the one that a live graph checks
 
 
 def _state_of(optimizer: Any, weight: nn.Parameter) -> list[torch.Tensor]:

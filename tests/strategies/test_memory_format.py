@@ -152,3 +152,20 @@ def test_a_gradient_from_inside_has_its_weights_layout_outside(memory_format: St
     weight = model.get_parameter("0.weight")
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride() == (36, 9, 3, 1)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
+def test_a_graph_that_was_there_before_has_the_same_gradients(
+    memory_format: Strategy, inside: bool
+) -> None:
+    model, inputs = _conv(2), torch.randn(2, 4, 8, 8)
+    expected = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
+    loss = model(inputs).square().mean()
+    with _training(memory_format, model):
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
