@@ -7,7 +7,6 @@ of the user's own code on the plain workload reaches the user as it was raised.
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from autofit.plan import Plan
 from autofit.probing.interrupts import Interrupts, interrupts_remembered
 from autofit.probing.prober import Prober, ProbeRequest
 from autofit.searching import confirming, events, failures, ledger, planner
+from autofit.searching.allowance import Allowance
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.facts import SearchFacts
 from autofit.searching.sampler import OnePlan, PlannerSampler
@@ -132,10 +132,9 @@ class _Run:
         store.begin(facts)
         self._prober, self._facts, self._store = prober, facts, store
         self._others = None if isinstance(sampler, PlannerSampler) else sampler
-        self._max_probes, self._timeout_s = max_probes, timeout_s
+        self._allowance = Allowance(max_probes, timeout_s)
         self._vetoes = veto
         self._tell = on_event or (lambda event: None)
-        self._began = time.monotonic()
         self._trials = store.trials
         self._beliefs = Beliefs(facts, self._trials)
         self._interrupts = Interrupts()
@@ -167,7 +166,7 @@ class _Run:
         while not self._confirmed(stopped_because, may_return=returns > 0):
             returns -= 1
             stopped_because = self._search()
-        if self._limit_reached() is None:
+        if self._allowance.spent(self._trials) is None:
             self._store.mark_ended(stopped_because)
         return stopped_because
 
@@ -175,14 +174,14 @@ class _Run:
         """Probe until there is a reason to stop; the reason."""
         vetoes = 0
         while True:
-            reason = self._limit_reached()
+            reason = self._allowance.spent(self._trials)
             if reason is not None:
                 return reason
             if not self._trials:
                 self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
                 continue
             sampler = self._others
-            if sampler is None or self._max_probes is None:
+            if sampler is None or self._allowance.max_probes is None:
                 if self._store.ended is not None:
                     return self._store.ended
                 decision = planner.decide(self._beliefs)
@@ -195,16 +194,6 @@ class _Run:
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
 
-    def _limit_reached(self) -> str | None:
-        """Why no further plan may be searched; None where one may."""
-        if not self._trials:
-            return None
-        if self._probes_left(reserved=1) == 0:
-            return f"max_probes={self._max_probes} reached"
-        if self._time_is_short(probes=2):
-            return f"timeout of {self._timeout_s:g} s reached"
-        return None
-
     def _confirmed(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.
 
@@ -214,15 +203,23 @@ class _Run:
         begun = False
         while True:
             plan = confirming.confirm(self._beliefs)
-            if plan is None or self._probes_left() == 0 or self._time_is_short(probes=1):
+            if plan is None or self._may_not_probe():
                 return True
             if not begun:
                 begun = True
                 self._tell(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
             self._probe(OnePlan(plan), Role.CONFIRMED)
-            if may_return and not self._trials[-1].ok and self._limit_reached() is None:
+            if (
+                may_return
+                and not self._trials[-1].ok
+                and self._allowance.spent(self._trials) is None
+            ):
                 return False
+
+    def _may_not_probe(self) -> bool:
+        allowance = self._allowance
+        return allowance.probes_left(self._trials) == 0 or allowance.time_is_short(self._trials, 1)
 
     def _probe(self, sampler: BaseSampler, role: Role) -> bool:
         """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
@@ -288,24 +285,6 @@ class _Run:
             return False
         return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
 
-    def _probes_left(self, reserved: int = 0) -> int | None:
-        if self._max_probes is None:
-            return None
-        return max(0, self._max_probes - reserved - len(probes_of(self._trials)))
-
-    def _time_is_short(self, probes: int) -> bool:
-        """Whether so many more probes, as long as those before, would end after the timeout."""
-        left = self._seconds_left()
-        if left is None:
-            return False
-        lengths = [t.measurement.seconds or 0.0 for t in probes_of(self._trials)]
-        return left <= probes * sum(lengths) / max(1, len(lengths))
-
-    def _seconds_left(self) -> float | None:
-        if self._timeout_s is None:
-            return None
-        return max(0.0, self._timeout_s - (time.monotonic() - self._began))
-
     def _fastest(self) -> Trial | None:
         """The fastest measured so far, as it was measured."""
         fits = [trial for trial in probes_of(self._trials) if trial.ok]
@@ -316,7 +295,7 @@ class _Run:
             len(probes_of(self._trials)),
             oom_probes_of(self._trials),
             self._fastest(),
-            time.monotonic() - self._began,
-            self._seconds_left(),
-            self._probes_left(),
+            self._allowance.elapsed_s,
+            self._allowance.seconds_left,
+            self._allowance.probes_left(self._trials),
         )

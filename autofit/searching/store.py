@@ -231,7 +231,7 @@ def _storage(name: str, study: str | os.PathLike[str] | None, held: ExitStack) -
 
 
 def _database(url: str) -> RDBStorage:
-    """The database; of two searches that make its tables at once, one fails, and finds them made."""
+    """The database; of two that make its tables at once, one fails, and finds them made."""
     for _ in range(_TABLES_TRIES):
         with suppress(sqlalchemy.exc.DatabaseError):
             return RDBStorage(url)
