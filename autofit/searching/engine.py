@@ -8,7 +8,7 @@ of the user's own code on the plain workload reaches the user as it was raised.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from optuna.samplers import BaseSampler
 
@@ -20,8 +20,9 @@ from autofit.searching import confirming, events, failures, ledger, planner
 from autofit.searching.allowance import Allowance
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.facts import SearchFacts
+from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.sampler import OnePlan, PlannerSampler
-from autofit.searching.skips import Skip, skips
+from autofit.searching.skips import skips
 from autofit.searching.store import Store
 from autofit.searching.tally import oom_probes_of, probes_of
 
@@ -29,41 +30,6 @@ MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
 
 _MOST_RETURNS = 2  # from confirming to searching, each after a leading plan that did not fit
-
-INTERRUPTED = "interrupted"
-"""Why a search stopped that Ctrl-C ended."""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found.
-
-    Attributes:
-        facts: what it searched.
-        trials: every trial of the study, in order.
-        best: the plan to train with; confirmed, unless the search was cut short before that (its
-            role says so). It was run, and it fits.
-        baseline: the first trial.
-        skipped: variants that were left out, and why.
-        stopped_because: why no further plan was searched.
-    """
-
-    facts: SearchFacts
-    trials: tuple[Trial, ...]
-    best: Trial
-    baseline: Trial
-    skipped: tuple[Skip, ...]
-    stopped_because: str
-
-    @property
-    def probes(self) -> int:
-        """Plans that were run, baseline and confirmations counted."""
-        return len(probes_of(self.trials))
-
-    @property
-    def oom_probes(self) -> int:
-        """Probes that ran out of memory."""
-        return oom_probes_of(self.trials)
 
 
 def run_search(
@@ -210,11 +176,8 @@ class _Run:
                 self._tell(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
             self._probe(OnePlan(plan), Role.CONFIRMED)
-            if (
-                may_return
-                and not self._trials[-1].ok
-                and self._allowance.spent(self._trials) is None
-            ):
+            failed = not self._trials[-1].ok
+            if failed and may_return and self._allowance.spent(self._trials) is None:
                 return False
 
     def _may_not_probe(self) -> bool:

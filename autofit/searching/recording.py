@@ -13,8 +13,8 @@ from autofit.probing.prober import WorkloadProber
 from autofit.probing.survey import Survey
 from autofit.report.paste import paste_lines
 from autofit.report.record import Record, SearchSummary, Skipped
-from autofit.searching.engine import INTERRUPTED, SearchResult
 from autofit.searching.foresight import learned
+from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.strategy import Strategy
 from autofit.workload import Workload
 

@@ -18,7 +18,8 @@ from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Plan
 from autofit.probing.prober import ProbeRequest
 from autofit.searching import events
-from autofit.searching.engine import INTERRUPTED, MOST_VETOES, run_search
+from autofit.searching.engine import MOST_VETOES, run_search
+from autofit.searching.result import INTERRUPTED
 from autofit.searching.store import Store
 
 MakeRig = Callable[..., Any]
