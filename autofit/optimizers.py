@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -19,6 +19,25 @@ OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 OptimizerChoice: TypeAlias = OptimizerFactory | Optimizers | Mapping[str, OptimizerFactory]
 Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_Entry = TypeVar("_Entry")
+
+
+def by_name(chosen: _Entry | Mapping[str, _Entry]) -> Mapping[str, _Entry]:
+    """A mapping as it is; one alone under no name."""
+    return chosen if isinstance(chosen, Mapping) else {"": chosen}
+
+
+def check_has_train_step(chosen: object, *, has_train_step: bool) -> None:
+    """Refuse several optimizers where nothing says when each of them steps.
+
+    Raises:
+        InvalidRequest: a mapping of optimizers, and no train_step.
+    """
+    if isinstance(chosen, Mapping) and not has_train_step:
+        raise InvalidRequest(
+            "a mapping of optimizers needs train_step=(training, batch) -> loss, which says when "
+            "each of them steps"
+        )
 
 
 def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> None:
@@ -27,12 +46,8 @@ def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> N
     Raises:
         InvalidRequest: it is none, it trains another model, or it lacks what it needs beside it.
     """
-    if isinstance(chosen, Mapping) and not has_train_step:
-        raise InvalidRequest(
-            "a mapping of optimizers needs train_step=(training, batch) -> loss, which says when "
-            "each of them steps"
-        )
-    for entry in chosen.values() if isinstance(chosen, Mapping) else [chosen]:
+    check_has_train_step(chosen, has_train_step=has_train_step)
+    for entry in by_name(chosen).values():
         if isinstance(entry, torch.optim.Optimizer):
             _check_trains(entry, model)
         elif not callable(entry):
@@ -69,7 +84,7 @@ def check_steps_alone(optimizer: Optimizers) -> None:
     Raises:
         InvalidRequest: its `step` must be given a closure, as that of LBFGS.
     """
-    for entry in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+    for entry in by_name(optimizer).values():
         closure = inspect.signature(entry.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise InvalidRequest(

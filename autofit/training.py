@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from autofit.batching import Batch, batch_size, map_tensors, pieces
+from autofit.casts import fresh_casts
 from autofit.errors import InvalidRequest
-from autofit.optimizers import Optimizers, check_steps_alone
+from autofit.optimizers import Optimizers, by_name, check_steps_alone
 from autofit.plan import Plan, settings_of, split_evenly, steps_for
 from autofit.recipe import Recipe, scalar
 from autofit.strategy import Strategy
@@ -69,6 +70,7 @@ class Training(AbstractContextManager["Training"]):
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
         self._scaler_was_used = False
+        self._stepped: list[torch.optim.Optimizer] = []  # under the present scale
         self._applied = ExitStack()
         self._apply(strategies, payloads or {})
 
@@ -152,8 +154,9 @@ class Training(AbstractContextManager["Training"]):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """What forward and loss run under."""
+        """What forward and loss run under; updates inside it are seen by the next forward."""
         with ExitStack() as stack:
+            stack.enter_context(fresh_casts())
             for context in self._forward_contexts:
                 stack.enter_context(context())
             yield
@@ -183,6 +186,8 @@ class Training(AbstractContextManager["Training"]):
     def optimizer_step(self, name: str | None = None) -> None:
         """Unscale and clip where asked, update, and drop the gradients.
 
+        A gradient scaler keeps its scale while gradients of other optimizers wait that have it.
+
         Args:
             name: which optimizer, where there is a mapping of them; None: each in turn.
 
@@ -190,13 +195,17 @@ class Training(AbstractContextManager["Training"]):
             InvalidRequest: there is no optimizer of that name.
         """
         optimizers = self._optimizers(name)
+        if any(optimizer in self._stepped for optimizer in optimizers):
+            self._adapt_scale()  # it steps each of them once under one scale
         for optimizer in optimizers:
             self._prepare_gradients(optimizer)
             self._update(optimizer)
-        if self.scaler is not None:  # once all of them have used the present scale
-            self.scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self.scaler is not None:
+            self._stepped += optimizers
+            if not self._gradients():
+                self._adapt_scale()
 
     def zero_grad(self) -> None:
         """Drop all gradients of the model and of every optimizer's parameters."""
@@ -205,14 +214,30 @@ class Training(AbstractContextManager["Training"]):
             optimizer.zero_grad(set_to_none=True)
 
     def _optimizers(self, name: str | None) -> list[torch.optim.Optimizer]:
-        if not isinstance(self.optimizer, Mapping):
-            return [self.optimizer]
-        if name is None:
-            return list(self.optimizer.values())
-        if name not in self.optimizer:
-            names = ", ".join(self.optimizer)
+        optimizers = by_name(self.optimizer)
+        if name is None or not isinstance(self.optimizer, Mapping):
+            return list(optimizers.values())
+        if name not in optimizers:
+            names = ", ".join(optimizers)
             raise InvalidRequest(f"there is no optimizer {name!r}; there are: {names}")
-        return [self.optimizer[name]]
+        return [optimizers[name]]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        groups = [group for each in self._optimizers(None) for group in each.param_groups]
+        parameters = {parameter for group in groups for parameter in group["params"]}
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def _adapt_scale(self) -> None:
+        """Let the scaler choose the next scale, and bring gradients that wait to it."""
+        stepped, self._stepped = self._stepped, []
+        if self.scaler is None or not stepped:
+            return
+        waiting = self._gradients()
+        before = self.scaler.get_scale() if waiting else 1.0  # a GPU is waited for to read it
+        self.scaler.update()
+        factor = self.scaler.get_scale() / before if waiting else 1.0
+        for gradient in waiting if factor != 1.0 else ():
+            gradient.mul_(factor)
 
     def _prepare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         recipe = self.recipe
@@ -248,6 +273,7 @@ class Training(AbstractContextManager["Training"]):
                 "train_step never used the gradient scaler that float16 needs: call "
                 "training.backward(loss) and training.optimizer_step() in it"
             )
+        self._adapt_scale()
         return loss.detach()
 
 

@@ -39,10 +39,11 @@ ALLOWED = {
     "recipe": WORDS | {"batching"},
     "optimizers": WORDS | {"batching"},
     "workload": WORDS | {"batching", "recipe", "optimizers"},
+    "casts": set(),
     "memory": WORDS,
     "devices": WORDS | {"memory"},
     "fingerprint": WORDS | WORKLOAD | {"devices"},
-    "training": WORDS | WORKLOAD | {"devices", "memory"},
+    "training": WORDS | WORKLOAD | {"casts", "devices", "memory"},
     "curve_fit": set(),
     "curves": WORDS | {"curve_fit"},
     "probing": WORDS | TRAINING | {"registry"},
@@ -64,7 +65,7 @@ OWNERS = {
     "pandas": ("report/",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),
-    "typer": ("cli.py", "options.py", "capacity_commands.py"),
+    "typer": ("cli.py", "options.py", "printing.py", "capacity_commands.py"),
     "rich": ("cli.py", "progress.py", "report/"),
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import pytest
@@ -258,14 +258,21 @@ def _gan_step(training: Training, batch: Any) -> torch.Tensor:
     return both
 
 
-def _gan_by_hand(gan: Any, optimizers: Any, real: torch.Tensor) -> torch.Tensor:
+def _gan_by_hand(
+    gan: Any,
+    optimizers: Any,
+    real: torch.Tensor,
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
     gan.zero_grad()
-    fake = gan.generator(real[:, :2])
-    critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
+    with forward():
+        fake = gan.generator(real[:, :2])
+        critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
     critic_loss.backward()
     optimizers["critic"].step()
     optimizers["critic"].zero_grad()
-    loss = -gan.critic(fake).mean()
+    with forward():
+        loss = -gan.critic(fake).mean()
     loss.backward()
     optimizers["generator"].step()
     result: torch.Tensor = critic_loss + loss
@@ -292,6 +299,45 @@ def test_a_gan_with_two_optimizers_trains_as_it_does_by_hand() -> None:
         assert torch.equal(training.step(real), _gan_by_hand(theirs, their_optimizers, real))
     for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, yours)
+
+
+def _bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_a_gan_under_autocast_runs_its_second_forward_with_the_updated_critic() -> None:
+    (ours, our_optimizers), (theirs, their_optimizers) = (
+        _gan_and_optimizers(),
+        _gan_and_optimizers(),
+    )
+    recipe = Recipe(train_step=_gan_step)
+    real = torch.randn(8, 6)
+    with _in(BFLOAT16, ours, recipe, our_optimizers) as training:
+        for _ in range(3):
+            by_hand = _gan_by_hand(theirs, their_optimizers, real, _bfloat16)
+            assert torch.equal(training.step(real), by_hand)
+
+
+def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast() -> None:
+    def by_closure(
+        model: nn.Module, optimizer: Any, batch: torch.Tensor, forward: Any = nullcontext
+    ) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            with forward():
+                loss: torch.Tensor = (model(batch).float() ** 2).mean()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return loss
+
+        optimizer.step(closure)
+        return closure()
+
+    ours, theirs, batch = _mlp(), _mlp(), torch.randn(8, 6)
+    recipe = Recipe(train_step=lambda t, b: by_closure(t.model, t.optimizer, b))
+    with _in(BFLOAT16, ours, recipe, torch.optim.LBFGS(ours.parameters(), lr=0.1)) as training:
+        loss = training.step(batch)
+    optimizer = torch.optim.LBFGS(theirs.parameters(), lr=0.1)
+    assert torch.equal(loss, by_closure(theirs, optimizer, batch, _bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -328,12 +374,12 @@ def test_the_batch_of_a_train_step_lies_on_the_device() -> None:
     Training(model, optimizer, recipe, Plan(2), device=CPU, place=place).step(torch.randn(2, 6))
 
 
-FLOAT16 = {"precision.dtype": "float16"}
+FLOAT16, BFLOAT16 = {"precision.dtype": "float16"}, {"precision.dtype": "bfloat16"}
 
 
-def _in_float16(model: nn.Module, recipe: Recipe, optimizer: Any) -> Training:
+def _in(settings: Any, model: nn.Module, recipe: Recipe, optimizer: Any) -> Training:
     strategies = load_strategies(["precision"])
-    plan = Plan(5, settings=FLOAT16)
+    plan = Plan(5, settings=settings)
     return Training(model, optimizer, recipe, plan, device=CPU, strategies=strategies)
 
 
@@ -347,7 +393,7 @@ def test_float16_scales_the_loss_and_clips_what_was_unscaled() -> None:
     model, batch = _mlp(), _classes(10)
     _, exact = _gradients(_mlp(), CROSS_ENTROPY, 10, batch)
     recipe = Recipe(criterion=nn.functional.cross_entropy, before_step=before_step)
-    with _in_float16(model, recipe, torch.optim.SGD(model.parameters(), lr=0.1)) as training:
+    with _in(FLOAT16, model, recipe, torch.optim.SGD(model.parameters(), lr=0.1)) as training:
         assert training.scaler is not None
         scale = training.scaler.get_scale()
         training.step(batch)
@@ -357,7 +403,8 @@ def test_float16_scales_the_loss_and_clips_what_was_unscaled() -> None:
     assert training.scaler is None
 
 
-def test_two_optimizers_are_stepped_under_one_scale() -> None:
+@pytest.mark.parametrize("names", [[None], ["a", "b"], ["a", "again", "b"]])
+def test_gradients_are_unscaled_by_the_scale_they_have(names: list[str | None]) -> None:
     """The first one overflows; were the scale halved before the second, that would move double."""
     a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     model = nn.ModuleList([a, b])
@@ -366,16 +413,36 @@ def test_two_optimizers_are_stepped_under_one_scale() -> None:
     def train_step(training: Training, batch: Any) -> torch.Tensor:
         loss = a.weight.sum() * float("inf") + b.weight.sum() * 0.5
         training.backward(loss)
-        training.optimizer_step()
+        for name in names:
+            if name == "again":
+                training.backward(a.weight.sum() * 0.25)
+            training.optimizer_step("a" if name == "again" else name)
         return loss
 
-    before = b.weight.detach().clone()
-    with _in_float16(model, Recipe(train_step=train_step), optimizers) as training:
+    before = [module.weight.detach().clone() for module in (a, b)]
+    with _in(FLOAT16, model, Recipe(train_step=train_step), optimizers) as training:
         assert training.scaler is not None
         scale = training.scaler.get_scale()
         training.step(torch.ones(1, 1))
         assert training.scaler.get_scale() == scale / 2
-    assert float((before - b.weight.detach()).sum()) == 0.5
+    moved = [float((old - m.weight.detach()).sum()) for old, m in zip(before, (a, b), strict=True)]
+    assert moved == [0.25 if "again" in names else 0.0, 0.5]
+
+
+def test_the_scale_is_updated_when_a_step_ends_though_gradients_are_left() -> None:
+    gan, optimizers = _gan_and_optimizers()
+
+    def train_step(training: Training, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = gan.critic(gan.generator(batch[:, :2])).sum() * float("inf")
+        training.backward(loss)
+        training.optimizer_step("generator")
+        return loss
+
+    with _in(FLOAT16, gan, Recipe(train_step=train_step), optimizers) as training:
+        assert training.scaler is not None
+        scale = training.scaler.get_scale()
+        training.step(torch.randn(8, 6))
+        assert training.scaler.get_scale() == scale / 2
 
 
 def test_a_train_step_that_forgets_the_scaler_is_told_so() -> None:
@@ -387,7 +454,7 @@ def test_a_train_step_that_forgets_the_scaler_is_told_so() -> None:
 
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
-    training = _in_float16(model, Recipe(train_step=train_step), optimizer)
+    training = _in(FLOAT16, model, Recipe(train_step=train_step), optimizer)
     with pytest.raises(InvalidRequest, match="never used the gradient scaler"):
         training.step(torch.randn(2, 6))
     training.undo()

@@ -69,7 +69,7 @@ def in_float32(value: Any) -> Any:
 
 @contextmanager
 def cast_cache() -> Iterator[None]:
-    """Forget the casts of weights where autocast does: when its outermost region is left."""
+    """Forget casts where autocast does: where its outermost region is left, and when asked to."""
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:

@@ -8,10 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
+from autofit.plan import Plan
 from autofit.prediction import autocast
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import find_gpu
-from autofit.prediction.rehearsal import stage
+from autofit.prediction.rehearsal import rehearse, stage
+from autofit.registry import load_strategies
+from autofit.training import Training
+from autofit.workload import Workload
 
 
 @pytest.fixture
@@ -84,6 +88,29 @@ def test_a_weight_is_cast_once_and_its_cast_dies_with_the_region(staged: CudaTra
         F.linear(x, weight)
         assert staged.allocator.allocated_bytes == with_cast
     assert staged.allocator.allocated_bytes == with_cast - 2 * 1024 * 1024
+
+
+def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
+    def casts(updates: int) -> int:
+        def train_step(training: Training, batch: Any) -> torch.Tensor:
+            training.backward(training.loss(batch))
+            for _ in range(updates):
+                training.optimizer_step()
+            loss = training.loss(batch)
+            training.backward(loss)
+            training.optimizer_step()
+            return loss
+
+        workload = Workload(
+            lambda: torch.nn.Linear(250, 32, bias=False), torch.randn(4, 250), train_step=train_step
+        )
+        plan = Plan(4, settings={"precision.dtype": "bfloat16"})
+        rehearsal = rehearse(
+            workload, plan, find_gpu("H100"), strategies=load_strategies(["precision"])
+        )
+        return sum(event > 0 and size == 250 * 32 * 2 for event, size in rehearsal.recording.events)
+
+    assert casts(updates=1) == casts(updates=0) + 2  # once more in each of two steps
 
 
 @pytest.mark.usefixtures("staged")
