@@ -98,7 +98,7 @@ def compare_plans(
 def _pass(
     bench: Workbench, plan: Plan, payloads: Mapping[str, Any], batch: Batch, *, calm: bool
 ) -> Gradients:
-    bench.settle_memory()
+    bench.reclaim()
     with bench.training(bench.fresh_workload(), plan, payloads) as training:
         return gradients(training, batch, seed=bench.seed, calm=calm)
 
@@ -119,25 +119,28 @@ def _facts(bench: Workbench) -> dict[str, Any]:
 
 
 def _loss_source(bench: Workbench) -> str | None:
-    workload = bench.fresh_workload()
-    if workload.train_step is not None:
+    if bench.fresh_workload().train_step is not None:
         return LossSource.TRAIN_STEP
-    samples = min(workload.sample_batch_size, 2)
     try:
-        whole = workload.batch(samples)
-        with (
-            bench.device.accounting(),
-            bench.training(workload, Plan(samples)) as training,
-            training.context(),
-        ):
-            batch, _ = next(training.micro_batches(whole))
-            return training.recipe.loss_and_source(training.model, batch)[1]
+        return _source_in_a_trial_forward(bench)
     except Exception as error:
         scrub(error)
         return None
     finally:
-        del workload
-        bench.settle_memory_or_not()
+        bench.reclaim_or_not()
+
+
+def _source_in_a_trial_forward(bench: Workbench) -> str:
+    workload = bench.fresh_workload()
+    samples = min(workload.sample_batch_size, 2)
+    whole = workload.batch(samples)
+    with (
+        bench.device.accounting(),
+        bench.training(workload, Plan(samples)) as training,
+        training.context(),
+    ):
+        batch, _ = next(training.micro_batches(whole))
+        return training.recipe.loss_and_source(training.model, batch)[1]
 
 
 def _dimensions(bench: Workbench) -> tuple[dict[str, Dimension], list[str]]:
@@ -154,7 +157,7 @@ def _dimensions(bench: Workbench) -> tuple[dict[str, Dimension], list[str]]:
             notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")
         finally:
             context.close()
-            bench.settle_memory_or_not()
+            bench.reclaim_or_not()
     return dimensions, notes
 
 
@@ -178,7 +181,7 @@ def _resplit(
         why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
         return None, allowed, (_kept(why, "allow_resplit") if not allowed else why,)
     finally:
-        bench.settle_memory_or_not()
+        bench.reclaim_or_not()
     if comparison.equal:
         return comparison, True, ()
     return comparison, allowed, (_resplit_note(comparison, workload),)
@@ -226,7 +229,7 @@ class _Context:
 
     def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
         self.close()
-        self._bench.settle_memory()
+        self._bench.reclaim()
         workload = self._bench.fresh_workload()
         with self._bench.training(workload, Plan(micro_batch)) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))

@@ -17,7 +17,6 @@ import torch
 from autofit.batching import Batch
 from autofit.devices.base import Device, Mark, MemoryReading
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
 from autofit.probing.growth import Growth, bytes_per_step, growth
 from autofit.probing.patience import enough_steps
 from autofit.probing.prober import ProbeRequest
@@ -77,8 +76,7 @@ def measure(
         _time_steps(training, device, batch, scale, request, window)
         after = device.read()
         grown = _growth(device, window)
-        measured = _seen(window, before, after, grown, vram_budget_bytes)
-    return _with_geometry(measured, plan, micro_batches)
+        return _seen(window, before, after, grown, vram_budget_bytes, micro_batches)
 
 
 def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
@@ -149,8 +147,8 @@ def _time_steps(
 
 def _growth(device: Device, window: _Window) -> Growth | None:
     """What every step added, as far as the device accounted for steps alike."""
-    settled = 0 if device.tracked_steps else WARM_UP_STEPS
-    boundaries = window.boundary_bytes[settled:]
+    first = 0 if device.tracked_steps else WARM_UP_STEPS
+    boundaries = window.boundary_bytes[first:]
     if bytes_per_step(boundaries) is None:
         return None
     collect()
@@ -163,6 +161,7 @@ def _seen(
     after: MemoryReading,
     grown: Growth | None,
     vram_budget_bytes: int,
+    micro_batches_run: int,
 ) -> Measurement:
     retries = after.allocator_retries - before.allocator_retries
     held = after.peak_reserved_bytes + after.non_torch_bytes
@@ -187,9 +186,5 @@ def _seen(
         non_torch_bytes=after.non_torch_bytes,
         allocator_retries=retries,
         loss=window.loss if math.isfinite(window.loss) else None,
+        micro_batches_run=micro_batches_run,
     )
-
-
-def _with_geometry(measured: Measurement, plan: Plan, micro_batches: int) -> Measurement:
-    run = micro_batches if micro_batches < plan.accumulation_steps else plan.accumulation_steps
-    return Measurement.from_dict(measured.to_dict() | {"micro_batches_run": run})

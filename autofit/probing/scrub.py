@@ -4,9 +4,10 @@ An exception holds its traceback, the traceback the frames, the frames every loc
 step: activations, a half-built graph, the loss. Clearing the outermost traceback is not enough,
 the causes and contexts hold frames of their own.
 
-Call `scrub` when the `except` block has been left (until then the interpreter itself holds the
-exception), after `autofit.probing.faults.fault_of` has kept what is to be told. An exception that
-is to reach the user with its traceback must not be scrubbed.
+Call `scrub` after `autofit.probing.faults.fault_of` has kept what is to be told. It may be called
+in the `except` block: what the interpreter holds there is the exception alone. But functions that
+are still running keep their locals, so whoever catches has handed the work to a function of its
+own. An exception that is to reach the user with its traceback must not be scrubbed.
 """
 
 from __future__ import annotations

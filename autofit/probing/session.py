@@ -113,12 +113,12 @@ class Session:
         return compare_plans(self._bench, first, second, payloads, samples)
 
     def _probe_once(self, request: ProbeRequest) -> Reply:
-        self._bench.settle_memory_or_not()
+        self._bench.reclaim_or_not()
         if (broken := self._health_fault()) is not None:
             return Reply(Measurement(broken.outcome, broken.detail), spent=True)
         before, foreign_before = self._device.read(), self._device.foreign_bytes()
         measurement, fault, raised = self._attempt(request)
-        self._bench.settle_memory_or_not()
+        self._bench.reclaim_or_not()
         foreign = self._device.foreign_bytes()
         available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
         unexplained = False

@@ -66,15 +66,15 @@ class Workbench:
         }
         return replace(recipe, **modules)
 
-    def settle_memory(self) -> None:
+    def reclaim(self) -> None:
         """Collect what is unreachable, and hand cached memory back."""
         collect()
         self.device.synchronize()
         self.device.release_cache()
 
-    def settle_memory_or_not(self) -> None:
+    def reclaim_or_not(self) -> None:
         """After a fault even emptying the cache may raise; a health check then says so."""
         try:
-            self.settle_memory()
+            self.reclaim()
         except Exception as error:
             scrub(error)

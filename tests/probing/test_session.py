@@ -321,6 +321,27 @@ def test_one_model_is_alive_at_a_time() -> None:
     assert set(_Watched.counts) == {1}
 
 
+def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
+    class Watching(CpuDevice):
+        alive: list[int]
+
+        def release_cache(self) -> None:
+            super().release_cache()
+            self.alive.append(len(_Watched.alive))
+
+    device = Watching()
+    device.alive = []
+    session = Session(
+        lambda: Workload(_Watched, _labelled()[0], global_batch=8),
+        [_Curious()],
+        device,
+        vram_budget_bytes=64 * MIB,
+    )
+    gc.collect()
+    session.survey()
+    assert set(device.alive) == {0}
+
+
 def test_class_weights_follow_the_model_to_the_device() -> None:
     weights = torch.rand(4)
 
