@@ -34,7 +34,7 @@ def test_what_is_no_device_is_refused_with_those_there_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:1", torch.device("cuda", 3), None, "cuda"])
 def test_what_the_caller_said_stays_where_it_computes_on_no_gpu(name: Any) -> None:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
         pytest.skip("this process computes on a GPU")
     assert device_meant(name, nn.Linear(2, 2)) == (None if name is None else str(name))
 
