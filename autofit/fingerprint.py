@@ -22,7 +22,7 @@ import torch
 
 from autofit.batching import describe
 from autofit.devices.base import Environment
-from autofit.optimizers import Optimizers
+from autofit.optimizers import Optimizers, by_name
 from autofit.workload import Workload
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -146,8 +146,7 @@ def _describe_plain(value: Any) -> str | None:
 
 
 def _optimizer_lines(optimizer: Optimizers) -> Iterator[str]:
-    named = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-    for name, one in named.items():
+    for name, one in by_name(optimizer).items():
         for group in one.param_groups:
             options = {key: _describe(group[key]) for key in sorted(set(group) - _NOT_ABOUT_COST)}
             sizes = [_describe_tensor(parameter) for parameter in group["params"]]

@@ -55,7 +55,12 @@ ALLOWED = {
 """Room -> the rooms it may import. A room that is not here is at the surface: it may import all,
 and nobody imports it but the surface."""
 
-ON_DEMAND = {("training", "apply"), ("recipe", "_recipe"), ("endurance", "soak")}
+ON_DEMAND = {
+    ("training", "apply"),
+    ("recipe", "_recipe"),
+    ("optimizers", "_check_live"),
+    ("endurance", "soak"),
+}
 """What a report reaches, and in which function: only when its user asks for a live training."""
 
 OWNERS = {

@@ -12,6 +12,7 @@ import torch
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording
 from autofit.memory.storages import tensors_in
+from autofit.optimizers import by_name
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.lacking import Lack
 from autofit.training import Training
@@ -48,7 +49,7 @@ class Labels:
 
     def note_state(self, training: Training) -> None:
         """Note the optimizers' state as it is now."""
-        for optimizer in _optimizers(training.optimizer):
+        for optimizer in by_name(training.optimizer).values():
             self._note("optimizer_state", tensors_in(dict(optimizer.state)))
 
     def at_peak(self, recording: Recording) -> Mapping[str, int]:
@@ -95,7 +96,3 @@ class Labels:
             number = self._tracer.number_of(tensor) if tensor is not None else None
             if number is not None:
                 self._kinds.setdefault(number, kind)
-
-
-def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]

@@ -102,13 +102,10 @@ def _device_of(model: Any) -> torch.device:
 
 def _check_live(optimizer: Any, *, has_train_step: bool) -> None:
     """What cannot step would show in the middle of the first step."""
-    several = isinstance(optimizer, Mapping)
-    if several and not has_train_step:
-        raise InvalidRequest(
-            "a mapping of optimizers needs train_step=(training, batch) -> loss, which says when "
-            "each of them steps"
-        )
-    for one in optimizer.values() if several else [optimizer]:
+    from autofit.optimizers import by_name, check_has_train_step
+
+    check_has_train_step(optimizer, has_train_step=has_train_step)
+    for one in by_name(optimizer).values():
         if isinstance(one, type) or not callable(getattr(one, "step", None)):
             raise InvalidRequest(
                 "apply steps a live optimizer over the model's parameters, such as "
