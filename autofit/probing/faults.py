@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import errno
 import re
-import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from autofit.measurement import Outcome
 from autofit.probing.fault_table import GRAVITY, USER_ROW, Row, row_of
@@ -25,7 +23,6 @@ from autofit.units import parse_bytes
 
 MESSAGE_BYTES = 4096
 MAX_LINKS = 64
-MAX_FRAMES = 24
 
 _REQUESTED = re.compile(r"Tried to allocate ([\d.]*[1-9][\d.]* (?:[KMG]i)?B)")
 _SPEAKERS = frozenset({"torch", "triton"})
@@ -41,8 +38,6 @@ class Fault:
         type_names: qualified names of the deciding exception's classes, the exception's own first.
         message: its text, cut to 4 kB.
         error_code: its `error_code` (cudaError_t), where it has one.
-        chain: "Type: first line" of every exception of the chain, the outermost first.
-        frames: "file:line in function" of the deciding exception, the innermost last.
         otherwise: the outcome where device memory was not short; None: the same. See `settle`.
         kills_context: the worker must be replaced, whatever a health check says.
     """
@@ -52,17 +47,8 @@ class Fault:
     type_names: tuple[str, ...]
     message: str
     error_code: int | None = None
-    chain: tuple[str, ...] = ()
-    frames: tuple[str, ...] = ()
     otherwise: Outcome | None = None
     kills_context: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "outcome", Outcome(self.outcome))
-        if self.otherwise is not None:
-            object.__setattr__(self, "otherwise", Outcome(self.otherwise))
-        for name in ("type_names", "chain", "frames"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def detail(self) -> str:
@@ -75,16 +61,6 @@ class Fault:
         """What the allocation that failed had asked for, where the message says so."""
         said = _REQUESTED.search(self.message)
         return parse_bytes(said[1]) if said else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Fault:
-        """The fault that `to_dict` wrote; keys it does not know are ignored."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def classify(exception: BaseException) -> Outcome:
@@ -104,10 +80,8 @@ def fault_of(exception: BaseException) -> Fault:
         outcome=row.outcome,
         kind=row.name,
         type_names=_type_names(link),
-        message=_cut(_text_of(link)),
+        message=_cut(text_of(link)),
         error_code=_error_code(link),
-        chain=tuple(f"{type(each).__name__}: {_first_line(_text_of(each))}" for each in links),
-        frames=_frames_of(link),
         otherwise=row.otherwise,
         kills_context=any(row.kills_context for row in rows),
     )
@@ -151,7 +125,7 @@ def chain_of(exception: BaseException) -> Iterator[BaseException]:
 def _row_of(link: BaseException) -> Row:
     if isinstance(link, OSError) and link.errno == errno.ENOMEM:
         return row_of(("MemoryError",), None, None)
-    text = _text_of(link) if _speaks_for_torch(link) else None
+    text = text_of(link) if _speaks_for_torch(link) else None
     return row_of(_type_names(link), _error_code(link), text)
 
 
@@ -181,16 +155,12 @@ def _error_code(link: BaseException) -> int | None:
     return code if isinstance(code, int) else None
 
 
-def _text_of(link: BaseException) -> str:
+def text_of(exception: BaseException) -> str:
+    """What an exception says, whatever its class does when asked."""
     try:
-        return str(link)
+        return str(exception)
     except Exception:  # the user's __str__ may do anything
-        return f"<a {type(link).__name__} whose text cannot be read>"
-
-
-def _frames_of(link: BaseException) -> tuple[str, ...]:
-    stack = traceback.extract_tb(link.__traceback__)[-MAX_FRAMES:]
-    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack)
+        return f"<a {type(exception).__name__} whose text cannot be read>"
 
 
 def _first_line(text: str) -> str:

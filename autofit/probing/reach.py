@@ -16,7 +16,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -79,8 +79,9 @@ def _parts_of_function(
     if not _is_users(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield f"{place}.{name} (name)", Cell(cell)
-        yield f"{place}.{name}", _contents(cell)
+        bound = Cell(cell)
+        yield f"{place}.{name} (name)", bound
+        yield f"{place}.{name}", bound.value
     defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
     yield from _numbered(place, itertools.chain(*defaults))
     if function.__module__ != home:
@@ -105,13 +106,6 @@ def _is_users(named: Any) -> bool:
 
 def _is_trained(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _contents(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is filled later, if ever
-        return None
 
 
 def _bound_globals(code: CodeType) -> set[str]:

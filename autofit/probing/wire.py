@@ -15,6 +15,7 @@ import cloudpickle
 
 from autofit.errors import AutofitError, WorkloadFailed, mark_users
 from autofit.plan import Plan
+from autofit.probing.faults import text_of
 from autofit.probing.payload import dumps
 from autofit.probing.prober import ProbeRequest
 
@@ -72,7 +73,7 @@ def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[s
     """An exception as data: by value where it can be, as text always."""
     return {
         "type": f"{type(exception).__module__}.{type(exception).__qualname__}",
-        "message": _text_of(exception)[:4096],
+        "message": text_of(exception)[:4096],
         "traceback": (traceback or "")[-16384:],
         "pickled": _pickled(exception),
     }
@@ -148,10 +149,3 @@ def _loads(data: bytes) -> BaseException:
     if not isinstance(exception, BaseException):
         raise TypeError(f"a {type(exception).__name__} was sent for an exception")
     return exception
-
-
-def _text_of(exception: BaseException) -> str:
-    try:
-        return str(exception)
-    except Exception:  # the user's __str__ may do anything
-        return "its text cannot be read"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from autofit.measurement import Outcome
 from autofit.probing.fault_table import GRAVITY, ROWS
-from autofit.probing.faults import MESSAGE_BYTES, Fault, chain_of, classify, fault_of, settle
+from autofit.probing.faults import MESSAGE_BYTES, chain_of, classify, fault_of, settle
 
 
 def accelerator_error(code: int | None, text: str = "CUDA error: something") -> Exception:
@@ -254,10 +253,6 @@ def test_finds_a_cause() -> None:
     fault = fault_of(raised(wrapped))
     assert fault.outcome is Outcome.OOM
     assert fault.type_names[0] == "torch.OutOfMemoryError"
-    assert fault.chain == (
-        "ValueError: step failed",
-        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-    )
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -320,13 +315,11 @@ def test_an_exception_whose_text_raises_is_still_read() -> None:
 
 def test_a_fault_is_small_plain_data() -> None:
     fault = fault_of(raised(lambda: run_out()))
-    assert any(frame.endswith("in run_out") for frame in fault.frames)
-    assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
     assert pickle.loads(pickle.dumps(fault)) == fault
     flood = fault_of(RuntimeError("CUDA out of memory. " + "é" * 10**6))
     assert flood.outcome is Outcome.OOM
     assert len(flood.message.encode()) <= MESSAGE_BYTES
-    assert len(flood.chain[0]) < 400
+    assert len(flood.detail) < 400
     assert "caching allocator" in fault.detail
     assert "2.00 GiB" in fault.detail
 
