@@ -58,6 +58,16 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
     return (small + 1,) * larger + (small,) * (parts - larger)
 
 
+def check_count(name: str, value: object) -> None:
+    """Refuse what counts nothing.
+
+    Raises:
+        InvalidRequest: no whole number from 1; the message has its name.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Plan:
     """A variant plus batch geometry.
@@ -79,13 +89,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation_steps"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
             self._check_global_batch(self.global_batch)
 
     def _check_global_batch(self, global_batch: int) -> None:
-        _check_count("global_batch", global_batch)
+        check_count("global_batch", global_batch)
         largest = -(-global_batch // self.accumulation_steps)
         if global_batch < self.accumulation_steps or largest != self.micro_batch:
             raise InvalidRequest(
@@ -101,8 +111,8 @@ class Plan:
         Raises:
             InvalidRequest: one of the two is below one.
         """
-        _check_count("global_batch", global_batch)
-        _check_count("micro_batch", micro_batch)
+        check_count("global_batch", global_batch)
+        check_count("micro_batch", micro_batch)
         steps = steps_for(global_batch, micro_batch)
         return cls(
             -(-global_batch // steps),
@@ -154,11 +164,6 @@ class Plan:
     def __str__(self) -> str:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
         return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
 
 
 @dataclass(frozen=True)

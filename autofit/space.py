@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, Scalar, Settings, payloads_of, steps_for
+from autofit.plan import Dimension, Plan, Scalar, Settings, check_count, payloads_of, steps_for
 
 UNBOUNDED_MICRO_BATCH = 2**20
 """As far as a search looks where nothing bounds the micro-batch: an Optuna parameter has an end."""
@@ -34,10 +34,9 @@ class Space:
     max_micro_batch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.global_batch is not None and self.global_batch < 1:
-            raise InvalidRequest(f"global_batch must be at least 1, got {self.global_batch}")
-        if self.max_micro_batch is not None and self.max_micro_batch < 1:
-            raise InvalidRequest(f"max_micro_batch must be at least 1, got {self.max_micro_batch}")
+        for name in ("global_batch", "max_micro_batch"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
 
     @property
     def baseline(self) -> Plan:

@@ -24,7 +24,7 @@ from autofit.optimizers import (
     build_optimizer,
     check_optimizer,
 )
-from autofit.plan import Plan, Settings, steps_for
+from autofit.plan import Plan, Settings, check_count, steps_for
 from autofit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Workload:
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
         if self.global_batch is not None:
-            _check_global_batch(self.global_batch)
+            check_count("global_batch", self.global_batch)
         if not isinstance(self.allow_resplit, bool):
             raise InvalidRequest(f"allow_resplit must be True or False, got {self.allow_resplit!r}")
         if not self.makes_batches:
@@ -192,13 +192,6 @@ class Workload:
             InvalidRequest: a function made no optimizer, or its key names no submodule.
         """
         return build_optimizer(self.optimizer, model, place)
-
-
-def _check_global_batch(samples: object) -> None:
-    if isinstance(samples, bool) or not isinstance(samples, int):
-        raise InvalidRequest(f"global_batch must be a whole number of samples, got {samples!r}")
-    if samples < 1:
-        raise InvalidRequest(f"global_batch must be at least 1, got {samples}")
 
 
 def _check_steps(global_batch: int, micro_batch: int) -> None:

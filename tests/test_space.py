@@ -100,5 +100,5 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
 
 @pytest.mark.parametrize("name", ["global_batch", "max_micro_batch"])
 def test_bounds_below_one_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(InvalidRequest, match=f"{name} must be a whole number from 1, got 0"):
         Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number

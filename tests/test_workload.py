@@ -24,7 +24,7 @@ def _step(training: Any, batch: Any) -> torch.Tensor:
     ("arguments", "message"),
     [
         ({"model": "resnet50"}, "model must be an nn.Module or a function"),
-        ({"global_batch": 0}, "global_batch must be at least 1, got 0"),
+        ({"global_batch": 0}, "global_batch must be a whole number from 1, got 0"),
         ({"sample_batch": {"text": "no tensor"}}, "pass a callable n -> batch"),
         ({"sample_batch": (X[:1], X[:1])}, "2 of its tensors have size 1"),
         ({"clip_grad_norm": 0}, "clip_grad_norm must be a number above zero"),

@@ -8,6 +8,7 @@ from typing import Any
 from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest
+from autofit.plan import check_count
 
 
 def check_limits(
@@ -24,8 +25,9 @@ def check_limits(
     Raises:
         InvalidRequest: the message names the argument and its value.
     """
-    _check_count("max_micro_batch", max_micro_batch)
-    _check_count("max_probes", max_probes)
+    for name, count in (("max_micro_batch", max_micro_batch), ("max_probes", max_probes)):
+        if count is not None:
+            check_count(name, count)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0):
         raise InvalidRequest(f"timeout must be above zero seconds, got {timeout!r}")
@@ -37,12 +39,3 @@ def check_limits(
         raise InvalidRequest(
             f"progress must be a function that is called with each event, got {progress!r}"
         )
-
-
-def _check_count(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, got {value}")
