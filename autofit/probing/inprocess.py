@@ -53,15 +53,18 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
         seed: int = 0,
     ) -> None:
         self._workload = workload
-        self._current_device = _current_device()
-        self._device = open_device(device)  # which makes it the current one
-        self._modes = ExitStack()  # the caller's own come back when this is closed
-        self._modes.enter_context(_plain_modes())
+        self._survey: Survey | None = None
+        self._user_exception: BaseException | None = None
+        self._poisoned_by: str | None = None
+        self._lock: DeviceLock | None = None
+        self._device = open_device(device)
+        self._borrowed = ExitStack()  # each goes back, whatever becomes of the others
+        self._borrowed.callback(self._leave_device)
+        self._borrowed.enter_context(_plain_modes())
         try:
             self._begin(strategies, vram_budget, seed)
         except BaseException:
-            self._modes.close()
-            self._make_current_what_was()
+            self._borrowed.close()
             raise
 
     def _begin(
@@ -80,12 +83,11 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
             ),
             seed=seed,
         )
-        self._survey: Survey | None = None
-        self._user_exception: BaseException | None = None
-        self._poisoned_by: str | None = None
-        key = self._device.exclusive_key
-        self._lock = None if key is None else DeviceLock(key)
+        if (key := self._device.exclusive_key) is not None:
+            self._lock = DeviceLock(key)
         self._spares_collections = gc.get_freeze_count() == 0  # else thawing would undo the user's
+        if self._spares_collections:
+            self._borrowed.callback(gc.unfreeze)
         self._spare_collections()
 
     def __exit__(self, *raised: object) -> None:
@@ -108,32 +110,33 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
                 with users_code():
                     self._survey = self._session.survey()
             finally:
-                self._snapshot.restore()
+                self._put_back()
                 self._spare_collections()  # of what the first training imported
+            self._poisoned_by = self._session.broken_by()
         return self._survey
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """Run one plan here.
 
         Raises:
-            DeviceUnavailable: an earlier probe left the device beyond use.
+            DeviceUnavailable: an earlier probe, or the survey, left the device beyond use.
         """
         if self._poisoned_by is not None:
             raise DeviceUnavailable(
-                f"an earlier probe left the device beyond use ({self._poisoned_by}); restart the "
+                f"what ran earlier left the device beyond use ({self._poisoned_by}); restart the "
                 'process, and use isolation="process", which survives this'
             )
         try:
             reply = self._session.probe(request)
+            if reply.measurement.outcome is Outcome.POISONED:
+                self._poisoned_by = reply.measurement.detail or "no detail"
         finally:
-            self._snapshot.restore()
+            self._put_back()
         if reply.exception is not None:
             mark_users(reply.exception)
             if reply.traceback:
                 reply.exception.__cause__ = WorkerTraceback(reply.traceback)
             self._user_exception = reply.exception
-        if reply.measurement.outcome is Outcome.POISONED:
-            self._poisoned_by = reply.measurement.detail or "no detail"
         return reply.measurement
 
     def compare(
@@ -144,7 +147,8 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
             with users_code():
                 return self._session.compare(first, second, payloads, samples)
         finally:
-            self._snapshot.restore()
+            self._put_back()
+            self._poisoned_by = self._poisoned_by or self._session.broken_by()
 
     def user_exception(self) -> BaseException | None:
         """The exception behind the last `user_error`."""
@@ -154,23 +158,28 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
         """There is only this process."""
 
     def close(self) -> None:
-        """Put everything back and give cached device memory back."""
+        """Put everything back, and the device as it was."""
+        with self._borrowed:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """The user's objects as they were; what lies on a device that died is lost with it."""
         try:
             self._snapshot.restore()
-        finally:
-            self._modes.close()
-        if self._poisoned_by is None:
-            self._device.release_cache()
-        if self._spares_collections:
-            gc.unfreeze()
-        if self._lock is not None:
-            self._lock.release()
-        self._make_current_what_was()
+        except ExceptionGroup:
+            self._poisoned_by = self._poisoned_by or self._session.broken_by()
+            if self._poisoned_by is None:
+                raise
 
-    def _make_current_what_was(self) -> None:
-        opened = self._device.torch_device
-        if opened.type == "cuda" and opened.index != self._current_device:
-            torch.cuda.set_device(self._current_device)
+    def _leave_device(self) -> None:
+        try:
+            self._device.close()
+        except Exception:
+            if self._poisoned_by is None:
+                raise
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _spare_collections(self) -> None:
         """Collections around probes pass over what is there now; in a notebook that is a lot."""
@@ -179,14 +188,8 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
             gc.freeze()
 
     def _restored(self) -> Workload:
-        self._snapshot.restore()
+        self._put_back()
         return self._workload
-
-
-def _current_device() -> int:
-    """The CUDA device that this process computes on; the first, where it has used none yet."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-    return torch.cuda.current_device() if used else 0
 
 
 def _live_objects(workload: Workload) -> dict[str, object]:

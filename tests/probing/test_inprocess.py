@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 from typing import Any
@@ -10,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.devices.cpu import CpuDevice
+from autofit.devices.lock import DeviceLock
 from autofit.errors import DeviceUnavailable, InvalidRequest
 from autofit.measurement import Outcome
 from autofit.plan import Plan
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.snapshot import differences, digest
+from autofit.probing.snapshot import Snapshot, differences, digest
 from autofit.registry import load_strategies
 from autofit.workload import Workload
 
@@ -208,3 +212,76 @@ def test_within_the_caller_s_autocast_no_cast_weight_outlives_its_probe() -> Non
     ):
         _in_other_precisions(prober)
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+class Mortal(CpuDevice):
+    """Dies of the forward that sets `is_dead`; giving it back is noticed, and raises by then."""
+
+    exclusive_key = f"test-inprocess-{os.getpid()}"
+    is_dead = is_closed = False
+
+    def check_health(self) -> None:
+        if self.is_dead:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.check_health()
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Mortal:
+    """The next prober's device; while it is dead, its part of a snapshot cannot be restored."""
+    device, restore = Mortal(), Snapshot.restore
+
+    def restore_what_can_be(snapshot: Snapshot) -> None:
+        restore(snapshot)
+        if device.is_dead:
+            raise ExceptionGroup("not all", [RuntimeError("CUDA error: device-side assert")])
+
+    monkeypatch.setattr(Snapshot, "restore", restore_what_can_be)
+    monkeypatch.setattr("autofit.probing.inprocess.open_device", lambda name: device)
+    return device
+
+
+def _dying(device: Mortal) -> Workload:
+    """Its forward kills the device."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        device.is_dead = True
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    return Workload(nn.Linear(6, 4), torch.randn(4, 6), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("end", ["probe", "survey", "compare"])
+def test_a_device_that_died_is_told_and_all_the_rest_is_given_back(
+    mortal: Mortal, end: str
+) -> None:
+    gc.unfreeze()
+    before = torch.is_grad_enabled()
+    with torch.no_grad(), InProcessProber(_dying(mortal)) as prober:
+        if end == "probe":
+            assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.POISONED
+        elif end == "survey":
+            prober.survey()
+        else:
+            with pytest.raises(RuntimeError, match="assert"):
+                prober.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+        with pytest.raises(DeviceUnavailable, match="beyond use"):
+            prober.probe(ProbeRequest(Plan(4)))
+    assert mortal.is_closed
+    assert gc.get_freeze_count() == 0
+    assert torch.is_grad_enabled() == before
+    DeviceLock(Mortal.exclusive_key).release()
+
+
+def test_the_device_is_left_as_it_was(mortal: Mortal) -> None:
+    with InProcessProber(Workload(nn.Linear(6, 4), torch.randn(4, 6))) as prober:
+        assert prober.probe(ProbeRequest(Plan(4))).ok
+        assert not mortal.is_closed
+    assert mortal.is_closed
+    mortal.is_closed = False
+    with pytest.raises(InvalidRequest, match="larger than the device"):
+        InProcessProber(Workload(nn.Linear(6, 4), torch.randn(4, 6)), vram_budget="1000TiB")
+    assert mortal.is_closed
