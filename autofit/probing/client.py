@@ -13,11 +13,12 @@ import torch
 
 from autofit.devices.base import Device
 from autofit.devices.lock import DeviceLock
-from autofit.errors import WorkerFailed
+from autofit.errors import DeviceUnavailable, WorkerFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
 from autofit.probing.deadlines import Deadlines
+from autofit.probing.faults import fault_of
 from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.payload import Payload, nameless_file, write_payload
 from autofit.probing.prober import ProbeRequest
@@ -37,6 +38,16 @@ from autofit.workload import Workload
 _FAULTS_OF_A_WORKER = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED, Outcome.HOST_OOM)
 
 
+class _NoRoom(DeviceUnavailable):
+    """The device is full before anything is trained on it."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(
+            f"the device has no room for a worker: {said}. Other processes hold nearly all of it: "
+            "end them, or choose another device"
+        )
+
+
 class WorkerProber(AbstractContextManager["WorkerProber"]):
     """Probes a workload in a worker process; implements `autofit.probing.prober.Prober`.
 
@@ -54,7 +65,7 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
 
     Raises:
         InvalidRequest: the workload cannot be pickled, or the budget cannot be read.
-        DeviceUnavailable: the device is not there, or another search is using it.
+        DeviceUnavailable: the device is not there, is full, or another search is using it.
         WorkerFailed: the worker could not be started, or there is no room for the workload's file.
     """
 
@@ -133,7 +144,10 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
     def _probe_in_worker(self, request: ProbeRequest) -> Measurement:
         message = {"do": "probe", "request": request_to_dict(request)}
         timeout_s = self._deadlines.of(request)
-        process, kills = self._running(), oom_kills()
+        try:
+            process, kills = self._running(), oom_kills()
+        except _NoRoom as full:
+            return Measurement(Outcome.OOM, str(full), contended=True)
         began = time.monotonic()
         try:
             reply = process.ask(message, timeout_s=timeout_s)
@@ -194,8 +208,11 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
             try:
                 opened = self._ask(self._opening, timeout_s=self._deadlines.start_s)
                 self._claim(opened["exclusive_key"])
-            except BaseException:
+            except BaseException as error:
                 self._drop()
+                fault = fault_of(error)
+                if fault.outcome is Outcome.OOM:
+                    raise _NoRoom(fault.detail) from error
                 raise
         return self._process
 
@@ -221,6 +238,8 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         except BaseException:
             self._drop()
             raise
+        if reply["spent"]:
+            self._drop()
         if "raised" in reply:
             raise exception_from_dict(reply["raised"])
         return reply

@@ -236,10 +236,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
 
+class _HostPickler(_Pickler):
+    """Tensors on a device arrive on the host: reading them makes no context there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage)
+        if holds_memory and obj.device.type not in ("cpu", "meta"):
+            obj = obj.detach() if isinstance(obj, torch.Tensor) else obj
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
 def dumps(value: Any) -> bytes:
-    """A small object (an exception, a strategy) by value."""
+    """A small object (an exception, say) by value, its tensors on the host."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    _HostPickler(buffer).dump(value)
     return buffer.getvalue()
 
 

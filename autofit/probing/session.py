@@ -112,6 +112,11 @@ class Session:
         self._device.limit(self.vram_budget_bytes)
         return compare_plans(self._bench, first, second, payloads, samples)
 
+    def broken_by(self) -> str | None:
+        """How the device fails at a small computation now; None: it answers."""
+        broken = self._health_fault()
+        return None if broken is None else broken.detail
+
     def _probe_once(self, request: ProbeRequest) -> Reply:
         self._bench.reclaim_or_not()
         if (broken := self._health_fault()) is not None:

@@ -37,7 +37,7 @@ def main(requests_fd: int, replies_fd: int) -> None:
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:
     session: Session | None = None
-    has_trained, own_pid = False, os.getpid()
+    spares_collections, own_pid = False, os.getpid()
     reply: dict[str, Any]
     for line in requests:
         message = json.loads(line)
@@ -51,9 +51,11 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
             reply = {"raised": exception_to_dict(error, traceback.format_exc())}
         if os.getpid() != own_pid:
             os._exit(0)  # the user's code forked, and this is the twin
+        if "spent" not in reply:  # a survey notes a fault and goes on, also one that killed it
+            reply["spent"] = session is not None and session.broken_by() is not None
         send(replies, {**reply, "number": message["number"]})
-        if not has_trained:
-            has_trained = message["do"] != "open"
+        if not spares_collections:
+            spares_collections = message["do"] in _TRAIN
             _spare_collections()
 
 
@@ -75,7 +77,7 @@ def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         vram_budget_bytes=budget,
         seed=message["seed"],
     )
-    return session, {"exclusive_key": device.exclusive_key}
+    return session, {"exclusive_key": device.exclusive_key, "spent": False}
 
 
 def _spare_collections() -> None:
@@ -118,3 +120,4 @@ _ANSWERS: dict[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
     "compare": _compare,
     "rebudget": _rebudget,
 }
+_TRAIN = ("survey", "probe", "compare")

@@ -278,6 +278,63 @@ def test_a_full_device_is_not_taken_for_a_dead_one(open_probing: Any, minefield:
     assert probing.worker == worker
 
 
+def dies_in_the_survey(folder: Path) -> Callable[[Model, torch.Tensor], object]:
+    """The first forward of all kills the device; `is_mortal` shows it."""
+
+    def mine(model: Model, output: torch.Tensor) -> object:
+        if not (folder / "died").exists():
+            (folder / "died").touch()
+            vars(builtins)["is_dead"] = True
+            raise accelerator_error(710)
+        return output
+
+    return mine
+
+
+def is_mortal(device: Any) -> Device:
+    check = device.check_health
+
+    def check_health() -> None:
+        if hasattr(builtins, "is_dead"):
+            raise accelerator_error(710)
+        check()
+
+    device.check_health = check_health
+    return device  # type: ignore[no-any-return]  # it is what was given
+
+
+def test_a_device_that_died_in_the_survey_costs_the_worker_and_no_plan(
+    open_probing: Any, minefield: Any, tmp_path: Path
+) -> None:
+    model = minefield({CALM: dies_in_the_survey(tmp_path)})
+    probing = open_probing(model, tamper=is_mortal)
+    assert probing.prober.survey().loss is None
+    assert probing.worker is None
+    assert probing.at(CALM).ok
+
+
+def has_no_room(device: Device) -> Device:
+    if "NO_ROOM" in os.environ:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+    return device
+
+
+def test_where_others_leave_no_room_for_a_worker_the_probe_is_out_of_memory(
+    open_probing: Any, minefield: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probing = open_probing(minefield({}), tamper=has_no_room)
+    probing.prober.renew()
+    monkeypatch.setenv("NO_ROOM", "1")
+    measurement = probing.at(CALM)
+    assert measurement.outcome is Outcome.OOM
+    assert measurement.contended
+    assert "no room for a worker" in measurement.detail
+    with pytest.raises(DeviceUnavailable, match="no room for a worker"):
+        open_probing(minefield({}), tamper=has_no_room)
+    monkeypatch.delenv("NO_ROOM")
+    assert probing.at(CALM).ok
+
+
 OTHERS = "GIB_HELD_BY_OTHERS"
 """What the worker's device says that other processes hold; models move it while they run."""
 

@@ -155,3 +155,15 @@ def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
     # What the parent alone goes by: when to take the worker for hung.
     assert set(json.loads(line)) | {"expected_seconds"} == {f.name for f in fields(ProbeRequest)}
     assert request_from_dict(json.loads(line)) == request_
+
+
+@pytest.mark.cuda
+def test_tensors_on_a_gpu_arrive_on_the_host() -> None:
+    held = torch.ones(3, device="cuda", requires_grad=True)
+    error = LookupError("this batch", {"batch": held, "weight": torch.nn.Parameter(held.detach())})
+    vars(error)["storage"] = held.untyped_storage()
+    arrived = _there_and_back(error)
+    assert type(arrived) is LookupError
+    assert arrived.args[1]["batch"].tolist() == [1.0, 1.0, 1.0]
+    parts = (*arrived.args[1].values(), arrived.storage)
+    assert {part.device.type for part in parts} == {"cpu"}
