@@ -43,8 +43,7 @@ _WIDEST = _names(
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 _REFUSED = _names("binary_cross_entropy")
 _ELSEWHERE = _names(
-    "scaled_dot_product_attention rms_norm softmax.int log_softmax.int lstm_cell gru_cell "
-    "ctc_loss.Tensor"
+    "scaled_dot_product_attention rms_norm softmax.int log_softmax.int lstm_cell gru_cell"
 )
 """Cast by whoever emulates them for other reasons too."""
 

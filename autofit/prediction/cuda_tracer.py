@@ -26,6 +26,7 @@ from autofit.prediction.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.known import KnownValues
 from autofit.prediction.lacking import Lack, NeedsValues, asked_by_an_optimizer, is_lack
 from autofit.prediction.losses import ctc_loss, ctc_loss_backward
 from autofit.prediction.recurrent import cudnn_rnn, cudnn_rnn_backward
@@ -33,6 +34,7 @@ from autofit.prediction.scratch import scratch_bytes
 from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
+_HOST = torch.device("cpu")
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
 _VALUES = {
     "_local_scalar_dense": "a tensor is read as a number (by .item(), float(), an if or the like)",
@@ -40,6 +42,10 @@ _VALUES = {
     "masked_select": "how many elements a mask selects",
     "equal": "whether two tensors are equal",
     "unique_dim": "how many elements of a tensor differ",
+    "_unique2": "how many elements of a tensor differ",
+    "unique_consecutive": "how many elements of a tensor differ from those before",
+    "bincount": "how large the elements of a tensor are",
+    "repeat_interleave": "how often elements are repeated",
 }
 """What each operator asks of a tensor's values."""
 _ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
@@ -86,6 +92,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         """Numbers of what was allocated with gradients to come, outside a backward pass."""
         self.lack: Lack | None = None
         """The first thing that could not be done, whatever the user's code made of the error."""
+        self.known = KnownValues()
+        """What is known of tensors' values."""
         self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
@@ -120,10 +128,20 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
+        real = self.known.arguments(func, args, kwargs)
+        if real is not None and name == "_to_copy" and kwargs.get("device") == _HOST:
+            return func(*real[0], **real[1])
         if name in _VALUES and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            if real is not None:
+                return self.known.answer(func, real)
             if name == "_local_scalar_dense" and asked_by_an_optimizer():
                 return torch.ones((), dtype=args[0].dtype).item()
             raise NeedsValues(_VALUES[name])
+        result = self._shapes(name, func, args, kwargs)
+        self.known.follow(func, real, args, result)
+        return result
+
+    def _shapes(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name in _STAND_INS and _on_device(args[0]):
             result, self._order = _STAND_INS[name](args)
             return result

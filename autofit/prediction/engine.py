@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import CannotTell, InvalidRequest
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.plan import Plan
@@ -69,13 +71,18 @@ class Prediction:
         return self.largest_micro_batch_within(self.gpu.total_bytes)
 
     def largest_micro_batch_within(self, vram_budget_bytes: int) -> int | None:
-        """The largest micro-batch that fits a VRAM budget; None: not even one sample."""
+        """The largest micro-batch that fits a VRAM budget; None: not even one sample.
+
+        One that cannot be rehearsed, as where the model looks at values of a batch too large to
+        keep them, counts as one that does not fit.
+        """
         known = {self.plan.micro_batch: self.interval[1]}
 
         def need(micro_batch: int) -> int:
             if micro_batch not in known:
-                known[micro_batch] = self._at(micro_batch).interval[1]
-            return known[micro_batch]
+                with suppress(CannotTell):
+                    known[micro_batch] = self._at(micro_batch).interval[1]
+            return known.get(micro_batch, sys.maxsize)
 
         return largest_that_fits(need, vram_budget_bytes, start=self.plan.micro_batch)
 

@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from autofit.prediction import autocast
 from autofit.prediction.dispatch import beneath, emulate
 
 aten: Any = torch.ops.aten
@@ -27,8 +26,6 @@ def _ctc_loss(
         lengths: tuple[Any, Any] = input_lengths, target_lengths
         if log_probabilities.is_meta and not (input_lengths.is_meta or target_lengths.is_meta):
             lengths = input_lengths.tolist(), target_lengths.tolist()
-        if autocast.is_on():
-            log_probabilities = autocast.in_float32(log_probabilities)
         return aten.ctc_loss(log_probabilities, targets, *lengths, *options)  # type: ignore[no-any-return]  # operators are untyped
 
 

@@ -19,6 +19,7 @@ import torch
 from autofit.batching import Batch, map_tensors, tensors_of
 from autofit.errors import CannotTell
 from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.known import is_number
 from autofit.probing.object_state import walk
 from autofit.units import GIB
 from autofit.workload import Workload
@@ -49,7 +50,7 @@ def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
                 f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
                 f"{error}); pass a function that builds it, or probe"
             ) from error
-        return replace(workload, **twins, sample_batch=_batch_twin(workload))
+        return replace(workload, **twins, sample_batch=_batch_twin(workload, tracer))
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:
@@ -118,10 +119,15 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     return data.requires_grad_(tensor.requires_grad)
 
 
-def _batch_twin(workload: Workload) -> Any:
-    """The sample batch; with its values only where the user's `loss_weight` reads them."""
+def _batch_twin(workload: Workload, tracer: CudaTracer) -> Any:
+    """The sample batch; with all its values only where the user's `loss_weight` reads them."""
     if workload.makes_batches or workload.loss_weight is not None:
         return workload.sample_batch
-    return map_tensors(
-        lambda tensor: torch.empty_like(tensor, device="meta"), workload.sample_batch
-    )
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(tensor, device="meta")
+        if is_number(tensor):
+            tracer.known.learn(made, tensor)
+        return made
+
+    return map_tensors(twin, workload.sample_batch)

@@ -216,6 +216,41 @@ def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
     )
 
 
+@pytest.mark.parametrize("makes", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool) -> None:
+    """Whether there is padding stands in the sample batch, and what is made of constants too."""
+    seen = set()
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, mask = batch
+        causal = torch.ones(8, 8, device=mask.device).tril()
+        lengths = mask.sum(-1)
+        seen.add((bool(mask.bool().all()), int(lengths.max()), int(causal.sum().item())))
+        seen.add(tuple(torch.unique(lengths).tolist()))
+        return model(x[:, : lengths.max()]).mean()  # type: ignore[no-any-return]  # untyped
+
+    def make(samples: int) -> Any:
+        mask = torch.ones(samples, 8, dtype=torch.long)
+        mask[:, 5:] -= int(padded)
+        return torch.randn(samples, 8, 32), mask
+
+    made = Workload(lambda: nn.Linear(32, 64), make if makes else make(4), loss_fn=loss_fn)
+    rehearse(made, Plan(6, accumulation_steps=2), GPU)
+    longest = 5 if padded else 8
+    assert seen == {(not padded, longest, 36), (longest,)}
+
+
+def test_a_number_that_was_changed_by_unknown_ones_is_unknown() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        batch[1].masked_fill_(batch[0][:, 0] > 0, 1)
+        assert batch[1].sum().item() >= 0
+        return loss
+
+    assert "batch[1].sum().item()" in str(fails(loss_fn))
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
 def test_an_optimizer_that_scales_by_a_value_can_be_rehearsed(optimizer: Any) -> None:
     """What an update takes does not hang on it."""
