@@ -147,7 +147,7 @@ class _Run:
                 self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
                 continue
             sampler = self._others
-            if sampler is None or self._allowance.max_probes is None:
+            if sampler is None or self._planner_ends_sampling:
                 if self._store.ended is not None:
                     return self._store.ended
                 decision = planner.decide(self._beliefs)
@@ -159,6 +159,15 @@ class _Run:
                 return "the sampler has offered all it can"
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
+
+    @property
+    def _planner_ends_sampling(self) -> bool:
+        """Whether a foreign sampler is asked no more once the planner expects no plan left to win.
+
+        Hardly one stops by itself: it gets the probes that were asked for, and where no number was
+        asked for, the planner says when more of them would be wasted.
+        """
+        return self._allowance.max_probes is None
 
     def _confirmed(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.

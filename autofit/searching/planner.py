@@ -1,9 +1,8 @@
 """What to run next, and why no more: pure functions of what is believed after some trials.
 
 `decide` is asked while the search goes on, `confirm` (in `autofit.searching.confirming`) when it is
-over. Beliefs are
-worked out from facts and trials alone, so the same trials always give the same answer, in whatever
-process.
+over. Beliefs are worked out from facts and trials alone, so the same trials always give the same
+answer, in whatever process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.proposals import Mask, propose
-from autofit.searching.skips import Skip, skips
 from autofit.units import format_bytes
 
 VETO_RISK = 0.1
@@ -32,12 +30,10 @@ class Decision:
     Attributes:
         plan: what to run next; None: stop.
         stopped_because: why nothing more is run; None where there is a plan.
-        skipped: where there is no plan, what was left out, and why.
     """
 
     plan: Plan | None
     stopped_because: str | None = None
-    skipped: tuple[Skip, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,14 +66,15 @@ def decide(beliefs: Beliefs) -> Decision:
         if fits
         else "not one plan that was tried fits"
     )
-    return Decision(None, stopped_because=why, skipped=skips(beliefs))
+    return Decision(None, stopped_because=why)
 
 
 def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:
     """What stands for a proposal that must not run; None where it may.
 
-    A plan that was measured before is answered from that trial. One that is set aside, refused at
-    this size, or whose upper bound is over the budget, is answered as not run.
+    For a plan that was measured before, what was measured stands in the trial. One that is set
+    aside, refused at this size, or whose upper bound is over the budget, stands there as not run.
+    The sampler is told PRUNED of either.
     """
     before = next((trial for trial in beliefs.probes if trial.plan == plan), None)
     if before is not None:

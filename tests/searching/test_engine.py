@@ -20,6 +20,7 @@ from autofit.probing.prober import ProbeRequest
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
+from autofit.searching.sampler import PlannerSampler
 from autofit.searching.store import Store
 
 MakeRig = Callable[..., Any]
@@ -230,11 +231,33 @@ def test_proposals_that_never_fit_end_the_search(rig_of: MakeRig) -> None:
 
 
 def test_a_sampler_that_has_offered_all_it_can_ends_the_search(rig: Any) -> None:
-    grid = {"micro_batch": [2, 8], "precision.dtype": ["bfloat16"], "checkpointing.level": [0, 1]}
+    grid: dict[str, Any] = {
+        "micro_batch": [2, 8],
+        "precision.dtype": ["bfloat16"],
+        "checkpointing.level": [0, 1],
+    }
     result = run_search(rig.prober(), rig.facts(), sampler=GridSampler(grid), max_probes=20)
     assert result.stopped_because == "the sampler has offered all it can"
     assert len({t.plan for t in result.trials if t.role is Role.SEARCH}) == 4
     assert result.best.role is Role.CONFIRMED
+
+
+class _Foreign(RandomSampler):
+    """Proposes what the planner does, and so in the end nothing new."""
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+        return PlannerSampler().infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
+        return PlannerSampler().sample_relative(study, trial, search_space)
+
+
+def test_where_no_number_of_probes_is_asked_for_the_planner_ends_a_foreign_samplers_search(
+    rig: Any,
+) -> None:
+    result = run_search(rig.prober(), rig.facts(), sampler=_Foreign(seed=0))
+    assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
+    assert all(trial.role is not Role.VETOED for trial in result.trials)
 
 
 class _Stubborn(RandomSampler):
