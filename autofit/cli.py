@@ -7,7 +7,6 @@ Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload'
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 import traceback
@@ -21,7 +20,6 @@ import typer
 
 from autofit import capacity_commands
 from autofit.errors import AutofitError, InvalidRequest, is_users
-from autofit.measurement import Outcome, Trial
 from autofit.options import (
     AccumulationSteps,
     AsJson,
@@ -39,13 +37,12 @@ from autofit.options import (
     check_writable,
     read_budget,
 )
-from autofit.units import format_bytes, format_rate, format_seconds
+from autofit.printing import exit_code, print_result, show_report, trial_line, trial_to_dict
+from autofit.units import format_bytes
 
 if TYPE_CHECKING:
-    from autofit.report.report import Report
+    pass
 
-_OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
-"""Endings that another device or worker would not change."""
 _INTERRUPTED = 130
 """What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
@@ -61,7 +58,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        _print(f"autofit {version('torch-autofit')}")
+        print_result(f"autofit {version('torch-autofit')}")
         raise typer.Exit
 
 
@@ -136,7 +133,7 @@ def search(
         for path in out or ():
             report.save(path)
     finally:  # a disk that has filled up meanwhile must not cost the answer
-        _show_report(report, as_json)
+        show_report(report, as_json)
 
 
 @app.command()
@@ -174,8 +171,8 @@ def probe(
             seed=seed,
             isolation=isolation,
         )
-    _print(json.dumps(_trial_to_dict(trial), indent=1) if as_json else _trial_line(trial))
-    raise typer.Exit(_exit_code(trial.measurement.outcome))
+    print_result(json.dumps(trial_to_dict(trial), indent=1) if as_json else trial_line(trial))
+    raise typer.Exit(exit_code(trial.measurement.outcome))
 
 
 @app.command()
@@ -186,7 +183,7 @@ def report(
     """Show a saved report; needs no GPU and no torch."""
     from autofit.report.report import load
 
-    _show_report(load(path), as_json)
+    show_report(load(path), as_json)
 
 
 @app.command()
@@ -213,7 +210,7 @@ def soak(
         endured = report.soak(
             load_target(searched), steps=steps, device=device, isolation=isolation
         )
-    _print(json.dumps(endured.to_dict(), indent=1) if as_json else str(endured))
+    print_result(json.dumps(endured.to_dict(), indent=1) if as_json else str(endured))
     if not endured.held:
         raise typer.Exit(1)
 
@@ -225,7 +222,7 @@ def strategies() -> None:
 
     for strategy in load_strategies():
         summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]
-        _print(f"{strategy.name:<16}{strategy.numerics.name.lower():<20}{summary}")
+        print_result(f"{strategy.name:<16}{strategy.numerics.name.lower():<20}{summary}")
 
 
 @app.command()
@@ -239,13 +236,13 @@ def doctor(device: DeviceName = None) -> None:
     opened = open_device(device)
     for name, value in vars(opened.environment).items():
         shown = format_bytes(value) if name == "total_bytes" else value
-        _print(f"{name:<16}{'-' if shown is None else shown}")
-    _print(f"{'free':<16}{format_bytes(opened.free_bytes)}")
+        print_result(f"{name:<16}{'-' if shown is None else shown}")
+    print_result(f"{'free':<16}{format_bytes(opened.free_bytes)}")
     offers = [name for name, has in vars(opened.capabilities).items() if has is True]
-    _print(f"{'native types':<16}{', '.join(['float32', *offers])}")
-    _print(f"{'strategies':<16}{', '.join(installed_names())}")
+    print_result(f"{'native types':<16}{', '.join(['float32', *offers])}")
+    print_result(f"{'strategies':<16}{', '.join(installed_names())}")
     for package in ("torch-autofit", "optuna", "cloudpickle"):
-        _print(f"{package:<16}{importlib.metadata.version(package)}")
+        print_result(f"{package:<16}{importlib.metadata.version(package)}")
 
 
 capacity_commands.register(app)
@@ -266,50 +263,6 @@ def _stdout_for_results_only() -> Iterator[None]:
     """What the user's own code prints goes to standard error, so that results can be piped."""
     with redirect_stdout(sys.stderr):
         yield
-
-
-def _show_report(report: Report, as_json: bool) -> None:
-    if as_json:
-        _print(json.dumps(report.to_dict(), indent=1))
-    elif sys.stdout.isatty():
-        _print(report.to_text(width=min(shutil.get_terminal_size().columns, 120)))
-    else:
-        _print(str(report))
-
-
-def _trial_to_dict(trial: Trial) -> dict[str, Any]:
-    return {
-        "plan": trial.plan.to_dict(),
-        "samples_per_second": trial.samples_per_second,
-        **trial.measurement.to_dict(),
-    }
-
-
-def _exit_code(outcome: Outcome) -> int:
-    """Of a probe that ended like this."""
-    if outcome is Outcome.OK:
-        return 0
-    if outcome.about_memory:
-        return 1
-    return 3 if outcome in _OF_THE_WORKLOAD else 4
-
-
-def _trial_line(trial: Trial) -> str:
-    measured = trial.measurement
-    if not trial.ok:
-        return f"{trial.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
-    return (
-        f"{trial.plan}: {format_rate(trial.samples_per_second)}, "
-        f"{format_seconds(measured.step_time_s)} an optimizer step, "
-        f"held {format_bytes(measured.held_bytes)} "
-        f"(peak allocated {format_bytes(measured.peak_allocated_bytes)}, "
-        f"peak reserved {format_bytes(measured.peak_reserved_bytes)}, "
-        f"non-torch {format_bytes(measured.non_torch_bytes)})"
-    )
-
-
-def _print(text: str) -> None:
-    typer.echo(text.rstrip("\n"))
 
 
 @contextmanager
