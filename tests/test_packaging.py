@@ -99,7 +99,7 @@ def test_its_metadata_say_what_it_is(wheel: Path) -> None:
     (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     metadata = Parser().parsestr(archive.read(name).decode())
     assert metadata["Name"] == "torch-autofit"
-    assert metadata["License-Expression"] == "MIT"
+    assert metadata["License"] == "MIT"
     assert any(entry.endswith("licenses/LICENSE") for entry in archive.namelist())
     required = [text for text in metadata.get_all("Requires-Dist") or () if "extra" not in text]
     assert any(text.startswith("torch>=") for text in required)
