@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -104,12 +104,35 @@ def compare(workload: Workload, report: Report, device: str, seed: int) -> Itera
         ranked = sorted(fits, key=lambda each: -(each[0].samples_per_step / each[1]))
         plans = [plan for plan, _ in ranked[:FINALISTS]]
         rates = in_turns(prober, space, list(dict.fromkeys([report.best.plan, *plans])))
-    best = max(plans, key=lambda plan: rates[plan])
     yield f"| grid | {len(measured)} plans, {format_seconds(took)} |"
-    yield f"| grid's best | {_words(best, space)}: {rates[best]:.4g} samples/s |"
-    answer = report.best.plan
-    yield f"| search's answer | {_words(answer, space)}: {rates[answer]:.4g} samples/s |"
-    yield f"| fraction of the grid's best | {rates[answer] / rates[best]:.3f} |"
+    yield from standing(report.best.plan, plans, rates, space)
+
+
+def standing(
+    answer: Plan, plans: list[Plan], rates: Mapping[Plan, float], space: Space
+) -> Iterator[str]:
+    """How the search's answer stands beside the grid's best plans; those that failed are named.
+
+    Args:
+        answer: of the search.
+        plans: the grid's finalists.
+        rates: samples per second of those that ran when they took turns.
+        space: of both.
+    """
+
+    def words(plan: Plan) -> str:
+        rate = f"{rates[plan]:.4g} samples/s" if plan in rates else "failed in every turn"
+        return f"{_words(plan, space)}: {rate}"
+
+    for plan in plans:
+        if plan not in rates:
+            yield f"| a finalist of the grid | {words(plan)} |"
+    best = max(rates.keys() & plans, key=rates.__getitem__, default=None)
+    if best is not None:
+        yield f"| grid's best | {words(best)} |"
+    yield f"| search's answer | {words(answer)} |"
+    if best is not None and answer in rates:
+        yield f"| fraction of the grid's best | {rates[answer] / rates[best]:.3f} |"
 
 
 def _words(plan: Plan, space: Space) -> str:
