@@ -36,16 +36,17 @@ class NoFeasiblePlan(AutofitError):
     """Not one plan fits the VRAM budget.
 
     Attributes:
-        plan: the smallest plan that was tried.
-        required_bytes: what it needed, as far as it could be told; None where it ran out of
-            memory before it said.
+        plan: the smallest plan that was tried; None where the weights alone are too large, and
+            none was.
+        required_bytes: what it (or the weights) needed, as far as it could be told; None where it
+            ran out of memory before it said.
         allowed_bytes: the VRAM budget.
     """
 
     exit_code = 1
 
     def __init__(
-        self, message: str, *, plan: Plan, required_bytes: int | None, allowed_bytes: int
+        self, message: str, *, plan: Plan | None, required_bytes: int | None, allowed_bytes: int
     ) -> None:
         super().__init__(message)
         self.plan = plan

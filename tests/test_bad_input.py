@@ -202,6 +202,7 @@ def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
             global_batch=8,
             **(HERE | {"vram_budget": "4MiB"}),
         )
+    assert caught.value.plan is not None
     assert caught.value.plan.micro_batch == 1
     assert caught.value.allowed_bytes == 4 * 2**20
     assert "4.00 MiB were allowed" in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from autofit.devices.base import Environment
 from autofit.errors import NoFeasiblePlan
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension
 from autofit.probing.comparison import Comparison
 from autofit.space import Space
 from autofit.units import format_bytes
@@ -96,7 +96,7 @@ def check_weights_fit(survey: Survey) -> None:
     raise NoFeasiblePlan(
         f"the model's parameters alone take {format_bytes(survey.parameter_bytes)}, and the VRAM "
         f"budget is {format_bytes(survey.vram_budget_bytes)}",
-        plan=Plan(1),
+        plan=None,
         required_bytes=survey.parameter_bytes,
         allowed_bytes=survey.vram_budget_bytes,
     )

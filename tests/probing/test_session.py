@@ -178,6 +178,7 @@ def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
     survey = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)), MIB).survey()
     with pytest.raises(NoFeasiblePlan, match="alone take 1") as refusal:
         check_weights_fit(survey)
+    assert refusal.value.plan is None
     assert refusal.value.allowed_bytes == MIB
     assert refusal.value.required_bytes == 4 * (512 * 512 + 512)
 

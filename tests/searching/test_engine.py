@@ -166,6 +166,7 @@ def test_nothing_fits_says_what_was_tried_needed_and_allowed(rig_of: MakeRig) ->
     other = rig_of(budget=GIB)
     with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*1\.00 GiB were allowed") as caught:
         run_search(other.prober(), other.facts())
+    assert caught.value.plan is not None
     assert caught.value.plan.micro_batch == 1
     assert caught.value.allowed_bytes == GIB
     assert caught.value.exit_code == 1
