@@ -37,30 +37,32 @@ class State:
         self._parameters = [
             (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
         ]
-        self._attributes = [(m, _copied(m.__dict__), dict(m._buffers)) for m in model.modules()]
-        attributes = [value for module in model.modules() for value in vars(module).values()]
-        held = [value for value in attributes if isinstance(value, torch.Tensor)]
+        self._attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+        self._classes = [(cls, _state_of_class(cls)) for cls in _classes(model)]
+        in_modules = [v for _, attributes, _ in self._attributes for v in attributes.values()]
+        in_classes = [value for _, attributes in self._classes for value in attributes.values()]
+        held = [value for value in in_modules if isinstance(value, torch.Tensor)]
         self._buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *held)]
+        self._contents = [c for value in (*in_modules, *in_classes) for c in _contents(value)]
         self._generators = [
-            (access, access[0]()) for value in attributes if (access := _generator_access(value))
+            (access, access[0]()) for value in in_modules if (access := _generator_access(value))
         ]
-        self._classes = [(cls, _copied(_state_of_class(cls))) for cls in _classes(model)]
         self._random = _random_states()
 
     def restore(self) -> None:
         """Put the model and the random states back, and drop the gradients."""
-        for module, attributes, buffers in self._attributes:
-            module.__dict__.clear()
-            module.__dict__.update(_copied(attributes))
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, attributes, _ in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for cls, attributes in self._classes:
+            for name, value in attributes.items():
+                setattr(cls, name, value)
+        for container, contents in self._contents:
+            _refill(container, contents)
         for buffer, values in self._buffers:
             buffer.data.copy_(values)
         for (_, set_state), state in self._generators:
             set_state(state)
-        for cls, attributes in self._classes:
-            for name, value in _copied(attributes).items():
-                setattr(cls, name, value)
         for parameter, sum_before, values in self._parameters:
             parameter.grad = None
             if checksum(parameter) != sum_before:
@@ -170,15 +172,21 @@ def _state_of_class(cls: type) -> dict[str, Any]:
     }
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes with containers of their own, and helper objects at the values they have now."""
-    return {name: _copied_value(value) for name, value in attributes.items()}
-
-
-def _copied_value(value: Any) -> Any:
+def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
+    """A container, or the attributes of a helper object, and a copy of what is in it."""
     if type(value) in _CONTAINERS:
-        return copy.copy(value)
-    return copy.copy(value) if _is_helper(value) else value
+        yield value, copy.copy(value)
+    elif _is_helper(value):
+        yield vars(value), dict(vars(value))
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """In place: hooks and closures may hold the same container."""
+    container.clear()
+    if hasattr(container, "update"):
+        container.update(contents)
+    else:
+        container.extend(contents)
 
 
 def _is_helper(value: Any) -> bool:

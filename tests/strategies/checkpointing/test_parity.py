@@ -265,6 +265,20 @@ def test_attributes_that_refuse_to_be_copied(part: Callable[[str], Any]) -> None
     assert model.blocks[0].handle is handle
 
 
+def test_containers_that_hooks_share_stay_the_same_ones(part: Callable[[str], Any]) -> None:
+    class Watched(Clean):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[str, torch.Tensor] = {}
+            self.wide.register_forward_hook(lambda _, args, output: self.kept.update(x=output))
+
+    model = Stack([Watched, Clean])
+    kept = model.blocks[0].kept
+    assert _gate(part, model, [["blocks.0", "blocks.1"]]).left_out == {}
+    assert model.blocks[0].kept is kept
+    assert kept == {}
+
+
 def test_it_says_which_buffers_a_forward_changes(part: Callable[[str], Any]) -> None:
     found = _gate(part, Stack([Clean, BatchNorm, AverageReplaced]), [["blocks.1"]]).buffers
     assert found == {
