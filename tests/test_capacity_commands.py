@@ -101,6 +101,13 @@ def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     assert run(*grown, "--max-regression", "100000%")[0] == 0
 
 
+def test_what_cannot_be_told_cannot_be_compared_either(target: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(run("check", target, "--gpu", "L4", "--json")[1])
+    branching = target.replace(":make", ":branching")
+    assert run("check", branching, "--gpu", "L4", "--against", str(earlier))[0] == 5
+
+
 def test_predict_shows_the_breakdown(target: str) -> None:
     code, said = run("predict", target, "--gpu", "24GiB", "--json")
     assert code == 0
