@@ -10,8 +10,9 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch import nn
 
 from autofit.memory.replay import replay, required_bytes
-from autofit.prediction.cuda_tracer import CudaTracer, NeedsValues
+from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import find_gpu
+from autofit.prediction.lacking import NeedsValues
 from autofit.prediction.rehearsal import stage
 from autofit.units import MIB
 
