@@ -7,6 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +28,28 @@ from autofit.workload import Workload
 pytestmark = pytest.mark.cuda
 
 CALM, STORMY = 2, 64
+ALL = 2**50
+THREADS = 8
 SECONDS_FOR_MEMORY_TO_COME_BACK = 30.0
+SECONDS_FOR_AN_ANSWER = 20.0
 
 NEIGHBOUR = """
 import sys, torch
-held = torch.zeros(1, device="cuda")
+held = [torch.zeros(1, device="cuda")]
 print("ready", flush=True)
 for line in sys.stdin:
-    held = torch.empty(int(line), dtype=torch.uint8, device="cuda")
-    print("held", flush=True)
+    take, leave = map(int, line.split())
+    piece = 2**30
+    while piece >= 2**21:
+        if piece > take or torch.cuda.mem_get_info()[0] - piece < leave:
+            piece //= 2
+            continue
+        try:
+            held.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+            take -= piece
+        except torch.OutOfMemoryError:
+            piece //= 2
+    print("took", flush=True)
 """
 
 INNOCENT = """
@@ -127,51 +143,117 @@ def never_ends(_: torch.Tensor) -> None:
 
 
 def uses_cublas_anew(output: torch.Tensor) -> None:
-    """A new thread needs a handle, which cuBLAS allocates outside torch's allocator."""
+    """Each new thread needs a handle, and a workspace for it (8 MiB at least)."""
     errors: list[BaseException] = []
+    together = threading.Barrier(THREADS)
 
     def multiply() -> None:
-        left = output.detach()[:16, :16].contiguous()
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # torch left it so
-                torch.mm(left, left)
+            left = output.detach()[:16, :16].contiguous()
+            torch.mm(left, left)
         except RuntimeError as error:
             errors.append(error)
+        together.wait()  # a thread that ends would leave its handle to the next
 
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    thread.join()
+    threads = [threading.Thread(target=multiply) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
 
 
-@pytest.fixture
-def probe() -> Iterator[Callable[..., Measurement]]:
-    """Probes in a worker on the GPU; its `.prober` is the prober opened last."""
-    opened: list[WorkerProber] = []
+def does_no_more(_: torch.Tensor) -> None:
+    pass
 
-    def run(model: nn.Module, micro_batch: int, vram_budget: str | None = "4GiB") -> Measurement:
-        if not opened:
-            opened.append(
-                WorkerProber(
-                    Workload(model, torch.ones(CALM, 16)),
-                    device="cuda",
-                    vram_budget=vram_budget,
-                    deadlines=Deadlines(shortest_s=20.0),
-                )
+
+@dataclass(frozen=True)
+class WhenOthersTook:
+    """Asks the test for what a neighbour is to take, waits until it has, then runs `then`."""
+
+    folder: Path
+    then: Callable[[torch.Tensor], None]
+
+    def __call__(self, output: torch.Tensor) -> None:
+        (self.folder / "asked").touch()
+        _await(self.folder / "answered")
+        self.then(output)
+
+    @contextmanager
+    def answered_by(self, take: Callable[[], None]) -> Iterator[None]:
+        """While this is open, `take` is called once the model asks."""
+
+        def answer() -> None:
+            _await(self.folder / "asked")
+            take()
+            (self.folder / "answered").touch()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+
+
+def _await(path: Path) -> None:
+    end = time.monotonic() + SECONDS_FOR_AN_ANSWER
+    while not path.exists():
+        assert time.monotonic() < end, f"nobody made {path.name}"
+        time.sleep(0.01)
+
+
+class Probing:
+    """Probes in a worker on the GPU."""
+
+    def __init__(self) -> None:
+        self.prober: WorkerProber | None = None
+
+    def __call__(
+        self, model: nn.Module, micro_batch: int, vram_budget: str | None = "4GiB"
+    ) -> Measurement:
+        if self.prober is None:
+            self.prober = WorkerProber(
+                Workload(model, torch.ones(CALM, 16)),
+                device="cuda",
+                vram_budget=vram_budget,
+                deadlines=Deadlines(shortest_s=60.0),
             )
-        request = ProbeRequest(Plan(micro_batch), expected_seconds=0.1)
-        return opened[0].probe(request)
+        return self.prober.probe(ProbeRequest(Plan(micro_batch), expected_seconds=0.1))
 
-    yield run
-    for prober in opened:
-        prober.close()
+    @property
+    def worker(self) -> int | None:
+        """The process id of the worker, None where there is none now."""
+        process = None if self.prober is None else self.prober._process
+        return None if process is None else process.pid
+
+
+@pytest.fixture
+def probe() -> Iterator[Probing]:
+    """Probes of one model; the prober is closed at the end."""
+    probing = Probing()
+    yield probing
+    if probing.prober is not None:
+        probing.prober.close()
+
+
+def test_one_worker_serves_probe_after_probe(probe: Probing) -> None:
+    """What cuBLAS holds for its handles is no memory that a probe left behind."""
+    model = Hungry("never")
+    first = probe(model, CALM)
+    worker = probe.worker
+    assert worker is not None
+    second = probe(model, CALM)
+    assert probe.worker == worker
+    assert first.ok
+    assert second.peak_allocated_bytes == first.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(
     ("phase", "micro_batch"), [("forward", STORMY), ("backward", STORMY), ("optimizer", CALM)]
 )
-def test_the_cap_is_met_in_any_phase(probe: Any, phase: str, micro_batch: int) -> None:
+def test_the_cap_is_met_in_any_phase(probe: Probing, phase: str, micro_batch: int) -> None:
     model = Hungry(phase)
     measurement = probe(model, micro_batch)
     assert measurement.outcome is Outcome.OOM
@@ -185,7 +267,7 @@ def test_the_cap_is_met_in_any_phase(probe: Any, phase: str, micro_batch: int) -
     [(asserts_on_the_device, Outcome.POISONED), (never_ends, Outcome.TIMEOUT)],
 )
 def test_after_a_fault_of_the_device_the_search_goes_on(
-    probe: Any, fault: Any, outcome: Outcome
+    probe: Probing, fault: Any, outcome: Outcome
 ) -> None:
     model = Faulty(fault)
     assert probe(model, STORMY).outcome is outcome
@@ -217,12 +299,12 @@ class Neighbour:
         )
         self._await("ready")
 
-    def holds(self, nbytes: int) -> None:
-        """Have it hold so many bytes from now on."""
+    def takes(self, nbytes: int, *, leaving: int = 0) -> None:
+        """Have it hold so many bytes more, or as many as leave so many free."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{nbytes}\n")
+        self._process.stdin.write(f"{nbytes} {leaving}\n")
         self._process.stdin.flush()
-        self._await("held")
+        self._await("took")
 
     def kill(self) -> None:
         self._process.kill()
@@ -241,32 +323,57 @@ def neighbour() -> Iterator[Neighbour]:
     process.kill()
 
 
+def await_used_at_most(nvml: Nvml, nbytes: int) -> None:
+    """Until the driver has taken back what a process that was killed had held."""
+    end = time.monotonic() + SECONDS_FOR_MEMORY_TO_COME_BACK
+    while used_bytes(nvml) > nbytes and time.monotonic() < end:
+        time.sleep(0.1)
+    assert used_bytes(nvml) <= nbytes
+
+
 def test_memory_that_another_process_takes_marks_the_probe(
-    probe: Any, nvml: Nvml, neighbour: Neighbour
+    probe: Probing, nvml: Nvml, neighbour: Neighbour, tmp_path: Path
 ) -> None:
     used_bytes(nvml)
-    model = Faulty(lambda _: time.sleep(0.3))
+    asks = WhenOthersTook(tmp_path, does_no_more)
+    model = Faulty(asks)
     assert not probe(model, CALM).contended
-    timer = threading.Timer(0.5, neighbour.holds, [8 * GIB])
-    timer.start()
-    try:
-        assert probe(model, STORMY).contended
-    finally:
-        timer.join()
+    with asks.answered_by(lambda: neighbour.takes(8 * GIB, leaving=4 * GIB)):
+        measurement = probe(model, STORMY)
+    assert measurement.ok
+    assert measurement.contended
 
 
 def test_cublas_without_memory_for_a_handle_is_out_of_memory(
-    probe: Any, nvml: Nvml, neighbour: Neighbour
+    probe: Probing, nvml: Nvml, neighbour: Neighbour, tmp_path: Path
 ) -> None:
-    used_bytes(nvml)
-    model = Faulty(uses_cublas_anew)
+    asks = WhenOthersTook(tmp_path, uses_cublas_anew)
+    model = Faulty(asks)
     assert probe(model, CALM, vram_budget=None).ok
-    reading = nvml.read()
-    assert reading is not None
-    neighbour.holds(reading.free_bytes - 24 * MIB)
-    measurement = probe(model, STORMY)
+    before = used_bytes(nvml)
+    with asks.answered_by(lambda: neighbour.takes(ALL, leaving=24 * MIB)):
+        measurement = probe(model, STORMY)
     assert measurement.outcome is Outcome.OOM
     neighbour.kill()
+    await_used_at_most(nvml, before)
+    assert probe(model, CALM).ok
+
+
+def test_a_device_too_full_for_a_new_worker_costs_the_probe_alone(
+    probe: Probing, nvml: Nvml, neighbour: Neighbour
+) -> None:
+    model = Hungry("never")
+    before = used_bytes(nvml)
+    assert probe(model, CALM).ok
+    assert probe.prober is not None
+    probe.prober.renew()
+    await_used_at_most(nvml, before + 64 * MIB)
+    neighbour.takes(ALL, leaving=24 * MIB)
+    measurement = probe(model, CALM)
+    assert measurement.outcome is Outcome.OOM
+    assert measurement.contended
+    neighbour.kill()
+    await_used_at_most(nvml, before + 64 * MIB)
     assert probe(model, CALM).ok
 
 
@@ -280,10 +387,7 @@ def test_a_killed_parent_gives_the_device_its_memory_back(nvml: Nvml) -> None:
         time.sleep(0.1)
     parent.kill()
     parent.wait()
-    end = time.monotonic() + SECONDS_FOR_MEMORY_TO_COME_BACK
-    while used_bytes(nvml) > before + 64 * MIB and time.monotonic() < end:
-        time.sleep(0.1)
-    assert used_bytes(nvml) <= before + 64 * MIB
+    await_used_at_most(nvml, before + 64 * MIB)
 
 
 def test_the_parent_makes_no_context() -> None:
