@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.measurement import Measurement, Role
+from autofit.measurement import Role
 from autofit.plan import Scalar, variant_key
 from autofit.probing.opening import open_prober
 from autofit.probing.prober import ProbeRequest, WorkloadProber
@@ -71,9 +71,9 @@ def opened(*strategies: str) -> WorkloadProber:
     )
 
 
-def probed(prober: WorkloadProber, settings: dict[str, Scalar]) -> Measurement:
+def probed(prober: WorkloadProber, settings: dict[str, Scalar]) -> Any:
     space = prober.survey().space()
-    plan = autofit.Plan(SAMPLES, settings=space.baseline.settings | settings)
+    plan = autofit.Plan(SAMPLES, settings={**space.baseline.settings, **settings})
     return prober.probe(ProbeRequest(plan, payloads=space.payloads(plan.settings)))
 
 
@@ -83,8 +83,9 @@ def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
         given, device=DEVICE, vram_budget=BUDGET, max_micro_batch=2 * SAMPLES, max_probes=12
     )
     assert report.best.role is Role.CONFIRMED
-    assert report.best.measurement.ok
-    assert report.best.measurement.held_bytes <= parse_bytes(BUDGET)
+    best: Any = report.best.measurement
+    assert best.ok
+    assert best.held_bytes <= parse_bytes(BUDGET)
     assert report.record.environment["device"].startswith(DEVICE)
 
     model: Any = given.model

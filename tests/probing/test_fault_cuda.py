@@ -257,7 +257,7 @@ def test_the_cap_is_met_in_any_phase(probe: Probing, phase: str, micro_batch: in
     model = Hungry(phase)
     measurement = probe(model, micro_batch)
     assert measurement.outcome is Outcome.OOM
-    assert "Tried to allocate" in measurement.detail
+    assert "Tried to allocate" in str(measurement.detail)
     if micro_batch != CALM:
         assert probe(model, CALM).ok
 

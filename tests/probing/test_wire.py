@@ -165,5 +165,5 @@ def test_tensors_on_a_gpu_arrive_on_the_host() -> None:
     arrived = _there_and_back(error)
     assert type(arrived) is LookupError
     assert arrived.args[1]["batch"].tolist() == [1.0, 1.0, 1.0]
-    parts = (*arrived.args[1].values(), arrived.storage)
+    parts = (*arrived.args[1].values(), vars(arrived)["storage"])
     assert {part.device.type for part in parts} == {"cpu"}
