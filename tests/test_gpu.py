@@ -92,7 +92,7 @@ def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     with report.apply(model, optimizer) as training:
-        losses = [float(training.step(given.batch(SAMPLES))) for _ in range(5)]
+        losses = [float(training.step(given.batch(SAMPLES))) for _ in range(20)]
     assert losses[-1] < losses[0]
 
 

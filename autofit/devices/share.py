@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+CONTEXT_BYTES = 2**30
+"""A context that seems to take more than this is not seen alone: a choice, no measurement."""
 LIBRARY_BYTES = 512 * 2**20
 """So much growth beside the allocator is taken for our own libraries: a choice, no measurement."""
 
@@ -16,19 +18,20 @@ LIBRARY_BYTES = 512 * 2**20
 class Share:
     """This process's part of the bytes beside its allocator, where NVML does not list it.
 
-    The context is what was added while it was made. Later growth cannot be told from another
-    process's, so it is ours up to `LIBRARY_BYTES` and another's beyond. That errs on the side of
-    holding too much, which makes plans smaller and never too large; only allocations beside
-    torch's that are larger than this (a communication library's buffers, another framework's) are
-    missed. What was ours stays ours, since libraries give nothing back.
+    What was added while the context was made is ours, up to `CONTEXT_BYTES`. Later growth cannot be
+    told from another process's: it is ours up to `LIBRARY_BYTES` and another's beyond. That errs on
+    the side of holding too much, which makes plans smaller and never too large; only allocations
+    beside torch's that are larger than these (a communication library's buffers, another
+    framework's) are missed. What was ours stays ours, since libraries give nothing back.
 
     Args:
-        context_bytes: what the context took.
+        context_bytes: what was added while the context was made; where it was there already, all
+            that is used beside this process's allocator.
         outside_bytes: all that is used on the device now beside this process's allocator.
     """
 
     def __init__(self, context_bytes: int, outside_bytes: int) -> None:
-        self._context_bytes = max(context_bytes, 0)
+        self._context_bytes = min(max(context_bytes, 0), CONTEXT_BYTES)
         self._lowest_outside_bytes = outside_bytes
         self._library_bytes = 0
 

@@ -240,7 +240,7 @@ class _HostPickler(_Pickler):
     """Tensors on a device arrive on the host: reading them makes no context there."""
 
     def reducer_override(self, obj: Any) -> Any:
-        holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage)
+        holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage)
         if holds_memory and obj.device.type not in ("cpu", "meta"):
             obj = obj.detach() if isinstance(obj, torch.Tensor) else obj
             return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autofit.devices.share import LIBRARY_BYTES, Share, who_grew
+from autofit.devices.share import CONTEXT_BYTES, LIBRARY_BYTES, Share, who_grew
 
 MIB, GIB = 2**20, 2**30
 CONTEXT = 500 * MIB
@@ -38,8 +38,12 @@ def test_a_neighbour_that_comes_and_goes_is_not_counted_again_each_time() -> Non
     assert share.of(GIB) == CONTEXT + 100 * MIB
 
 
+def test_a_neighbour_that_came_while_the_context_was_made_is_not_all_ours() -> None:
+    assert Share(9 * GIB, 20 * GIB).of(20 * GIB) == CONTEXT_BYTES
+
+
 def test_our_own_is_never_more_than_all() -> None:
-    assert Share(9 * GIB, 9 * GIB).of(GIB) == GIB
+    assert Share(9 * GIB, 9 * GIB).of(100 * MIB) == 100 * MIB
     assert Share(-GIB, GIB).of(GIB) == 0  # a neighbour left while the context was made
 
 
