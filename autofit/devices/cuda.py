@@ -165,7 +165,7 @@ class CudaDevice:
         return max(self._used_bytes() - self._own_bytes(), 0)
 
     def _own_bytes(self) -> int:
-        """What this process holds on the GPU: NVML's own count, or else what `Share` makes of it."""
+        """What this process holds: NVML's own count, or else what `Share` makes of it."""
         listed = self._nvml.bytes_by_process() if self._listed_as is not None else None
         if listed and self._listed_as in listed:
             return listed[self._listed_as]
