@@ -3,7 +3,8 @@
 `pretence(gpu)` is in force while a training is rehearsed: devices called cuda become meta where
 tensors and modules are made or moved, `torch.cuda` answers as that GPU would, and the places in
 PyTorch that list CUDA by name (foreach optimizers, autocast, gradient scaling) take meta for it.
-Everything is put back when it is left.
+What else of `torch.cuda` needs a device raises and is noted as lacking: no context of a real GPU
+is ever made. Everything is put back when it is left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,10 +70,15 @@ def _place(value: Any) -> Any:
 
 @contextmanager
 def pretence(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
-    """Have this thread's torch believe in that GPU; `note` hears of what torch raises."""
+    """Have torch believe in that GPU; `note` hears of what torch raises.
+
+    Tensor functions believe it on this thread alone; `torch.cuda` answers so in the whole process,
+    so one pretence at a time.
+    """
     mode = _CudaIsMeta(note)
+    patches = (_torch_cuda(gpu), _random(), _no_context(note), _amp(), _optimizers())
     with ExitStack() as stack:
-        for target, name, value in (*_torch_cuda(gpu), *_amp(), *_optimizers(), *_backward(mode)):
+        for target, name, value in (*chain(*patches), *_backward(mode)):
             stack.enter_context(_replaced(target, name, value))
         stack.enter_context(mode)
         yield
@@ -91,10 +98,11 @@ def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
         setattr(target, name, before)
 
 
-def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
-    def answer(value: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: value
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
+
+def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
     properties = SimpleNamespace(
         name=gpu.name,
         major=gpu.capability[0],
@@ -112,11 +120,10 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
         "get_device_name": gpu.name,
         "get_device_properties": properties,
         "mem_get_info": (gpu.total_bytes, gpu.total_bytes),
+        "init": None,
         "synchronize": None,
         "set_device": None,
         "empty_cache": None,
-        "manual_seed": None,
-        "manual_seed_all": None,
         "reset_peak_memory_stats": None,
         "memory_allocated": 0,
         "max_memory_allocated": 0,
@@ -124,12 +131,44 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
         "max_memory_reserved": 0,
     }
     for name, value in answers.items():
-        yield torch.cuda, name, answer(value)
-    for name in ("device", "stream", "Stream", "Event", "current_stream", "nvtx"):
+        yield torch.cuda, name, _answer(value)
+    for name in ("device", "stream", "Stream", "Event", "current_stream", "default_stream", "nvtx"):
         yield torch.cuda, name, _Nothing()
-    yield torch.accelerator, "is_available", answer(True)
-    yield torch.accelerator, "current_accelerator", answer(_META)
+    yield torch.accelerator, "is_available", _answer(True)
+    yield torch.accelerator, "current_accelerator", _answer(_META)
+
+
+def _random() -> Iterator[Patch]:
+    """No number is drawn on the device: its random states are those of the host."""
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+        yield torch.cuda, name, _answer(None)
+    for name in ("set_rng_state", "set_rng_state_all"):
+        yield torch.cuda, name, _answer(None)
+    yield torch.cuda, "initial_seed", torch.initial_seed
+    yield torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()
+    yield torch.cuda, "get_rng_state_all", lambda: [torch.get_rng_state()]
+    fork = torch.random.fork_rng
+
+    def fork_of_host(devices: Any = None, enabled: bool = True, **kwargs: Any) -> Any:
+        return fork(devices=[], enabled=enabled, device_type="cuda")
+
+    yield torch.random, "fork_rng", fork_of_host
     yield torch, "Generator", _HostGenerator
+
+
+def _no_context(note: Callable[[Exception], None]) -> Iterator[Patch]:
+    """Refuse what would initialize CUDA, from Python or from within torch."""
+
+    def refuse() -> None:
+        error = NotImplementedError("torch.cuda was asked for something that only a GPU can do")
+        note(error)
+        raise error
+
+    name = "_lazy_init"
+    initialize = torch.cuda._lazy_init
+    for module in [module for key, module in sys.modules.items() if key.startswith("torch.")]:
+        if vars(module).get(name) is initialize:
+            yield module, name, refuse
 
 
 class _Nothing:

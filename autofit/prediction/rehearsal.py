@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from autofit.errors import AutofitError, CannotTell, InvalidRequest
@@ -24,7 +25,7 @@ from autofit.prediction.gpus import Gpu
 from autofit.prediction.lacking import Lack, is_lack
 from autofit.prediction.meta_device import MetaDevice
 from autofit.prediction.pretence import pretence
-from autofit.prediction.twin import batch_of, refuse_compiled, twin_of
+from autofit.prediction.twin import batch_of, refuse_compiled, twin_of, without_twin
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.probing.snapshot import preserved
 from autofit.probing.workbench import Workbench
@@ -63,7 +64,7 @@ def rehearse(
 ) -> Rehearsal:
     """Run two optimizer steps of a plan on the meta device as if it were that GPU.
 
-    The user's model, optimizer, random states and flags are not touched.
+    The user's objects, random states and flags are the same afterwards as before.
 
     Raises:
         InvalidRequest: the batch is larger than a tensor can be.
@@ -75,7 +76,7 @@ def rehearse(
         gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
     )
     labels = Labels(tracer)
-    with stage(gpu, tracer), _explained(plan, tracer):
+    with stage(gpu, tracer, without_twin(workload)), _explained(plan, tracer):
         twin = twin_of(workload, tracer)
         bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
         with bench.training(twin, plan, payloads) as training, labels.watching(training):
@@ -100,11 +101,16 @@ def _steps(
 
 
 @contextmanager
-def stage(gpu: Gpu, tracer: CudaTracer) -> Iterator[None]:
-    """Inside it, code runs on the meta device as if it ran on that GPU; the process is put back."""
+def stage(
+    gpu: Gpu, tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({})
+) -> Iterator[None]:
+    """Inside it, code runs on the meta device as if it ran on that GPU.
+
+    Live objects and the process are put back.
+    """
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)  # the pretence changes torch itself
-        stack.enter_context(preserved({}))
+        stack.enter_context(preserved(live))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user hears them when the step really runs
         for context in (emulation(gpu), pretence(gpu, tracer.note), autocast.cast_cache(), tracer):

@@ -6,7 +6,6 @@ measures) cannot be asked here: then the payloads must be given, as a report has
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 
 from autofit.errors import CannotTell
-from autofit.plan import Dimension, Plan, Scalar, Settings, settings_of
+from autofit.plan import Dimension, Plan, Scalar, settings_of
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.meta_device import MetaDevice
 from autofit.prediction.rehearsal import stage
-from autofit.prediction.twin import twin_of
+from autofit.prediction.twin import twin_of, without_twin
 from autofit.probing.workbench import Workbench
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.space import Space
@@ -46,6 +45,9 @@ def meaning_of(
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan with every setting of those strategies, and the settings' payloads.
 
+    A setting that is left out has its first value, which is plain PyTorch; which one that is of
+    the values of a strategy that cannot be asked is not known.
+
     Raises:
         InvalidRequest: a setting or a value that there is not on that GPU.
         CannotTell: what a setting means can only be found by running the model.
@@ -57,45 +59,25 @@ def meaning_of(
         own = settings_of(strategy.name, plan.settings)
         if settings_of(strategy.name, given):
             continue
-        try:
-            dimensions |= _dimensions(strategy, workload, gpu)
-        except CannotTell:
-            if not _is_plain(strategy, own):
-                raise
-        else:
-            known |= own
+        dimensions |= _dimensions(strategy, workload, gpu)
+        known |= own
     space = Space(dimensions, workload.sample_batch_size)
     complete = space.complete(known)
     settings = {**plan.settings, **complete}
     return replace(plan, settings=settings), {**given, **space.payloads(complete)}
 
 
-def _is_plain(strategy: Strategy, settings: Settings) -> bool:
-    """Whether there is nothing to write to get these settings, whatever they mean.
-
-    Asked of a strategy that cannot tell its values. Of a setting that it does not know it has
-    nothing to say either, so it must have something to say of another value.
-    """
-    anything: dict[str, Any] = {name: defaultdict(str) for name in settings}
-    others: Settings = dict.fromkeys(settings, 1)
-    try:
-        return not strategy.describe(settings, anything) and bool(
-            strategy.describe(others, anything)
-        )
-    except Exception:  # a payload or a value of another kind than it knows
-        return False
-
-
 def _dimensions(strategy: Strategy, workload: Workload, gpu: Gpu) -> dict[str, Dimension]:
     tracer = CudaTracer(gpu)
     try:
-        with stage(gpu, tracer):
+        with stage(gpu, tracer, without_twin(workload)):
             return collect_dimensions([strategy], _Context(workload, gpu, tracer))
     except Exception as error:
         why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
         raise CannotTell(
             f"what a setting of {strategy.name!r} means can only be found by running the model "
-            f"({why}): give payloads= as a report has them, or probe"
+            f"({why}): give payloads= as a report has them, or probe; where it is to be plain "
+            "PyTorch, leave it out"
         ) from error
 
 

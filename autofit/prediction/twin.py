@@ -4,6 +4,7 @@ A live model is copied with every tensor replaced by a meta tensor; a model func
 the meta device as the default one, and only where it needs values (`.item()` while it builds) does
 it run on the CPU first. So a model of any size costs no memory, and the user's objects are only
 read. Tensors of a twin stand for host memory: they count when they are moved to the device.
+What the user's functions reach beside (a teacher, a list of losses) has no twin: it is put back.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autofit.errors import CannotTell
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.known import is_number
 from autofit.probing.object_state import walk
+from autofit.probing.reach import live_objects
 from autofit.units import GIB
 from autofit.workload import Workload
 
@@ -51,6 +53,12 @@ def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
                 f"{error}); pass a function that builds it, or probe"
             ) from error
         return replace(workload, **twins, sample_batch=_batch_twin(workload, tracer))
+
+
+def without_twin(workload: Workload) -> dict[str, object]:
+    """The live objects that a rehearsal may change, since it works on no copy of them."""
+    copied = [name for name in _COPIED if isinstance(getattr(workload, name), _STATEFUL)]
+    return live_objects(workload, but=copied)
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.reach import reachable
+from autofit.probing.reach import live_objects
 from autofit.probing.session import Session
 from autofit.probing.snapshot import Snapshot
 from autofit.probing.survey import Survey
@@ -71,7 +71,7 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
         self, strategies: Sequence[Strategy], vram_budget: str | float | None, seed: int
     ) -> None:
         workload = self._workload
-        self._snapshot = Snapshot.take(_live_objects(workload))
+        self._snapshot = Snapshot.take(live_objects(workload))
         self._session = Session(
             self._restored,
             strategies,
@@ -190,14 +190,6 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
     def _restored(self) -> Workload:
         self._put_back()
         return self._workload
-
-
-def _live_objects(workload: Workload) -> dict[str, object]:
-    """What a training may change: the workload's objects, and what its functions reach."""
-    objects: dict[str, object] = {}
-    for field in fields(workload):
-        objects |= reachable(getattr(workload, field.name), field.name)
-    return objects
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import functools
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import fields
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from autofit.probing.bindings import Cell, Members, Name
 from autofit.probing.object_state import has_state, is_collection, is_dict
+from autofit.workload import Workload
 
 _TRAINS = (
     torch.nn.Module,
@@ -32,6 +34,20 @@ _TRAINS = (
 )
 _BINDS_GLOBALS = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _NOT_THE_USERS = {"torch", "autofit", "numpy", "builtins"}
+
+
+def live_objects(workload: Workload, *, but: Container[str] = ()) -> dict[str, object]:
+    """What a training may change: the workload's objects, and what its functions reach.
+
+    Args:
+        workload: what is trained.
+        but: fields of it to leave out.
+    """
+    objects: dict[str, object] = {}
+    for field in fields(workload):
+        if field.name not in but:
+            objects |= reachable(getattr(workload, field.name), field.name)
+    return objects
 
 
 def reachable(root: object, name: str) -> dict[str, object]:

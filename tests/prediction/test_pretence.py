@@ -130,3 +130,20 @@ def test_everything_is_put_back() -> None:
         assert changed == set()
     assert not torch.cuda.is_available() or torch.cuda.device_count() > 0
     assert not torch.ones(3).is_meta
+
+
+@pytest.mark.usefixtures("tracer")
+def test_random_states_of_the_gpu_may_be_kept_and_set() -> None:
+    with torch.random.fork_rng():
+        torch.cuda.manual_seed(1)
+    with torch.random.fork_rng(devices=[0]):
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state("cuda"))
+        torch.cuda.set_rng_state_all(torch.cuda.get_rng_state_all())
+    torch.cuda.default_stream().synchronize()
+    assert torch.cuda.initial_seed() == torch.initial_seed()
+
+
+def test_torch_itself_makes_no_context_either(tracer: CudaTracer) -> None:
+    with torch._C.DisableTorchFunction(), pytest.raises(NotImplementedError):
+        torch.empty(1, device="cuda")
+    assert tracer.lack is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -51,6 +52,24 @@ def test_the_users_objects_and_process_are_left_alone() -> None:
     before = digest(live)
     rehearse(made, Plan(16), GPU)
     assert differences(before, digest(live)) == []
+
+
+def test_what_functions_reach_is_left_alone_too() -> None:
+    teacher = nn.BatchNorm1d(4)
+    losses: list[torch.Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert teacher.num_batches_tracked is not None
+        teacher.num_batches_tracked += 1
+        loss: torch.Tensor = model(batch[0]).square().mean()
+        losses.append(loss)
+        return loss
+
+    made = workload(criterion=None, loss_fn=loss_fn)
+    before = digest({"teacher": teacher, "losses": losses})
+    rehearse(made, Plan(16), GPU)
+    assert differences(before, digest({"teacher": teacher, "losses": losses})) == []
+    assert losses == []
 
 
 def test_a_live_model_and_one_that_is_built_need_the_same() -> None:
@@ -177,6 +196,20 @@ def test_numpy_is_too() -> None:
 
 
 @pytest.mark.parametrize(
+    "ask", [torch.cuda.current_blas_handle, torch.cuda.random.get_rng_state, torch.cuda.ipc_collect]
+)
+def test_what_would_make_a_context_on_a_gpu_is_refused(ask: Callable[[], object]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        with suppress(Exception):
+            ask()
+        return model(batch[0]).mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    error = str(fails(loss_fn))
+    assert "only a GPU can do" in error
+    assert "test_rehearsal.py" in error
+
+
+@pytest.mark.parametrize(
     "read",
     [
         torch.Tensor.item,
@@ -220,14 +253,15 @@ def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool) -> None:
     """Whether there is padding stands in the sample batch, and what is made of constants too."""
-    seen = set()
+    longest = 5 if padded else 8
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         x, mask = batch
         causal = torch.ones(8, 8, device=mask.device).tril()
         lengths = mask.sum(-1)
-        seen.add((bool(mask.bool().all()), int(lengths.max()), int(causal.sum().item())))
-        seen.add(tuple(torch.unique(lengths).tolist()))
+        assert bool(mask.bool().all()) is not padded
+        assert (int(lengths.max()), int(causal.sum().item())) == (longest, 36)
+        assert torch.unique(lengths).tolist() == [longest]
         return model(x[:, : lengths.max()]).mean()  # type: ignore[no-any-return]  # untyped
 
     def make(samples: int) -> Any:
@@ -236,9 +270,7 @@ def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool)
         return torch.randn(samples, 8, 32), mask
 
     made = Workload(lambda: nn.Linear(32, 64), make if makes else make(4), loss_fn=loss_fn)
-    rehearse(made, Plan(6, accumulation_steps=2), GPU)
-    longest = 5 if padded else 8
-    assert seen == {(not padded, longest, 36), (longest,)}
+    assert peak(rehearse(made, Plan(6, accumulation_steps=2), GPU)) > 0
 
 
 def test_a_number_that_was_changed_by_unknown_ones_is_unknown() -> None:
