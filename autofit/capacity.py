@@ -37,7 +37,7 @@ def check(
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Tell whether a plan trains within a VRAM budget.
 
@@ -57,7 +57,8 @@ def check(
         DeviceUnavailable: method="probe", and there is no such device.
         Exception: what the user's own code raised.
     """
-    check_arguments(workload, plan, calibration)
+    check_arguments(workload, plan, payloads)
+    learned = Calibration.of(calibration)
     total = find_gpu(gpu).total_bytes
     if will_probe(method, gpu, device):
         return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
@@ -71,7 +72,7 @@ def check(
             gpu=gpu,
             strategies=strategies,
             payloads=payloads,
-            calibration=calibration,
+            calibration=learned,
         )
     except CannotTell as error:
         return Verdict(None, plan or workload.plan(), "predict", budget, detail=str(error))

@@ -22,7 +22,10 @@ import numpy as np
 
 from autofit.curve_fit import Array as Array
 from autofit.curve_fit import Readings, nearest
-from autofit.plan import Dimension, Scalar, Settings
+from autofit.plan import Dimension, Scalar, Settings, variant_key
+
+_Factors = tuple[float, float]
+"""Logarithms of what a value does to intercept and slope."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Spread:
         help: no deviation but the mean of what they do: values are offered because they may help.
         trend: of what the last value of an ordered setting does to the slope, as a straight trend.
         bend: of how far the values of an ordered setting stray from that trend.
-        hinted: of what a value with a hint does to the slope, around the hint.
+        hinted: of what a value does to the slope, around its hint or its predicted line.
         own: of a variant's own slope around the product of its settings'.
     """
 
@@ -97,12 +100,13 @@ class LineFamily:
     """The prior of all variants' lines, and the worlds that measurements leave of it.
 
     Args:
-        variants: the settings of each variant.
+        variants: the settings of each variant, the plain one first.
         dimensions: the settings' values, which say what is ordered.
         spread: how far terms may lie from their prior means.
         hints: (setting, value) -> expected factor on the slope, relative to the first value.
         lines: variant index -> (intercept, slope) as predicted without running it; either none or
-            one for each variant.
+            the plain variant's and any others'. One that has none is composed: the plain line
+            times what each of its settings does to the plain one, as predicted or hinted.
     """
 
     def __init__(
@@ -115,15 +119,20 @@ class LineFamily:
     ) -> None:
         self._own, self._count = spread.own, len(variants)
         self._predicted = bool(lines)
-        terms = [_Terms(name, d, spread, hints) for name, d in dimensions.items()]
+        terms = [
+            _Terms(name, d, spread, hints, _predicted_factors(name, d, variants, lines))
+            for name, d in dimensions.items()
+        ]
         shared = _shared_features(self._count, spread, self._predicted)
         intercepts = [term.intercept_features(variants) for term in terms]
         slopes = [term.slope_features(variants) for term in terms]
         self._features_a = np.hstack([shared[0], *intercepts, *map(np.zeros_like, slopes)])
         self._features_b = np.hstack([shared[1], *map(np.zeros_like, intercepts), *slopes])
-        self._mean_a = np.zeros(self._count)
-        self._mean_b = np.zeros(self._count)
+        plain = np.log(lines[0]) if lines else np.zeros(2)
+        self._mean_a = np.full(self._count, plain[0])
+        self._mean_b = np.full(self._count, plain[1])
         for term in terms:
+            self._mean_a += term.intercept_means(variants)
             self._mean_b += term.slope_means(variants)
         for index, (intercept, slope) in lines.items():
             self._mean_a[index], self._mean_b[index] = np.log([intercept, slope])
@@ -175,6 +184,23 @@ def _shared_features(count: int, spread: Spread, predicted: bool) -> tuple[Array
     return np.hstack([level * ones, split * ones]), np.hstack([level * ones, -split * ones])
 
 
+def _predicted_factors(
+    name: str,
+    dimension: Dimension,
+    variants: Sequence[Settings],
+    lines: Mapping[int, tuple[float, float]],
+) -> dict[Scalar, _Factors]:
+    """By value, for those whose line beside plain values was predicted."""
+    found = {variant_key(variants[index]): np.log(line) for index, line in lines.items()}
+    factors: dict[Scalar, _Factors] = {}
+    for value in dimension.values[1:]:
+        line = found.get(variant_key({**variants[0], name: value}))
+        if line is not None:
+            intercept, slope = line - np.log(lines[0])
+            factors[value] = float(intercept), float(slope)
+    return factors
+
+
 class _Terms:
     """What the values of one setting contribute to slopes and intercepts."""
 
@@ -184,21 +210,37 @@ class _Terms:
         dimension: Dimension,
         spread: Spread,
         hints: Mapping[tuple[str, Scalar], float],
+        predicted: Mapping[Scalar, _Factors],
     ) -> None:
         self._name, self._values, self._spread = name, list(dimension.values), spread
-        self._hints = {v: hints[name, v] for v in self._values if (name, v) in hints}
+        self._hints = {v: float(np.log(hints[name, v])) for v in self._values if (name, v) in hints}
+        self._hints |= {value: slope for value, (_, slope) in predicted.items()}
+        self._predicted = predicted
+
+    def intercept_means(self, variants: Sequence[Settings]) -> Array:
+        """The predicted part of each variant's log intercept."""
+        means = {value: intercept for value, (intercept, _) in self._predicted.items()}
+        return self._rows(variants, lambda i: self._between(self._values[i], means))
 
     def slope_means(self, variants: Sequence[Settings]) -> Array:
-        """The hinted part of each variant's log slope."""
-        means: Array = np.array([self._slope_mean(v) for v in self._values])[self._where(variants)]
-        return means
+        """The hinted and predicted part of each variant's log slope."""
+        return self._rows(variants, lambda i: self._slope_mean(self._values[i]))
 
     def _slope_mean(self, value: Scalar) -> float:
-        if value in self._hints:
-            return float(np.log(self._hints[value]))
-        if self._hints or _ordered(self._values) or value == self._values[0]:
+        if self._hints:
+            return self._between(value, self._hints)
+        if _ordered(self._values) or value == self._values[0]:
             return 0.0
         return self._spread.help
+
+    def _between(self, value: Scalar, known: Mapping[Scalar, float]) -> float:
+        """What is known of a value; of ordered ones, between those that were predicted too."""
+        if value in known or not (self._predicted and _ordered(self._values)):
+            return known.get(value, 0.0)
+        points = {self._values[0]: 0.0, **known}
+        at = sorted(points, key=self._values.index)
+        places = [self._values.index(each) for each in at]
+        return float(np.interp(self._values.index(value), places, [points[each] for each in at]))
 
     def slope_features(self, variants: Sequence[Settings]) -> Array:
         """(variants, terms): the terms' standard deviations, where a variant has them."""
@@ -208,7 +250,7 @@ class _Terms:
         """Likewise for the intercept."""
         return self._rows(variants, lambda i: self._spread.intercept * self._own_column(i))
 
-    def _rows(self, variants: Sequence[Settings], row: Callable[[int], Array]) -> Array:
+    def _rows(self, variants: Sequence[Settings], row: Callable[[int], Array | float]) -> Array:
         rows: Array = np.array([row(i) for i in range(len(self._values))])[self._where(variants)]
         return rows
 

@@ -46,7 +46,9 @@ def test_it_does_not_fit_by_prediction() -> None:
     assert all(word in explained for word in ("required", "allowed", "activations", "weights"))
 
 
-@pytest.mark.parametrize("asked", [{"gpu": True}, {"plan": 8}, {"calibration": {}}])
+@pytest.mark.parametrize(
+    "asked", [{"gpu": True}, {"plan": 8}, {"calibration": 3}, {"payloads": [1]}]
+)
 @pytest.mark.parametrize("tell", [check, predict])
 def test_an_argument_of_another_kind_is_refused(tell: Any, asked: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"{next(iter(asked))} must be"):

@@ -62,3 +62,18 @@ class Calibration:
         """The calibration that `to_dict` wrote; keys it does not know are ignored."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**known)
+
+    @classmethod
+    def of(cls, given: Calibration | Mapping[str, Any] | None) -> Calibration | None:
+        """What a user gave as one: itself, or a report's; None where that is empty.
+
+        Raises:
+            InvalidRequest: it is neither.
+        """
+        if given is None or isinstance(given, Calibration):
+            return given
+        if isinstance(given, Mapping) and (not given or "non_torch_bytes" in given):
+            return cls.from_dict(given) if given else None
+        raise InvalidRequest(
+            f"calibration must be a report's, or what Calibration.learn returned, got {given!r}"
+        )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -107,9 +108,11 @@ def predict(
     gpu: str | int | Gpu | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Prediction:
     """Tell what a plan would need, without running it and without a GPU.
+
+    After a search on that GPU, `calibration=report.calibration` tells it more exactly.
 
     Args:
         workload: what is trained.
@@ -118,42 +121,65 @@ def predict(
         strategies: names or Strategy objects that may have settings in the plan; None: those
             installed under the names that the plan's settings begin with.
         payloads: what settings mean to their strategies, as in a report's dimensions.
-        calibration: what an earlier probe taught about the GPU.
+        calibration: what an earlier probe taught about the GPU, its driver and torch, as a report
+            of a search on it has it; an empty one is none.
 
     Raises:
-        InvalidRequest: no such GPU, setting or value.
+        InvalidRequest: no such GPU, setting or value, or an argument of another kind.
         CannotTell: the training cannot be run without values; the message names the user's line.
         Exception: what the user's own code raised, as it was raised.
     """
-    check_arguments(workload, plan, calibration)
-    found = _calibrated(find_gpu(gpu), calibration)
+    check_arguments(workload, plan, payloads)
+    found = find_gpu(gpu)
     chosen_plan = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
     chosen = strategies_of(chosen_plan, strategies)
-    complete, meanings = meaning_of(chosen_plan, workload, found, chosen, payloads)
-    calibration = calibration or Calibration(found.context_bytes)
+    learned = Calibration.of(calibration)
+    meant = found if learned is None else replace(found, context_bytes=learned.non_torch_bytes)
+    complete, meanings = meaning_of(chosen_plan, workload, meant, chosen, payloads)
+    return predict_as_meant(
+        workload, complete, meant, strategies=chosen, payloads=meanings, calibration=learned
+    )
+
+
+def predict_as_meant(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    strategies: Sequence[Strategy] = (),
+    payloads: Mapping[str, Any] = MappingProxyType({}),
+    calibration: Calibration | None = None,
+) -> Prediction:
+    """Like `predict`, where it is known what all the settings mean: as payloads say.
+
+    Raises:
+        CannotTell: the training cannot be run without values; the message names the user's line.
+        Exception: what the user's own code raised, as it was raised.
+    """
+    constants = calibration or Calibration(gpu.context_bytes)
 
     def at(micro_batch: int) -> Prediction:
-        steps = complete.accumulation_steps
-        scaled = Plan(micro_batch, accumulation_steps=steps, settings=complete.settings)
-        return told(scaled if micro_batch != complete.micro_batch else complete)
+        steps = plan.accumulation_steps
+        scaled = Plan(micro_batch, accumulation_steps=steps, settings=plan.settings)
+        return told(scaled if micro_batch != plan.micro_batch else plan)
 
     def told(plan: Plan) -> Prediction:
         rehearsal = rehearse(
             workload,
             plan,
-            found,
-            strategies=chosen,
-            payloads=meanings,
+            gpu,
+            strategies=strategies,
+            payloads=payloads,
             expandable_segments=expandable_segments(),
-            workspace_bytes=calibration.workspace_bytes or configured_workspace_bytes(),
+            workspace_bytes=constants.workspace_bytes or configured_workspace_bytes(),
         )
         breakdown = rehearsal.labels.at_peak(rehearsal.recording)
-        return _prediction(plan, found, rehearsal.recording, breakdown, calibration, at)
+        return _prediction(plan, gpu, rehearsal.recording, breakdown, constants, at)
 
-    return told(complete)
+    return told(plan)
 
 
-def check_arguments(workload: object, plan: object, calibration: object) -> None:
+def check_arguments(workload: object, plan: object, payloads: object) -> None:
     """Refuse what is of another kind than `predict` and `check` take.
 
     Raises:
@@ -169,10 +195,10 @@ def check_arguments(workload: object, plan: object, calibration: object) -> None
             f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
             f"got {_kind(plan)}"
         )
-    if calibration is not None and not isinstance(calibration, Calibration):
+    if payloads is not None and not isinstance(payloads, Mapping):
         raise InvalidRequest(
-            f"calibration must be what Calibration.learn or Calibration.from_dict returned, "
-            f"got {_kind(calibration)}"
+            "payloads must be a mapping from settings to what they mean, as in a report's "
+            f"dimensions, got {_kind(payloads)}"
         )
 
 
@@ -191,10 +217,6 @@ def configured_workspace_bytes() -> int | None:
     """What CUBLAS_WORKSPACE_CONFIG asks for, such as ":4096:2:16:8" in KiB; None: nothing."""
     numbers = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(size) * int(count) for size, count in numbers) * KIB or None
-
-
-def _calibrated(gpu: Gpu, calibration: Calibration | None) -> Gpu:
-    return replace(gpu, context_bytes=calibration.non_torch_bytes) if calibration else gpu
 
 
 def _prediction(

@@ -33,7 +33,6 @@ micro-batch better than the next, however well each repeats."""
 _LEAST_SCATTER = 0.002  # no clock says more of the next probe
 _ALIKE = 1.5  # steps whose lengths differ by less scatter alike
 _MEMORY_SPREAD = Spread(trend=0.7, bend=0.4)
-_PREDICTED_SPREAD = Spread(common=0.05, slope=0.05, help=0.0, trend=0.05, bend=0.05)
 _TIME_SPREAD = Spread(trend=0.3, bend=0.15)
 
 
@@ -99,10 +98,9 @@ class Beliefs:
     @cached_property
     def memory(self) -> Worlds:
         """Bytes over micro-batch."""
-        lines = self._predicted_lines()
-        spread = _PREDICTED_SPREAD if lines else _MEMORY_SPREAD
-        hints = {} if lines else self._hints("bytes_per_sample")
-        family = LineFamily(self.variants, self.facts.space.dimensions, spread, hints, lines)
+        lines, hints = self._predicted_lines(), self._hints("bytes_per_sample")
+        dimensions = self.facts.space.dimensions
+        family = LineFamily(self.variants, dimensions, _MEMORY_SPREAD, hints, lines)
         return family.worlds(self._memory_points(), WORLDS, self.seed)
 
     @cached_property
@@ -200,10 +198,10 @@ class Beliefs:
         }
 
     def _predicted_lines(self) -> Mapping[int, MemoryLine]:
-        """By variant; none unless every variant has one that a logarithm can be taken of."""
+        """By variant, those that a logarithm can be taken of; none without the plain one's."""
         lines = [self.facts.predicted_line(settings) for settings in self.variants]
         found = {i: line for i, line in enumerate(lines) if line is not None and min(line) > 0}
-        return found if len(found) == len(self.variants) else {}
+        return found if 0 in found else {}
 
     def _memory_points(self) -> list[Point]:
         points = []

@@ -1,6 +1,6 @@
 """What a search on a GPU takes from prediction, and what it gives back.
 
-Before the first probe: the memory lines of the variants, so that the ladder starts near the
+Before the first probe: memory lines of variants, so that the ladder starts near the
 ceiling. After the last: the constants of this GPU, driver and torch, for later predictions. Neither
 is needed; where the training cannot be rehearsed a search goes on without, and says so.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from autofit.measurement import Trial
 from autofit.prediction.calibration import Calibration
-from autofit.prediction.engine import predict
+from autofit.prediction.engine import predict_as_meant
 from autofit.prediction.lines import PredictedLines, gpu_of, memory_lines
 from autofit.probing.survey import Survey
 from autofit.space import Space
@@ -26,7 +26,7 @@ MOST_SECONDS = 8.0
 def predicted_lines(
     workload: Workload, survey: Survey, space: Space, strategies: Sequence[Strategy]
 ) -> PredictedLines:
-    """Memory lines of the variants on the surveyed GPU; none on a CPU."""
+    """Memory lines of the plain variant and of each setting's values; none on a CPU."""
     gpu = gpu_of(survey.environment)
     if gpu is None:
         return PredictedLines()
@@ -54,7 +54,7 @@ def learned(
     plan = baseline.plan
     payloads = space.payloads(plan.settings)
     try:
-        prediction = predict(workload, plan=plan, gpu=gpu, strategies=strategies, payloads=payloads)
+        prediction = predict_as_meant(workload, plan, gpu, strategies=strategies, payloads=payloads)
         return Calibration.learn(prediction, baseline.measurement).to_dict()
     except Exception:  # a calibration is a gift to later predictions, never worth a report
         return {}

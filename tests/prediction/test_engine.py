@@ -117,6 +117,9 @@ def test_a_probe_teaches_constants() -> None:
     again = predict(gpt(), gpu="A100", calibration=learned)
     assert again.peak_allocated_bytes == measured.peak_allocated_bytes
     assert again.breakdown["non_torch"] == 400 * MIB
+    as_reported = predict(gpt(), gpu="A100", calibration=learned.to_dict())
+    assert as_reported.required_bytes == again.required_bytes
+    assert predict(gpt(), gpu="A100", calibration={}).required_bytes == first.required_bytes
     with pytest.raises(InvalidRequest, match="measured no memory"):
         Calibration.learn(first, Measurement(Outcome.OOM))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Environment
-from autofit.plan import Dimension, Plan, variant_key
-from autofit.prediction.engine import predict
+from autofit.plan import Dimension, Hint, Plan, variant_key
+from autofit.prediction import lines
+from autofit.prediction.engine import predict, predict_as_meant
 from autofit.prediction.gpus import find_gpu
 from autofit.prediction.lines import gpu_of, memory_lines
 from autofit.registry import load_strategies
@@ -56,6 +58,66 @@ def test_the_time_it_may_take_is_limited() -> None:
     found = memory_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
     assert found.lines == {}
     assert len(found.notes) == 1
+
+
+def space(**options: Any) -> Space:
+    return Space({}, **{"sample_batch_size": 8} | options)
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        space(sample_batch_size=8192),
+        space(sample_batch_size=2**17, max_micro_batch=2**17),
+        space(max_micro_batch=8),
+        space(max_micro_batch=1),
+        space(global_batch=32),
+        space(global_batch=32, may_resplit=False),
+    ],
+    ids=["8192", "all of 2^17", "n itself", "one", "global batch", "one split"],
+)
+def test_no_size_is_looked_at_that_the_space_does_not_have(
+    bounded: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def noted(workload: Workload, plan: Plan, *given: Any, **options: Any) -> Any:
+        looked.append(plan.micro_batch)
+        return predict_as_meant(workload, plan, *given, **options)
+
+    monkeypatch.setattr(lines, "predict_as_meant", noted)
+    found = memory_lines(workload(), bounded, A100, 8 * GIB)
+    assert found.notes == ()
+    ((fixed, per_sample),) = found.lines.values()
+    assert max(looked) <= bounded.largest_micro_batch
+    steps = min(2, bounded.baseline.accumulation_steps)
+    largest = Plan(looked[-1], accumulation_steps=steps)
+    required = predict(workload(), plan=largest, gpu=A100).required_bytes
+    assert fixed + looked[-1] * per_sample == pytest.approx(required, rel=0.001)
+
+
+def test_what_tells_most_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, then one value at a time: those without a hint, those in between last."""
+    dimensions = {
+        "placement.level": Dimension(range(5)),
+        "hinted.level": Dimension((0, 1), hints={1: Hint(0.5)}),
+        "precision.dtype": Dimension(["as_is", "tf32", "bfloat16"]),
+        "compiled.mode": Dimension(("no", "yes"), trial_cost_s=60.0),
+        "beside.plain": Dimension((0, 1), when={"placement.level": [1]}),
+    }
+    asked: list[dict[str, Any]] = []
+
+    def noted(workload: Workload, plan: Plan, *given: Any, **options: Any) -> Any:
+        asked.append({n: v for n, v in plan.settings.items() if v != dimensions[n].values[0]})
+        return predict_as_meant(workload, plan, *given, **options)
+
+    monkeypatch.setattr(lines, "predict_as_meant", noted)
+    found = memory_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
+    level, dtype = "placement.level", "precision.dtype"
+    order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]
+    order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
+    assert [settings for settings, _ in groupby(asked)] == order
+    assert len(found.lines) == len(order)
 
 
 def environment(gpu: str | None, capability: str | None) -> Environment:

@@ -7,20 +7,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
-from autofit.plan import Dimension, Hint, Plan, Scalar
+from autofit.plan import Dimension, Hint, Plan, Scalar, variant_key
 from autofit.searching import planner
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.confirming import best_of, confirm
 from autofit.searching.engine import run_search
 from autofit.searching.exclusions import exclusions_of
 from autofit.searching.facts import SearchFacts
+from autofit.searching.proposals import STRIDE
 from autofit.units import GIB
 
 MakeRig = Callable[..., Any]
 PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", "checkpointing.level": 0}
+LEVEL = "checkpointing.level"
 HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 0}
 
 
@@ -262,15 +265,54 @@ def test_a_plan_no_better_than_the_baseline_is_no_answer(
     assert best.plan == (other if wins else plain)
 
 
-def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(rig_of: MakeRig) -> None:
-    other = rig_of(sample_batch_size=1)
+def _predicted(rig: Any, *, most_changed: int = 1) -> Any:
+    """Facts of a rig with the lines of variants that differ from plain in so many settings."""
     lines = {}
-    for settings in other.space.variants():
-        at_0, at_1 = (other.memory(Plan(n, settings=settings)) for n in (1, 2))
-        lines[Plan(1, settings=settings).variant] = (2 * at_0 - at_1, at_1 - at_0)
-    facts = replace(other.facts(), predicted_lines=lines)
+    for settings in rig.space.variants():
+        changed = sum(value != PLAIN[name] for name, value in settings.items())
+        if changed <= most_changed:
+            at_1, at_2 = (rig.memory(Plan(n, settings=settings)) for n in (1, 2))
+            lines[variant_key(settings)] = (2 * at_1 - at_2, at_2 - at_1)
+    return replace(rig.facts(), predicted_lines=lines)
+
+
+@pytest.mark.parametrize("most_changed", [1, 2], ids=["one setting at a time", "every variant"])
+def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(
+    rig_of: MakeRig, most_changed: int
+) -> None:
+    other = rig_of(sample_batch_size=1)
+    facts = _predicted(other, most_changed=most_changed)
     trials = run_search(other.prober(), facts, max_probes=2).trials[:1]
     plan = planner.decide(Beliefs(facts, trials)).plan
     assert plan is not None
     expected = planner.forecast(Beliefs(facts, ()), plan).peak_bytes
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
+
+
+def test_lines_of_one_setting_at_a_time_are_composed(rig: Any) -> None:
+    """Where variants have no line of their own; levels without one lie between their neighbours."""
+    facts = _predicted(rig)
+    few = {key: line for key, line in facts.predicted_lines.items() if dict(key)[LEVEL] in (0, 4)}
+    for lines, near in ((facts.predicted_lines, 0.03), (few, 0.15)):
+        beliefs = Beliefs(replace(facts, predicted_lines=lines), ())
+        for index, settings in enumerate(beliefs.variants):
+            plan = Plan(16, settings=settings)
+            expected = float(np.median(beliefs.held(plan)))
+            assert expected == pytest.approx(rig.memory(plan), rel=near), (index, settings)
+
+
+def test_with_predicted_lines_variants_start_near_their_ceilings_and_stay_below(rig: Any) -> None:
+    """Or as far past the largest micro-batch so far as any probe may go."""
+    without = run_search(rig.prober(), rig.facts())
+    result = run_search(rig.prober(), _predicted(rig))
+    largest, known = 4, {rig.space.baseline.variant}
+    for trial in result.trials[1:]:
+        size = trial.plan.micro_batch
+        if trial.plan.variant not in known:
+            assert rig.memory(trial.plan) > 0.75 * rig.budget or size == STRIDE * largest
+        known.add(trial.plan.variant)
+        largest = max(largest, size)
+    assert len(known) > 4
+    assert result.oom_probes == 0
+    assert result.probes < without.probes
+    assert rig.speed(result.best.plan) > 0.97 * rig.optimum()
