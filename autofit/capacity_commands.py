@@ -177,7 +177,7 @@ def _as_tuned(
     method: str,
     device: str | None,
 ) -> dict[str, Any]:
-    """Budget and GPU of a report where no others are asked for.
+    """Budget and GPU of a report where no others are asked for, and what was learned of that GPU.
 
     What was tuned on the CPU is probed there again: no context of a GPU counts in its budget.
 
@@ -201,6 +201,7 @@ def _as_tuned(
         "vram_budget": tuned.record.vram_budget_bytes if vram_budget is None else vram_budget,
         "gpu": gpu if gpu or probes or on_cpu else _gpu_of(tuned),
         "device": device,
+        "calibration": tuned.calibration if gpu in (None, _gpu_of(tuned)) else None,
     }
 
 

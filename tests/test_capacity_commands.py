@@ -34,9 +34,9 @@ def branching():
 """
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> str:
-    path = tmp_path / f"workload_{tmp_path.name}.py"
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("target") / "workload_of_capacity_commands.py"
     path.write_text(WORKLOAD)
     return f"{path}:make"
 
@@ -116,12 +116,13 @@ def test_predict_shows_the_breakdown(target: str) -> None:
     assert prediction["largest_micro_batch"] > 16
 
 
-@pytest.fixture
-def report(target: str, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a short search on the CPU device."""
-    path = tmp_path / "report.json"
+    path = tmp_path_factory.mktemp("report") / "report.json"
     searched = ["search", target, "--device", "cpu", "--vram-budget", "512MiB"]
-    assert run(*searched, "--max-probes", "2", "--out", str(path))[0] == 0
+    quickly = ["--max-probes", "1", "--strategies", "precision", "--isolation", "inprocess"]
+    assert run(*searched, *quickly, "--out", str(path))[0] == 0
     return path
 
 
@@ -141,21 +142,23 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
 
 
-def test_check_of_a_plain_value_that_only_a_run_could_list(target: str) -> None:
-    check = ["check", target, "--gpu", "L4", "--set"]
-    plain = run(*check, "checkpointing.level=0")
-    assert plain[0] == 0
-    assert "checkpointing.level=0 fits" in plain[1]
-    assert run(*check, "checkpointing.level=1")[0] == 5
-    assert run(*check, "checkpointing.lvl=0")[0] == 5
+@pytest.mark.parametrize("setting", ["level=0", "level=1", "lvl=0"])
+def test_check_of_a_value_that_only_a_run_could_list(target: str, setting: str) -> None:
+    """Which value is plain is not known either: a plain setting is left out."""
+    code, said = run("check", target, "--gpu", "L4", "--set", f"checkpointing.{setting}")
+    assert code == 5
+    assert "plain PyTorch, leave it out" in said
 
 
-def test_check_of_a_tuned_plan_probes_where_it_can(target: str, report: Path) -> None:
-    """The GPU that the report was made on is for a prediction alone."""
+def test_check_of_a_tuned_plan_probes_where_it_can(
+    target: str, report: Path, tmp_path: Path
+) -> None:
+    """The GPU that the report was made on is for a prediction alone, and what it taught too."""
     made = json.loads(report.read_text())
     made["environment"] |= {"gpu": "NVIDIA L4", "device": "cuda"}
-    report.write_text(json.dumps(made))
-    of_report = ["check", target, "--report", str(report), "--json"]
+    of_gpu = tmp_path / "report.json"
+    of_gpu.write_text(json.dumps(made))
+    of_report = ["check", target, "--report", str(of_gpu), "--json"]
     code, said = run(*of_report, "--device", "cpu")
     assert (code, json.loads(said)["method"]) == (0, "probe")
     assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
@@ -163,3 +166,7 @@ def test_check_of_a_tuned_plan_probes_where_it_can(target: str, report: Path) ->
     same = json.loads(run(*of_report, "--gpu", "L4")[1])
     assert named == same
     assert named["method"] == "predict"
+    learned = {"non_torch_bytes": named["breakdown"]["non_torch"] + 2**20}
+    of_gpu.write_text(json.dumps(made | {"calibration": learned}))
+    exact = json.loads(run(*of_report, "--method", "predict")[1])
+    assert exact["required_bytes"] == named["required_bytes"] + 2**20

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,11 @@ class Report:
     def trials(self) -> tuple[Trial, ...]:
         """Every trial, in order, failures included."""
         return self.record.trials
+
+    @property
+    def calibration(self) -> Mapping[str, Any]:
+        """What the baseline's probe taught of the GPU, for `autofit.predict`; {} where nothing."""
+        return self.record.calibration
 
     @property
     def frontier(self) -> tuple[Trial, ...]:
