@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
-from autofit.memory.blocks import ROUNDING_BYTES, round_up
-from autofit.memory.replay import Recording
+from autofit.memory.allocator import CachingAllocator
+from autofit.memory.blocks import Block
+from autofit.memory.replay import STEPS, Recording
 from autofit.memory.storages import tensors_in
 from autofit.optimizers import by_name
 from autofit.prediction.cuda_tracer import CudaTracer
@@ -52,23 +54,29 @@ class Labels:
         for optimizer in by_name(training.optimizer).values():
             self._note("optimizer_state", tensors_in(dict(optimizer.state)))
 
-    def at_peak(self, recording: Recording) -> Mapping[str, int]:
-        """Bytes of each kind at the moment when most was allocated, in all recorded steps."""
+    def at_peak(
+        self, recording: Recording, *, expandable_segments: bool = False
+    ) -> Mapping[str, int]:
+        """Bytes of each kind at the moment when most was allocated; they add up to that peak.
+
+        What the allocator's block holds beyond the request counts with it.
+        """
+        allocator = CachingAllocator(expandable_segments=expandable_segments)
         held = dict.fromkeys(KINDS, 0)
         best = dict(held)
-        live: dict[int, tuple[str, int]] = {}
-        total = most = 0
-        for event, size in recording.events[: recording.step_ends[-1]]:
+        live: dict[int, tuple[str, Block]] = {}
+        most, recorded = 0, recording.largest_number
+        for event, size in chain.from_iterable(recording.steps(STEPS)):
             if event > 0:
-                kind, nbytes = self.kind_of(event), round_up(size, ROUNDING_BYTES)
-                live[event] = kind, nbytes
+                kind, block = self.kind_of((event - 1) % recorded + 1), allocator.allocate(size)
+                live[event] = kind, block
+                held[kind] += block.size
+                if allocator.allocated_bytes > most:
+                    most, best = allocator.allocated_bytes, dict(held)
             else:
-                kind, nbytes = live.pop(-event)
-                nbytes = -nbytes
-            held[kind] += nbytes
-            total += nbytes
-            if total > most:
-                most, best = total, dict(held)
+                kind, block = live.pop(-event)
+                held[kind] -= block.size
+                allocator.free(block)
         return best
 
     def kind_of(self, number: int) -> str:

@@ -46,7 +46,8 @@ class Prediction:
         required_bytes: the smallest VRAM budget under which the plan runs, non-torch bytes
             included.
         breakdown: bytes by kind at the moment of peak allocated: weights, gradients,
-            optimizer_state, activations, temporaries; and non_torch beside them.
+            optimizer_state, activations, temporaries, which add up to it; and non_torch beside
+            them.
         interval: (low, high) around required_bytes; what fits is told from the high end.
     """
 
@@ -173,7 +174,9 @@ def predict_as_meant(
             expandable_segments=expandable_segments(),
             workspace_bytes=constants.workspace_bytes or configured_workspace_bytes(),
         )
-        breakdown = rehearsal.labels.at_peak(rehearsal.recording)
+        breakdown = rehearsal.labels.at_peak(
+            rehearsal.recording, expandable_segments=expandable_segments()
+        )
         return _prediction(plan, gpu, rehearsal.recording, breakdown, constants, at)
 
     return told(plan)
@@ -239,7 +242,11 @@ def _prediction(
         free.peak_allocated_bytes + calibration.residual_bytes,
         free.peak_reserved_bytes + calibration.residual_bytes,
         required,
-        {**breakdown, "non_torch": gpu.context_bytes},
+        {
+            **breakdown,
+            "temporaries": breakdown["temporaries"] + calibration.residual_bytes,
+            "non_torch": gpu.context_bytes,
+        },
         (required - margin, required + margin),
         at,
     )
