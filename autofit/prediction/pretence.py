@@ -76,7 +76,7 @@ def pretence(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) -
     so one pretence at a time.
     """
     mode = _CudaIsMeta(note)
-    patches = (_torch_cuda(gpu), _random(), _no_context(note), _amp(), _optimizers())
+    patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
     with ExitStack() as stack:
         for target, name, value in (*chain(*patches), *_backward(mode)):
             stack.enter_context(_replaced(target, name, value))
@@ -192,6 +192,25 @@ class _HostGenerator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> _HostGenerator:
         return super().__new__(cls)
+
+
+def _reads(note: Callable[[Exception], None]) -> Iterator[Patch]:
+    """Ways to a tensor's values that are no torch functions: what they raise is noted too."""
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                note(error)
+                raise
+
+        return call
+
+    for kind in (torch.UntypedStorage, torch.TypedStorage):
+        yield kind, "__getitem__", noted(kind.__getitem__)
+    for module in (torch, torch.utils.dlpack):
+        yield module, "to_dlpack", noted(torch.utils.dlpack.to_dlpack)
 
 
 def _amp() -> Iterator[Patch]:

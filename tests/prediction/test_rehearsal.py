@@ -214,6 +214,8 @@ def test_what_would_make_a_context_on_a_gpu_is_refused(ask: Callable[[], object]
     [
         torch.Tensor.item,
         torch.Tensor.tolist,
+        lambda loss: loss.untyped_storage().tolist(),
+        lambda loss: torch.utils.dlpack.to_dlpack(loss.detach()),
         lambda loss: loss.detach().numpy(),
         bool,
         int,
