@@ -31,6 +31,7 @@ from autofit.prediction.lacking import Lack, NeedsValues, asked_by_an_optimizer,
 from autofit.prediction.losses import ctc_loss, ctc_loss_backward
 from autofit.prediction.recurrent import cudnn_rnn, cudnn_rnn_backward
 from autofit.prediction.scratch import scratch_bytes
+from autofit.prediction.shapes import Shapes
 from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB
@@ -94,6 +95,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         """The first thing that could not be done, whatever the user's code made of the error."""
         self.known = KnownValues()
         """What is known of tensors' values."""
+        self._remembered = Shapes()
         self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
@@ -150,7 +152,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 return args[0]
             if _ON_LISTS_IN_PLACE.fullmatch(name):
                 return None
-        result = super().compute(func, args, kwargs)
+        result = self._remembered.of(func, args, kwargs, super().compute)
         if name == "convolution":
             return in_layout_of_cudnn(args, result)
         if name == "log_sigmoid_forward":

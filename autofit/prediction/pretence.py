@@ -209,8 +209,9 @@ def _reads(note: Callable[[Exception], None]) -> Iterator[Patch]:
 
     for kind in (torch.UntypedStorage, torch.TypedStorage):
         yield kind, "__getitem__", noted(kind.__getitem__)
-    for module in (torch, torch.utils.dlpack):
-        yield module, "to_dlpack", noted(torch.utils.dlpack.to_dlpack)
+    packs: Any = torch.utils.dlpack
+    for module in (torch, packs):
+        yield module, "to_dlpack", noted(packs.to_dlpack)
 
 
 def _amp() -> Iterator[Patch]:
