@@ -36,9 +36,7 @@ def test_the_baseline_is_run_whatever_the_bounds() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "short"), [(10.0, False), (40.0, True)])
-def test_time_is_short_where_two_more_probes_would_not_end(
-    seconds: float, short: bool
-) -> None:
+def test_time_is_short_where_two_more_probes_would_not_end(seconds: float, short: bool) -> None:
     bounded = Allowance(None, 60.0)
     assert bounded.time_is_short(trials(3, seconds), probes=2) is short
     assert (bounded.spent(trials(3, seconds)) == "timeout of 60 s reached") is short
