@@ -49,7 +49,7 @@ def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> N
     check_has_train_step(chosen, has_train_step=has_train_step)
     for entry in by_name(chosen).values():
         if isinstance(entry, torch.optim.Optimizer):
-            _check_trains(entry, model)
+            check_trains(entry, model)
         elif not callable(entry):
             raise InvalidRequest(
                 "optimizer must be a function of parameters, such as torch.optim.AdamW, or a live "
@@ -93,8 +93,12 @@ def check_steps_alone(optimizer: Optimizers) -> None:
             )
 
 
-def _check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    """Timed with the optimizer of another model, a step would update nothing."""
+def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    """Refuse the optimizer of another model: its step would update nothing.
+
+    Raises:
+        InvalidRequest: it holds none of the model's parameters, or there is no live model.
+    """
     if not isinstance(model, torch.nn.Module):
         raise InvalidRequest(
             "a live optimizer belongs to the parameters of a live model, and this model is built "

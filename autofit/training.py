@@ -215,10 +215,10 @@ class Training(AbstractContextManager["Training"]):
 
     def _optimizers(self, name: str | None) -> list[torch.optim.Optimizer]:
         optimizers = by_name(self.optimizer)
-        if name is None or not isinstance(self.optimizer, Mapping):
+        if name is None:
             return list(optimizers.values())
         if name not in optimizers:
-            names = ", ".join(optimizers)
+            names = ", ".join(optimizers) or "one, and it has no name"
             raise InvalidRequest(f"there is no optimizer {name!r}; there are: {names}")
         return [optimizers[name]]
 

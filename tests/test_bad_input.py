@@ -260,6 +260,11 @@ def test_what_an_optimizer_raises_reaches_the_user() -> None:
         autofit.search(model, batch(), optimizer=optimizer, **HERE)
 
 
+def test_a_probe_of_what_is_no_workload_is_refused() -> None:
+    with pytest.raises(autofit.InvalidRequest, match=r"must be an autofit\.Workload, got"):
+        autofit.probe(model)  # type: ignore[arg-type]  # what is shown
+
+
 def test_a_probe_raises_what_the_users_code_raised() -> None:
     with pytest.raises(OutOfCoffee, match="out of memory of what"):
         autofit.probe(autofit.Workload(Raising(), batch()), **HERE)

@@ -311,6 +311,12 @@ def searched_copy(searched: Searched) -> nn.Module:
     return model
 
 
+def test_apply_refuses_the_optimizer_of_another_model(searched: Searched) -> None:
+    other = torch.optim.SGD(classifier().parameters(), lr=0.1)
+    with pytest.raises(autofit.InvalidRequest, match="holds not one of the model's parameters"):
+        searched.report.apply(searched_copy(searched), other)
+
+
 def test_apply_takes_another_loss_than_the_search_had(searched: Searched) -> None:
     model = searched_copy(searched)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

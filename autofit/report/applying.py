@@ -52,7 +52,7 @@ def apply(
     given = {name: value for name, value in said.items() if value is not None}
     recipe = _recipe(record, workload, given)
     device = _device_of(model)
-    _check_live(optimizer, has_train_step=recipe.train_step is not None)
+    _check_live(optimizer, model, has_train_step=recipe.train_step is not None)
     return Training(
         model,
         optimizer,
@@ -100,9 +100,11 @@ def _device_of(model: Any) -> torch.device:
     )
 
 
-def _check_live(optimizer: Any, *, has_train_step: bool) -> None:
-    """What cannot step would show in the middle of the first step."""
-    from autofit.optimizers import by_name, check_has_train_step
+def _check_live(optimizer: Any, model: torch.nn.Module, *, has_train_step: bool) -> None:
+    """What cannot step would show in the middle of the first step, what trains nothing never."""
+    import torch
+
+    from autofit.optimizers import by_name, check_has_train_step, check_trains
 
     check_has_train_step(optimizer, has_train_step=has_train_step)
     for one in by_name(optimizer).values():
@@ -111,3 +113,5 @@ def _check_live(optimizer: Any, *, has_train_step: bool) -> None:
                 "apply steps a live optimizer over the model's parameters, such as "
                 f"torch.optim.AdamW(model.parameters()), got {one!r}"
             )
+        if isinstance(one, torch.optim.Optimizer):
+            check_trains(one, model)

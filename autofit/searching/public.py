@@ -14,6 +14,7 @@ from optuna.samplers import BaseSampler
 from autofit.errors import InvalidRequest
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
+from autofit.prediction.engine import check_arguments
 from autofit.probing.opening import open_prober
 from autofit.probing.prober import ProbeRequest, users_error
 from autofit.probing.survey import Survey, check_weights_fit
@@ -178,10 +179,12 @@ def probe(
         The trial, whatever its outcome; its accumulation was run in full.
 
     Raises:
-        InvalidRequest: the plan names a setting or a value that there is not.
+        InvalidRequest: an argument is of another kind, or the plan names a setting or a value
+            that there is not.
         DeviceUnavailable: the device is not there.
         Exception: what the user's own code raised, as it was raised.
     """
+    check_arguments(workload, plan, payloads)
     return probe_and_survey(
         workload,
         plan,

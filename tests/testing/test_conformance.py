@@ -12,7 +12,7 @@ import torch
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 from autofit.testing import NotConformant, check_strategy
-from autofit.testing.samples import convolutions
+from autofit.testing.samples import attention, convolutions
 
 SETTING = "scaling.factor"
 
@@ -151,6 +151,12 @@ def test_a_long_setting_is_tried_at_both_ends_and_in_between() -> None:
     strategy = HasManyValues()
     assert check_strategy(strategy, workloads=[convolutions]) == 6
     assert strategy.tried == [1, 2, 5, 8, 10, 13]
+
+
+def test_a_buffer_that_holds_infinities_is_no_rounding() -> None:
+    strategy = ChangesGradients()
+    strategy.factor, strategy.numerics = 1.0, Numerics.ROUNDING
+    assert check_strategy(strategy, workloads=[attention]) == 2
 
 
 def test_roundings_are_allowed_where_they_are_announced() -> None:
