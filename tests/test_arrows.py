@@ -58,6 +58,7 @@ and nobody imports it but the surface."""
 ON_DEMAND = {
     ("training", "apply"),
     ("recipe", "_recipe"),
+    ("recipe", "_warn_of_a_stand_in"),
     ("optimizers", "_check_live"),
     ("endurance", "soak"),
 }

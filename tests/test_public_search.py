@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -309,6 +310,17 @@ def searched_copy(searched: Searched) -> nn.Module:
     weights = searched.weights_before.values()
     model.load_state_dict(dict(zip(model.state_dict(), weights, strict=True)))
     return model
+
+
+def test_apply_warns_where_a_stand_in_is_trained() -> None:
+    report = search_here(criterion=None, sample_batch=torch.randn(8, 8), max_probes=1)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="no loss was given: this trains the mean of the model's"):
+        report.apply(model, optimizer).undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.apply(model, optimizer, loss_fn=cross_entropy_of).undo()
 
 
 def test_apply_refuses_the_optimizer_of_another_model(searched: Searched) -> None:

@@ -84,23 +84,36 @@ def compare_plans(
     """
     if bench.fresh_workload().train_step is not None:
         raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
+    seeds = (bench.seed, bench.seed)
+    return _compare(bench, list(zip((first, second), payloads, seeds, strict=True)), samples)
+
+
+def _compare(
+    bench: Workbench, passes: Sequence[tuple[Plan, Mapping[str, Any], int]], samples: int
+) -> Comparison:
+    """Two passes, each a plan, what its settings mean and a seed, over the same samples."""
     batch = bench.fresh_workload().batch(samples)  # once: a function may make another each time
-    plans = list(zip((first, second), payloads, strict=True))
     try:
-        return compare(*(_pass(bench, *plan, batch, calm=True) for plan in plans))
+        return compare(*(_pass(bench, *each, batch, calm=True) for each in passes))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # some models have a loss in training mode only
         scrub(error)
-    return compare(*(_pass(bench, *plan, batch, calm=False) for plan in plans))
+    return compare(*(_pass(bench, *each, batch, calm=False) for each in passes))
 
 
 def _pass(
-    bench: Workbench, plan: Plan, payloads: Mapping[str, Any], batch: Batch, *, calm: bool
+    bench: Workbench,
+    plan: Plan,
+    payloads: Mapping[str, Any],
+    seed: int,
+    batch: Batch,
+    *,
+    calm: bool,
 ) -> Gradients:
     bench.reclaim()
     with bench.training(bench.fresh_workload(), plan, payloads) as training:
-        return gradients(training, batch, seed=bench.seed, calm=calm)
+        return gradients(training, batch, seed=seed, calm=calm)
 
 
 def _facts(bench: Workbench) -> dict[str, Any]:
@@ -176,14 +189,21 @@ def _resplit(
         return None, allowed, () if allowed else (_kept(why, "two or more samples"),)
     try:
         comparison = _split_against_whole(bench)
+        noise = None if comparison.equal else _whole_against_whole(bench)
     except Exception as error:
         scrub(error)
         why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
         return None, allowed, (_kept(why, "allow_resplit") if not allowed else why,)
     finally:
         bench.reclaim_or_not()
-    if comparison.equal:
+    if noise is None:
         return comparison, True, ()
+    if not noise.equal and not allowed:
+        why = (
+            "the model draws random numbers that move the gradients of the same samples by "
+            f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
+        )
+        return comparison, False, (_kept(why, "allow_resplit"),)
     return comparison, allowed, (_resplit_note(comparison, workload),)
 
 
@@ -191,6 +211,13 @@ def _split_against_whole(bench: Workbench) -> Comparison:
     samples = SAMPLES_OF_A_COMPARISON
     whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
     return compare_plans(bench, whole, split, ({}, {}), samples)
+
+
+def _whole_against_whole(bench: Workbench) -> Comparison:
+    """The same samples with other random numbers: what differs is the model's own noise."""
+    whole = Plan(SAMPLES_OF_A_COMPARISON)
+    seeds = (bench.seed, bench.seed + 1)
+    return _compare(bench, [(whole, {}, seed) for seed in seeds], SAMPLES_OF_A_COMPARISON)
 
 
 def _resplit_note(comparison: Comparison, workload: Workload) -> str:

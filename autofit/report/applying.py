@@ -7,6 +7,7 @@ told them anew. Nothing but `apply` imports torch.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ def apply(
     """
     from autofit.training import Training
 
+    _warn_of_a_stand_in(record, said)
     plan = record.trial(record.best_number).plan
     given = {name: value for name, value in said.items() if value is not None}
     recipe = _recipe(record, workload, given)
@@ -62,6 +64,19 @@ def apply(
         strategies=strategies or _installed_for(plan.settings),
         payloads=record.payloads(plan.settings),
     )
+
+
+def _warn_of_a_stand_in(record: Record, said: Mapping[str, Any]) -> None:
+    """For memory and speed any scalar will do; a model is not to be trained on it unawares."""
+    from autofit.recipe import LossSource
+
+    if record.workload.get("loss") != LossSource.STAND_IN:
+        return
+    if all(said.get(name) is None for name in _SAY_THE_LOSS):
+        warnings.warn(
+            f"no loss was given: this trains {LossSource.STAND_IN}; pass loss_fn= or criterion=",
+            stacklevel=4,
+        )
 
 
 def _recipe(record: Record, workload: Workload | None, said: dict[str, Any]) -> Recipe:

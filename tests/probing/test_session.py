@@ -86,6 +86,21 @@ NOT_ALIKE: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
 }
 
 
+class _Noisy(nn.Module):
+    """Draws noise whatever its mode, as a variational autoencoder does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(len(x), 37)[:, : x.shape[1]]
+
+
+def test_noise_of_the_models_own_is_not_blamed_on_the_split() -> None:
+    survey = _surveyed(_Noisy())
+    (note,) = survey.notes
+    assert "draws random numbers that move the gradients of the same samples by" in note
+    assert "give allow_resplit to free it" in note
+    assert not survey.may_resplit
+
+
 @pytest.mark.parametrize("kind", NOT_ALIKE)
 def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_why(
     kind: str,
