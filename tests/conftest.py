@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +12,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
+
+from autofit.probing import process_state
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,3 +29,11 @@ def _quick_collections() -> None:
     """Probes collect garbage many times, and need not go through all of pytest's and torch's."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _computing_as_before() -> Iterator[None]:
+    """A flag of torch's that a test leaves changed would change the fingerprints of later tests."""
+    before = process_state.computing()
+    yield
+    process_state.restore(before)

@@ -53,6 +53,7 @@ def _rank(rank: int, port: int, options: dict[str, Any], module: str, folder: st
         _train(rank, options, checkpoint, module).state_dict() for checkpoint in (False, True)
     ]
     torch.save(states, Path(folder) / f"{rank}.pt")
+    dist.barrier()  # a rank that leaves while the other still talks may abort
     dist.destroy_process_group()
 
 
