@@ -17,11 +17,11 @@ from autofit.errors import CannotTell, InvalidRequest
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan
 from autofit.prediction.calibration import Calibration
-from autofit.prediction.engine import Prediction, check_arguments, predict
+from autofit.prediction.engine import Prediction, predict
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.strategy import Strategy
 from autofit.verdict import Verdict
-from autofit.workload import Workload
+from autofit.workload import Workload, check_arguments
 
 Method = Literal["auto", "probe", "predict"]
 METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
@@ -115,14 +115,13 @@ def _by_probe(
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
 ) -> Verdict:
-    from autofit.registry import load_strategies
     from autofit.searching.public import probe_and_survey
 
     trial, survey = probe_and_survey(
         workload,
         plan,
-        load_strategies(strategies),
-        payloads or {},
+        strategies,
+        payloads,
         device=device,
         vram_budget=vram_budget,
         seed=0,

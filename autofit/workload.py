@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -215,3 +215,31 @@ def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
             "before you hand it over (in the function, where a function builds it)"
         )
     return model
+
+
+def check_arguments(workload: object, plan: object, payloads: object) -> None:
+    """Refuse what is of another kind than `probe`, `predict` and `check` take.
+
+    Raises:
+        InvalidRequest: one is.
+    """
+    if not isinstance(workload, Workload):
+        raise InvalidRequest(
+            f"workload must be an autofit.Workload, got {_kind(workload)}: "
+            "make one with autofit.Workload(model, sample_batch)"
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidRequest(
+            f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
+            f"got {_kind(plan)}"
+        )
+    if payloads is not None and not isinstance(payloads, Mapping):
+        raise InvalidRequest(
+            "payloads must be a mapping from settings to what they mean, as in a report's "
+            f"dimensions, got {_kind(payloads)}"
+        )
+
+
+def _kind(value: object) -> str:
+    """A value that is short, or what it is one of."""
+    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)

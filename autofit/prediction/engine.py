@@ -12,9 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from autofit.errors import CannotTell, InvalidRequest
+from autofit.errors import CannotTell
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.plan import Plan
@@ -26,7 +24,7 @@ from autofit.prediction.settings import meaning_of, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.units import KIB
-from autofit.workload import Workload
+from autofit.workload import Workload, check_arguments
 
 MARGIN = 0.05
 """How far required bytes may lie above the prediction, as a share of it."""
@@ -180,34 +178,6 @@ def predict_as_meant(
         return _prediction(plan, gpu, rehearsal.recording, breakdown, constants, at)
 
     return told(plan)
-
-
-def check_arguments(workload: object, plan: object, payloads: object) -> None:
-    """Refuse what is of another kind than `predict` and `check` take.
-
-    Raises:
-        InvalidRequest: one is.
-    """
-    if not isinstance(workload, Workload):
-        raise InvalidRequest(
-            f"workload must be an autofit.Workload, got {_kind(workload)}: "
-            "make one with autofit.Workload(model, sample_batch)"
-        )
-    if plan is not None and not isinstance(plan, Plan):
-        raise InvalidRequest(
-            f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
-            f"got {_kind(plan)}"
-        )
-    if payloads is not None and not isinstance(payloads, Mapping):
-        raise InvalidRequest(
-            "payloads must be a mapping from settings to what they mean, as in a report's "
-            f"dimensions, got {_kind(payloads)}"
-        )
-
-
-def _kind(value: object) -> str:
-    """A value that is short, or what it is one of."""
-    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
 
 
 def expandable_segments() -> bool:

@@ -52,6 +52,7 @@ class Beliefs:
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
         self.probes = [t for t in probes_of(trials) if t.plan.variant in self._index]
+        self._known_speeds: dict[Plan, Array] = {}
 
     def after(self, trials: Sequence[Trial]) -> Beliefs:
         """The beliefs after those trials: these, where they hold the same probes."""
@@ -130,6 +131,11 @@ class Beliefs:
 
     def speed(self, plan: Plan) -> Array:
         """(worlds,): the logarithm of the plan's samples per second."""
+        if plan not in self._known_speeds:
+            self._known_speeds[plan] = self._speed(plan)
+        return self._known_speeds[plan]
+
+    def _speed(self, plan: Plan) -> Array:
         index, samples = self.index(plan), plan.samples_per_step
         fixed = plan.accumulation_steps * np.exp(self.time.intercept[:, index])
         seconds = fixed + np.exp(self.time.slope[:, index]) * samples

@@ -14,7 +14,6 @@ from optuna.samplers import BaseSampler
 from autofit.errors import InvalidRequest
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
-from autofit.prediction.engine import check_arguments
 from autofit.probing.opening import open_prober
 from autofit.probing.prober import ProbeRequest, users_error
 from autofit.probing.survey import Survey, check_weights_fit
@@ -29,7 +28,7 @@ from autofit.searching.recording import difference_of, record_of
 from autofit.searching.store import Store
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
-from autofit.workload import Workload
+from autofit.workload import Workload, check_arguments
 
 
 def search(
@@ -188,8 +187,8 @@ def probe(
     return probe_and_survey(
         workload,
         plan,
-        load_strategies(strategies),
-        payloads or {},
+        strategies,
+        payloads,
         device=device,
         vram_budget=vram_budget,
         seed=seed,
@@ -200,15 +199,16 @@ def probe(
 def probe_and_survey(
     workload: Workload,
     plan: Plan | None,
-    strategies: tuple[Strategy, ...],
-    payloads: Mapping[str, Any],
+    strategies: Iterable[str | Strategy] | None,
+    payloads: Mapping[str, Any] | None,
     **where: Any,
 ) -> tuple[Trial, Survey]:
     """What `probe` returns, and the survey that it was run after; `where` is for `open_prober`."""
-    with open_prober(workload, strategies, **where) as prober:
+    chosen = load_strategies(strategies)
+    with open_prober(workload, chosen, **where) as prober:
         survey = prober.survey()
-        space, names = survey.space(), [strategy.name for strategy in strategies]
-        complete, meanings = _completed(plan, space, payloads, names)
+        space, names = survey.space(), [strategy.name for strategy in chosen]
+        complete, meanings = _completed(plan, space, payloads or {}, names)
         measurement = prober.probe(
             ProbeRequest(complete, payloads=meanings, full_accumulation=True)
         )
