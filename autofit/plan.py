@@ -6,6 +6,7 @@ k micro-batches whose sizes differ by at most one, the larger ones first.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -58,14 +59,19 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
     return (small + 1,) * larger + (small,) * (parts - larger)
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse what counts nothing.
+def check_count(name: str, value: Any) -> int:
+    """The count as an int, whatever kind of whole number it came as.
 
     Raises:
         InvalidRequest: no whole number from 1; the message has its name.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
+    return count
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation_steps"):
-            check_count(name, getattr(self, name))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
+            object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
             self._check_global_batch(self.global_batch)
 
     def _check_global_batch(self, global_batch: int) -> None:
-        check_count("global_batch", global_batch)
         largest = -(-global_batch // self.accumulation_steps)
         if global_batch < self.accumulation_steps or largest != self.micro_batch:
             raise InvalidRequest(
@@ -111,9 +117,9 @@ class Plan:
         Raises:
             InvalidRequest: one of the two is below one.
         """
-        check_count("global_batch", global_batch)
-        check_count("micro_batch", micro_batch)
-        steps = steps_for(global_batch, micro_batch)
+        steps = steps_for(
+            check_count("global_batch", global_batch), check_count("micro_batch", micro_batch)
+        )
         return cls(
             -(-global_batch // steps),
             accumulation_steps=steps,

@@ -95,12 +95,17 @@ def read_fraction(text: str) -> float:
     """ "5%" or "0.05" as 0.05.
 
     Raises:
-        InvalidRequest: it is neither.
+        InvalidRequest: it is neither, or a number from 1 that may as well mean percent.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise InvalidRequest(f"cannot read {text!r} as a fraction: write it like 5% or 0.05")
-    return float(match[1]) / (100 if match[2] else 1)
+    number, percent = float(match[1]), bool(match[2])
+    if number >= 1 and not percent:
+        raise InvalidRequest(
+            f"{match[1]} may mean {match[1]}% or {100 * number:g}%: write which of them"
+        )
+    return number / (100 if percent else 1)
 
 
 def _figures(verdict: Verdict, before: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -35,6 +35,19 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def check_size(size: int, said: object) -> int:
+    """The size, unless it is too small to have been meant.
+
+    Raises:
+        InvalidRequest: it is below 1 MiB; `said` is how it was written.
+    """
+    if size >= MIB:
+        return size
+    is_bare = re.fullmatch(r"[1-9]\d*", str(said).strip())
+    meant = f"did you mean '{said}GiB'?" if is_bare else "sizes are written like '24GiB'"
+    raise InvalidRequest(f"{said!r} is {size} bytes: {meant}")
+
+
 def format_bytes(size: float | None) -> str:
     """1610612736 -> "1.50 GiB"; None, an unknown, -> "?"."""
     if size is None:

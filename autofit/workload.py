@@ -74,7 +74,7 @@ class Workload:
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
         if self.global_batch is not None:
-            check_count("global_batch", self.global_batch)
+            object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
         if not isinstance(self.allow_resplit, bool):
             raise InvalidRequest(f"allow_resplit must be True or False, got {self.allow_resplit!r}")
         if not self.makes_batches:
@@ -149,7 +149,7 @@ class Workload:
             The baseline, where nothing is said.
 
         Raises:
-            InvalidRequest: the counts make no plan.
+            InvalidRequest: the counts make no plan, or a micro-batch larger than the global batch.
         """
         size = micro_batch or self.sample_batch_size
         if accumulation_steps is not None:
@@ -162,6 +162,11 @@ class Workload:
         samples = global_batch or self.global_batch
         if samples is None:
             return Plan(size, settings=settings or {})
+        if micro_batch is not None and micro_batch > samples:
+            raise InvalidRequest(
+                f"a micro-batch of {micro_batch} is larger than the global batch of {samples}: "
+                "give a smaller micro_batch, or a larger global_batch"
+            )
         _check_steps(samples, size)
         return Plan.split(samples, min(size, samples), settings)
 

@@ -243,7 +243,7 @@ def test_a_plan_that_does_not_fit_exits_with_1(here: Callable[..., Ran]) -> None
 
 
 def test_a_search_where_nothing_fits_exits_with_1(here: Callable[..., Ran]) -> None:
-    ran = here("search", "models.py:heavy", *ON_CPU, "--vram-budget", "1000000")
+    ran = here("search", "models.py:heavy", *ON_CPU, "--vram-budget", "1048576")
     assert ran.code == 1
     assert ran.out == ""
     last = ran.err.splitlines()[-1]

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 
 from autofit.errors import InvalidRequest
@@ -149,3 +150,9 @@ def test_payloads_are_found_for_values_that_have_one() -> None:
     dimensions = {"fold.level": Dimension([0, 1], payloads={1: ["a"]}), "cast.to": Dimension(["x"])}
     assert payloads_of(dimensions, {"fold.level": 1, "cast.to": "x"}) == {"fold.level": ["a"]}
     assert payloads_of(dimensions, {"fold.level": 0, "of.others": 1}) == {}
+
+
+def test_counts_may_come_from_numpy() -> None:
+    plan = Plan.split(np.int64(10), np.int64(4))
+    assert plan == Plan.split(10, 4)
+    assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()

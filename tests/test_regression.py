@@ -74,3 +74,9 @@ def test_fractions(text: str, value: float) -> None:
 def test_what_is_no_fraction_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="fraction"):
         read_fraction(text)
+
+
+def test_a_whole_number_that_may_mean_percent_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="1 may mean 1% or 100%"):
+        read_fraction("1")
+    assert read_fraction("100%") == 1.0

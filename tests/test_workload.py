@@ -93,3 +93,9 @@ def test_counts_that_make_no_plan_are_refused() -> None:
     workload = Workload(nn.Linear(3, 2), X)
     with pytest.raises(InvalidRequest, match="micro-batches of 3, not 4"):
         workload.plan(4, 3, 9)
+
+
+def test_a_micro_batch_larger_than_the_global_batch_is_refused() -> None:
+    workload = Workload(nn.Linear(3, 2), X, global_batch=32)
+    with pytest.raises(InvalidRequest, match="64 is larger than the global batch of 32"):
+        workload.plan(64)

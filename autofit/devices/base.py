@@ -11,7 +11,7 @@ import torch
 
 from autofit.errors import InvalidRequest
 from autofit.strategy import Capabilities
-from autofit.units import format_bytes, parse_bytes
+from autofit.units import check_size, format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
         free_bytes: what this process could hold of it now.
 
     Raises:
-        InvalidRequest: it cannot be read, is not above zero, or is larger than the device.
+        InvalidRequest: it cannot be read, is not at least 1 MiB, or is larger than the device.
     """
     if vram_budget is None:
         return free_bytes - min(max(int(0.03 * free_bytes), 256 * 2**20), free_bytes // 10)
@@ -145,7 +145,7 @@ def check_budget(vram_budget: str | float | None) -> None:
     """Refuse what is no budget on whatever device.
 
     Raises:
-        InvalidRequest: it cannot be read, is not above zero, or is no fraction.
+        InvalidRequest: it cannot be read, is not at least 1 MiB, or is no fraction.
     """
     if vram_budget is not None:
         _read_budget(vram_budget, total_bytes=sys.maxsize)
@@ -153,7 +153,7 @@ def check_budget(vram_budget: str | float | None) -> None:
 
 def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
     if isinstance(vram_budget, str):
-        return parse_bytes(vram_budget)
+        return check_size(parse_bytes(vram_budget), vram_budget)
     if isinstance(vram_budget, bool) or not isinstance(vram_budget, (int, float)):
         raise InvalidRequest(
             f'vram_budget must be like "24GiB", bytes or a fraction: {vram_budget!r}'
@@ -163,7 +163,7 @@ def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
             raise InvalidRequest(
                 f"a VRAM budget as a fraction must be in (0, 1], got {vram_budget}"
             )
-        return int(vram_budget * total_bytes)
+        return check_size(int(vram_budget * total_bytes), vram_budget)
     if vram_budget <= 0:
         raise InvalidRequest(f"a VRAM budget must be above zero bytes, got {vram_budget}")
-    return vram_budget
+    return check_size(vram_budget, vram_budget)

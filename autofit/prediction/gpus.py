@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autofit.errors import InvalidRequest
-from autofit.units import GIB, MIB, format_bytes, parse_bytes
+from autofit.units import GIB, MIB, check_size, format_bytes, parse_bytes
 
 MEASURED_CONTEXT_BYTES = 620 * MIB
 
@@ -142,13 +142,14 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
 
 
 def _of_size(total_bytes: int, said: object) -> Gpu:
+    check_size(total_bytes, said)
     if total_bytes <= MEASURED_CONTEXT_BYTES:
         raise InvalidRequest(
             f"gpu={said!r} is no GPU's memory: a CUDA context alone takes "
             f"{format_bytes(MEASURED_CONTEXT_BYTES)} of it. Give a name such as "
             '"L4", or a size such as "24GiB"'
         )
-    return replace(_UNNAMED, total_bytes=total_bytes)
+    return replace(_UNNAMED, name=f"GPU of {format_bytes(total_bytes)}", total_bytes=total_bytes)
 
 
 def _keys() -> dict[str, Gpu]:

@@ -39,7 +39,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
         find_gpu("Voodoo 2")
 
 
-@pytest.mark.parametrize("gpu", [0, -1, True, 1.5, float("nan"), "1B", "nan", "", b"L4"])
+@pytest.mark.parametrize("gpu", [0, -1, 24, "24", True, 1.5, float("nan"), "1B", "nan", "", b"L4"])
 def test_what_is_no_gpu_is_refused(gpu: Any) -> None:
     with pytest.raises(InvalidRequest, match="24GiB") as caught:
         find_gpu(gpu)
