@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -25,6 +25,7 @@ class Space:
         may_resplit: whether the accumulation count may differ from the baseline's; says nothing
             where there is no global batch to split.
         max_micro_batch: the largest micro-batch to try; None: no bound but the device's.
+        fixed: settings that have one value alone here: a plan may name it, and none needs to.
     """
 
     dimensions: Mapping[str, Dimension]
@@ -32,6 +33,7 @@ class Space:
     global_batch: int | None = None
     may_resplit: bool = True
     max_micro_batch: int | None = None
+    fixed: Settings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "max_micro_batch"):
@@ -99,12 +101,14 @@ class Space:
         Raises:
             InvalidRequest: a setting or a value that the space does not have.
         """
+        values_of: dict[str, Sequence[Scalar]] = {n: [value] for n, value in self.fixed.items()}
+        values_of |= {name: dimension.values for name, dimension in self.dimensions.items()}
         for name, value in settings.items():
-            if name not in self.dimensions:
-                known = ", ".join(self.dimensions) or "none for this model and device"
+            if name not in values_of:
+                known = ", ".join(values_of) or "none for this model and device"
                 raise InvalidRequest(f"there is no setting {name!r} here; there are: {known}")
-            if value not in self.dimensions[name].values:
-                values = list(self.dimensions[name].values)
+            if value not in values_of[name]:
+                values = list(values_of[name])
                 raise InvalidRequest(f"{name} cannot be {value!r} here; it can be one of {values}")
         return {**self.plain_settings, **settings}
 

@@ -151,7 +151,12 @@ class Strategy(Protocol):
     """How far its settings change the arithmetic."""
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Setting name (with the prefix) -> its values; {} = not for this model or device."""
+        """Setting name (with the prefix) -> its values; {} = not for this model or device.
+
+        One value alone adds nothing to a search, and lets a plan name it: where there is nothing
+        to choose, that is kinder than {}. On the meta device, what is left out since it takes a
+        run to find is noted.
+        """
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]

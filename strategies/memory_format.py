@@ -32,9 +32,8 @@ class MemoryFormat:
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Two layouts where the model has 2-d or 3-d convolutions whose layout is still open."""
-        if not _convolution_weights(context.model):
-            return {}
-        return {SETTING: Dimension(["as_is", "channels_last"])}
+        others = ["channels_last"] if _convolution_weights(context.model) else []
+        return {SETTING: Dimension(["as_is", *others])}
 
     def apply(
         self,

@@ -28,13 +28,13 @@ class Precision:
     numerics = Numerics.REDUCED_PRECISION
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """The types this device does natively; {} where the weights are mostly no float32."""
+        """The types this device does natively; as it is where most weights are no float32."""
         if not _mostly_float32(context.model):
-            return {}
+            return {SETTING: Dimension(["as_is"])}
         values = ["as_is", *_native(context.capabilities)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
-        return {SETTING: Dimension(values)} if len(values) > 1 else {}
+        return {SETTING: Dimension(values)}
 
     def apply(
         self,

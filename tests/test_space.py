@@ -80,6 +80,12 @@ def test_settings_are_completed_and_checked() -> None:
         "checkpointing.level": 2,
         "compile.mode": "off",
     }
+    with_one_value_alone = Space({}, 4, fixed={"memory_format.layout": "as_is"})
+    assert with_one_value_alone.complete({}) == {}, "no plan needs to name it"
+    named = {"memory_format.layout": "as_is"}
+    assert with_one_value_alone.complete(named) == named
+    with pytest.raises(InvalidRequest, match=r"it can be one of \['as_is'\]"):
+        with_one_value_alone.complete({"memory_format.layout": "channels_last"})
     with pytest.raises(InvalidRequest, match=r"there is no setting 'precision\.type'"):
         space.complete({"precision.type": "x"})
     with pytest.raises(InvalidRequest, match="cannot be 'float8' here; it can be one of"):

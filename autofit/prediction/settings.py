@@ -1,7 +1,8 @@
 """Which strategies a plan's settings belong to, and what the settings mean, found out on meta.
 
-A strategy whose dimensions depend on values or times (checkpointing compares gradients and
-measures) cannot be asked here: then the payloads must be given, as a report has them.
+What takes a run to find (checkpointing compares gradients and measures) cannot be told here: a
+strategy offers the values that it can tell, and notes that there may be more. For the others the
+payloads must be given, as a report has them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autofit.errors import CannotTell
-from autofit.plan import Dimension, Plan, Scalar, settings_of
+from autofit.errors import CannotTell, InvalidRequest
+from autofit.plan import Plan, settings_of
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.meta_device import MetaDevice
@@ -45,40 +46,44 @@ def meaning_of(
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan with every setting of those strategies, and the settings' payloads.
 
-    A setting that is left out has its first value, which is plain PyTorch; which one that is of
-    the values of a strategy that cannot be asked is not known.
+    A setting that is left out has its first value, which is plain PyTorch.
 
     Raises:
         InvalidRequest: a setting or a value that there is not on that GPU.
         CannotTell: what a setting means can only be found by running the model.
     """
-    given = dict(payloads or {})
-    dimensions: dict[str, Dimension] = {}
-    known: dict[str, Scalar] = {}
+    meanings = dict(payloads or {})
+    settings = dict(plan.settings)
     for strategy in strategies:
-        own = settings_of(strategy.name, plan.settings)
-        if settings_of(strategy.name, given):
+        if settings_of(strategy.name, meanings):
             continue
-        dimensions |= _dimensions(strategy, workload, gpu)
-        known |= own
-    space = Space(dimensions, workload.sample_batch_size)
-    complete = space.complete(known)
-    settings = {**plan.settings, **complete}
-    return replace(plan, settings=settings), {**given, **space.payloads(complete)}
+        space, notes = _told(strategy, workload, gpu)
+        try:
+            complete = space.complete(settings_of(strategy.name, plan.settings))
+        except InvalidRequest as error:
+            if notes:
+                raise _takes_a_run(f"{error}; {'; '.join(notes)}") from error
+            raise
+        settings |= complete
+        meanings |= space.payloads(complete)
+    return replace(plan, settings=settings), meanings
 
 
-def _dimensions(strategy: Strategy, workload: Workload, gpu: Gpu) -> dict[str, Dimension]:
+def _told(strategy: Strategy, workload: Workload, gpu: Gpu) -> tuple[Space, list[str]]:
+    """What the strategy offers without a run, and what it says of that."""
     tracer = CudaTracer(gpu)
+    context = _Context(workload, gpu, tracer)
     try:
         with stage(gpu, tracer, without_twin(workload)):
-            return collect_dimensions([strategy], _Context(workload, gpu, tracer))
+            dimensions = collect_dimensions([strategy], context)
     except Exception as error:
         why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
-        raise CannotTell(
-            f"what a setting of {strategy.name!r} means can only be found by running the model "
-            f"({why}): give payloads= as a report has them, or probe; where it is to be plain "
-            "PyTorch, leave it out"
-        ) from error
+        raise _takes_a_run(f"what a setting of {strategy.name!r} means: {why}") from error
+    return Space(dimensions, workload.sample_batch_size), context.notes
+
+
+def _takes_a_run(why: str) -> CannotTell:
+    return CannotTell(f"{why}. Give payloads= as a report has them, or probe")
 
 
 class _Context:
@@ -88,6 +93,7 @@ class _Context:
         self._device = MetaDevice(gpu, tracer)
         self._fresh: Callable[[], Workload] = lambda: twin_of(workload, tracer)
         self._bench = Workbench(self._fresh, (), self._device, seed=0)
+        self.notes: list[str] = []
 
     @property
     def model(self) -> torch.nn.Module:
@@ -108,4 +114,5 @@ class _Context:
             return run(training, batch)
 
     def note(self, text: str) -> None:
-        """There is no report to tell."""
+        """Kept for the message where the plan asks for more than was offered."""
+        self.notes.append(text)

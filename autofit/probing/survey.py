@@ -52,12 +52,15 @@ class Survey:
 
     def space(self, max_micro_batch: int | None = None) -> Space:
         """The search space that these facts leave."""
+        choices = {name: d for name, d in self.dimensions.items() if len(d.values) > 1}
+        fixed = {name: d.values[0] for name, d in self.dimensions.items() if name not in choices}
         return Space(
-            self.dimensions,
+            choices,
             self.sample_batch_size,
             global_batch=self.global_batch,
             may_resplit=self.may_resplit,
             max_micro_batch=max_micro_batch,
+            fixed=fixed,
         )
 
     def to_dict(self) -> dict[str, Any]:

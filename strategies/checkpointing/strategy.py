@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autofit.errors import CannotTell
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -28,6 +27,8 @@ from .units import Unit
 SETTING = "checkpointing.level"
 SMALL, LARGE = 2, (8, 32, 128)
 """Micro-batches to look at; a batch of one is refused by batch normalization."""
+
+_PLAIN = Dimension([0])
 
 MOST_NAMED = 8
 """Units named in a note."""
@@ -44,20 +45,22 @@ class Checkpointing:
     numerics = Numerics.EXACT
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """The levels of this model; {} where nothing in it is worth checkpointing.
+        """The levels of this model; 0 alone where nothing in it is worth checkpointing.
 
-        Runs the user's step a few dozen times on small batches.
-
-        Raises:
-            CannotTell: on the meta device, where nothing can be measured or compared.
+        Runs the user's step a few dozen times on small batches; on the meta device, where nothing
+        can be measured or compared, not at all.
         """
         if context.device.type == "meta":
-            raise CannotTell("checkpoint levels are found by running the model on a real device")
+            context.note("checkpoint levels are found by running the model on a real device")
+            return {SETTING: _PLAIN}
+        return {SETTING: self._levels(context)}
+
+    def _levels(self, context: Context) -> Dimension:
         try:
             small = survey(context, SMALL)
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             context.note("checkpointing left out: a step of 2 samples does not fit into memory")
-            return {}
+            return _PLAIN
         large = _long_enough(context, small)
         found = find_candidates(
             context.model, brought_by_samples(small, large), small.checkpointed_itself
@@ -66,17 +69,16 @@ class Checkpointing:
             parity = self._parity(context, layers(found.timeline))
         except torch.OutOfMemoryError:
             context.note("checkpointing left out: there is no memory to compare a step with it")
-            return {}
+            return _PLAIN
         for note in _notes(found.left_out | parity.left_out):
             context.note(note)
         timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
         if not timeline.calls:
-            return {}
+            return _PLAIN
         parsed = map(Unit.parse, timeline.calls_of)
         names = {part for unit in parsed for part in unit.parts(context.model)}
         times = time_parts(context, large.micro_batch, names)
-        dimension = make_dimension(context.model, timeline, times, sorted(parity.buffers))
-        return {SETTING: dimension} if len(dimension.values) > 1 else {}
+        return make_dimension(context.model, timeline, times, sorted(parity.buffers))
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]

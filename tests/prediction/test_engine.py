@@ -82,8 +82,19 @@ def test_a_setting_that_the_gpu_has_not() -> None:
 
 def test_a_setting_whose_meaning_takes_a_run() -> None:
     level = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(CannotTell, match="payloads="):
+    with pytest.raises(CannotTell, match=r"cannot be 1 here.*real device.*payloads="):
         predict(gpt(), plan=level, gpu="A100")
+
+
+def test_a_plain_value_may_be_named_where_there_is_nothing_to_choose() -> None:
+    """As in the best plan of a report that was made elsewhere."""
+    names = ("checkpointing.level", "memory_format.layout", "precision.dtype")
+    plain = Plan(4, settings=dict(zip(names, (0, "as_is", "as_is"), strict=True)))
+    told = predict(gpt(), plan=plain, gpu="A100")
+    assert told.plan == plain
+    assert told.required_bytes == predict(gpt(), plan=Plan(4), gpu="A100").required_bytes
+    with pytest.raises(InvalidRequest, match="cannot be 'channels_last' here"):
+        predict(gpt(), plan=Plan(4, settings={names[1]: "channels_last"}), gpu="A100")
 
 
 def test_with_its_payload_it_can_be_predicted() -> None:

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -292,6 +293,8 @@ def test_strategies_look_at_models_and_say_what_they_find() -> None:
         "0 at 1 on cpu",
         "0 at 3 on cpu",
     )
+    nothing_to_choose = replace(survey, dimensions={"curious.level": Dimension([0])}).space()
+    assert (nothing_to_choose.dimensions, nothing_to_choose.fixed) == ({}, {"curious.level": 0})
 
 
 class _Mistaken(_Curious):

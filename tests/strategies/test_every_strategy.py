@@ -14,4 +14,5 @@ def test_the_built_in_strategies_are_installed() -> None:
 
 @pytest.mark.parametrize("name", installed_names())
 def test_conformance(name: str) -> None:
-    assert check_strategy(name) >= 2, "a strategy that offers nothing was not tried"
+    plain_ones = 2  # one of each workload
+    assert check_strategy(name) > plain_ones, "a strategy that offers nothing was not tried"
