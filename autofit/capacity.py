@@ -8,6 +8,7 @@ margin. False is said where it ran out, or where the prediction does not fit wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -59,12 +60,15 @@ def check(
     """
     check_arguments(workload, plan, payloads)
     learned = Calibration.of(calibration)
-    total = find_gpu(gpu).total_bytes
+    found = find_gpu(gpu)
     if will_probe(method, gpu, device):
         return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
     budget = budget_bytes(
-        1.0 if vram_budget is None else vram_budget, total_bytes=total, free_bytes=total
+        1.0 if vram_budget is None else vram_budget,
+        total_bytes=found.total_bytes,
+        free_bytes=found.total_bytes,
     )
+    where = {"device": "cuda", "gpu": found.name, "gpu_assumed": gpu is None}
     try:
         prediction = predict(
             workload,
@@ -75,8 +79,9 @@ def check(
             calibration=learned,
         )
     except CannotTell as error:
-        return Verdict(None, plan or workload.plan(), "predict", budget, detail=str(error))
-    return _by_prediction(prediction, budget)
+        unknown = Verdict(None, plan or workload.plan(), "predict", budget, detail=str(error))
+        return replace(unknown, **where)
+    return replace(_by_prediction(prediction, budget), **where)
 
 
 def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:
@@ -127,7 +132,10 @@ def _by_probe(
         seed=0,
         isolation="process",
     )
-    return _by_trial(trial, survey.vram_budget_bytes)
+    environment, plain = survey.environment, survey.space().plain_settings
+    verdict = _by_trial(trial, survey.vram_budget_bytes)
+    kind = environment.device.partition(":")[0]
+    return replace(verdict, plan=trial.plan.without(plain), device=kind, gpu=environment.gpu)
 
 
 def _by_trial(trial: Trial, budget: int) -> Verdict:

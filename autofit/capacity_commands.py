@@ -28,6 +28,7 @@ from autofit.options import (
     read_budget,
 )
 from autofit.units import format_bytes
+from autofit.verdict import ASSUMED
 
 if TYPE_CHECKING:
     from autofit.regression import Regression
@@ -68,7 +69,8 @@ def predict(
             )
             largest = prediction.largest_micro_batch
     if as_json:
-        typer.echo(json.dumps(prediction.to_dict() | {"largest_micro_batch": largest}, indent=1))
+        more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
+        typer.echo(json.dumps(prediction.to_dict() | more, indent=1))
         return
     low, high = prediction.interval
     rows = {
@@ -78,7 +80,7 @@ def predict(
         **{kind: format_bytes(size) for kind, size in prediction.breakdown.items()},
         "largest micro-batch": f"{largest or 'none'} on {prediction.gpu.name}",
     }
-    typer.echo(f"{prediction.plan} on {prediction.gpu.name}")
+    typer.echo(f"{prediction.plan} on {prediction.gpu.name}{ASSUMED * (gpu is None)}")
     typer.echo("\n".join(f"  {label:<20}{text}" for label, text in rows.items()))
 
 
@@ -141,7 +143,8 @@ def check(
     regression = compare_with(verdict, against, allowed) if against and told else None
     _write_forms(target, verdict, regression, junit_xml, summary)
     if as_json:
-        typer.echo(json.dumps(verdict.to_dict(), indent=1))
+        compared = {"regression": regression.to_dict() if regression else None}
+        typer.echo(json.dumps(verdict.to_dict() | compared, indent=1))
     else:
         typer.echo(str(verdict) + (f"; {regression}" if regression else ""))
     raise typer.Exit(_exit_code(verdict, regression))

@@ -25,6 +25,8 @@ def junit_xml(name: str, verdict: Verdict, regression: Regression | None) -> str
         message = str(regression) if regression and not regression.passed else str(verdict)
         problem = ElementTree.SubElement(case, "error" if unknown else "failure", message=message)
         problem.text = verdict.explain()
+    said = "\n".join(str(part) for part in (verdict, regression) if part is not None)
+    ElementTree.SubElement(case, "system-out").text = said
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 

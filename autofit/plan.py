@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
@@ -141,6 +141,11 @@ class Plan:
     def variant(self) -> VariantKey:
         """The settings as a hashable key."""
         return variant_key(self.settings)
+
+    def without(self, settings: Settings) -> Plan:
+        """The same batch geometry, less those settings that have just these values."""
+        kept = {name: value for name, value in self.settings.items() if value != settings.get(name)}
+        return replace(self, settings=kept)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of a plan."""

@@ -12,6 +12,8 @@ from typing import Any
 from autofit.plan import Plan
 from autofit.units import format_bytes
 
+ASSUMED = " (assumed: no gpu given)"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -30,6 +32,9 @@ class Verdict:
         breakdown: bytes by kind, where predicted.
         largest_micro_batch: the largest that would fit, where the plan does not and it is known.
         detail: why it could not be told, or how the probe ended.
+        device: the kind of device that it was told for, "cuda" or "cpu"; None: it is not known.
+        gpu: the GPU that it was told for; None: none, or it is not known.
+        gpu_assumed: nobody named that GPU.
     """
 
     fits: bool | None
@@ -42,6 +47,9 @@ class Verdict:
     largest_micro_batch: int | None = None
     detail: str | None = None
     peak_allocated_bytes: int | None = None
+    device: str | None = None
+    gpu: str | None = None
+    gpu_assumed: bool = False
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -53,7 +61,7 @@ class Verdict:
     def __str__(self) -> str:
         """One line."""
         said = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
-        line = f"{self.plan} {said} in {format_bytes(self.vram_budget_bytes)}"
+        line = f"{self.plan} {said} in {format_bytes(self.vram_budget_bytes)}{self._where()}"
         if self.required_bytes is not None:
             line += f": {self._needs()}"
         elif self.detail:
@@ -61,6 +69,10 @@ class Verdict:
         if self.fits is False and self.largest_micro_batch:
             line += f"; the largest micro-batch that fits is {self.largest_micro_batch}"
         return line
+
+    def _where(self) -> str:
+        name = self.gpu or self.device
+        return "" if name is None else f" on {name}{ASSUMED * self.gpu_assumed}"
 
     def _needs(self) -> str:
         how = "measured" if self.method == "probe" else "predicted"
@@ -92,4 +104,13 @@ class Verdict:
             "breakdown": dict(self.breakdown) if self.breakdown else None,
             "largest_micro_batch": self.largest_micro_batch,
             "detail": self.detail,
+            "device": self.device,
+            "gpu": self.gpu,
+            "gpu_assumed": self.gpu_assumed,
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """The verdict that `to_dict` wrote; an earlier version did not say the device."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        return cls(**known | {"plan": Plan.from_dict(data["plan"])})

@@ -96,6 +96,8 @@ def test_a_probe_on_the_cpu_device() -> None:
     assert (enough.fits, enough.method) == (True, "probe")
     assert enough.required_bytes is not None
     assert enough.required_bytes < 400 * MIB
+    assert (enough.device, enough.gpu, enough.plan) == ("cpu", None, Plan(8))
+    assert "8 x 1 fits in 400 MiB on cpu: " in str(enough)
     little = check(workload(), vram_budget="60MiB", method="probe", device="cpu")
     assert little.fits is False
 

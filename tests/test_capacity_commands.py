@@ -77,7 +77,9 @@ def test_check_writes_junit_and_markdown(target: str, tmp_path: Path) -> None:
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert "activations" in (failure.text or "")
+    assert "does not fit in 22.0 GiB on L4: " in (suite.findtext("testcase/system-out") or "")
     assert page.read_text().startswith("# before\n### autofit check")
+    assert "does not fit in 22.0 GiB on L4: " in page.read_text()
     assert "| required |" in page.read_text()
 
 
@@ -98,6 +100,10 @@ def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     code, said = run(*grown)
     assert code == 1
     assert "required bytes +" in said
+    assert "not of the same: 1000 x 1 then, 100000 x 1 now" in said
+    compared = json.loads(run(*grown, "--json")[1])["regression"]
+    assert compared["growth"] > 0.05
+    assert not compared["passed"]
     assert run(*grown, "--max-regression", "100000%")[0] == 0
 
 
@@ -106,6 +112,15 @@ def test_what_cannot_be_told_cannot_be_compared_either(target: str, tmp_path: Pa
     earlier.write_text(run("check", target, "--gpu", "L4", "--json")[1])
     branching = target.replace(":make", ":branching")
     assert run("check", branching, "--gpu", "L4", "--against", str(earlier))[0] == 5
+
+
+@pytest.mark.parametrize("command", [["check", "--method", "predict"], ["predict"]])
+def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
+    assert "on H200 (assumed: no gpu given)" in run(*command, target)[1]
+    assert json.loads(run(*command, target, "--json")[1])["gpu_assumed"] is True
+    said = run(*command, target, "--gpu", "24GiB")[1]
+    assert "on GPU of 24.0 GiB" in said
+    assert "assumed" not in said
 
 
 def test_predict_shows_the_breakdown(target: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autofit import InvalidRequest, Plan, Verdict
+from autofit import Dimension, InvalidRequest, Measurement, Outcome, Plan, Role, Trial, Verdict
 from autofit.regression import compare_with, read_fraction
+from autofit.report.record import Record, SearchSummary
 
 
 def verdict(method: str, required: int | None, peak: int | None) -> Verdict:
@@ -41,11 +44,59 @@ def test_verdicts_told_differently_compare_peak_allocated(tmp_path: Path) -> Non
     assert regression.passed
 
 
+def report(device: str, gpu: str | None) -> dict[str, Any]:
+    """Of a search whose only trial held 1000 bytes."""
+    measured = Measurement(
+        Outcome.OK, peak_reserved_bytes=900, non_torch_bytes=100, peak_allocated_bytes=800
+    )
+    plan = Plan(8, settings={"folding.level": 0})
+    return Record(
+        version="0.1.0",
+        created="2026-01-02T03:04:05Z",
+        environment={"device": device, "gpu": gpu},
+        workload={},
+        vram_budget_bytes=10**9,
+        search=SearchSummary(1, 0, 1.0, "it was told to", 0),
+        dimensions={"folding.level": Dimension([0, 1])},
+        trials=(Trial(0, Role.BASELINE, plan, measured),),
+        best_number=0,
+        baseline_number=0,
+    ).to_dict()
+
+
 def test_a_probe_compares_with_what_a_report_held(tmp_path: Path) -> None:
-    best = {"peak_reserved_bytes": 900, "non_torch_bytes": 100, "peak_allocated_bytes": 800}
-    regression = compare_with(verdict("probe", 1100, 800), written(tmp_path, {"best": best}), 0.05)
+    before = written(tmp_path, report("cuda:0", "NVIDIA L4"))
+    now = replace(verdict("probe", 1100, 800), device="cuda", gpu="NVIDIA L4")
+    regression = compare_with(now, before, 0.05)
     assert (regression.before_bytes, regression.now_bytes) == (1000, 1100)
     assert not regression.passed
+    assert regression.differs == ()
+
+
+def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
+    before = written(tmp_path, report("cuda:0", "NVIDIA L4"))
+    now = replace(verdict("predict", 1100, 800), device="cuda", gpu="H200", plan=Plan(16))
+    line = str(compare_with(now, before, 0.05))
+    assert "not of the same: 8 x 1 then, 16 x 1 now; L4 then, H200 now; told by probe" in line
+    named_alike = replace(now, gpu="L4", plan=Plan(8), method="probe")
+    assert compare_with(named_alike, before, 0.05).differs == ()
+
+
+def test_bytes_on_the_cpu_are_not_held_against_a_gpus(tmp_path: Path) -> None:
+    before = written(tmp_path, report("cpu", None))
+    now = replace(verdict("predict", 1100, 800), device="cuda", gpu="L4")
+    with pytest.raises(InvalidRequest, match="told for cpu, and today's verdict for L4"):
+        compare_with(now, before, 0.05)
+    assert compare_with(replace(now, device="cpu", gpu=None), before, 0.05).passed
+
+
+def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None:
+    now = replace(verdict("predict", 1000, 900), device="cuda", gpu="L4")
+    older = now.to_dict()
+    for name in ("device", "gpu", "gpu_assumed"):
+        del older[name]
+    regression = compare_with(now, written(tmp_path, older), 0.05)
+    assert (regression.growth, regression.differs) == (0.0, ())
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 from autofit.plan import Plan
 from autofit.units import GIB
@@ -48,6 +49,11 @@ def test_json() -> None:
     assert data["headroom_bytes"] == -6 * GIB
     assert data["plan"]["micro_batch"] == 16
     assert {"required_bytes", "method", "largest_micro_batch", "breakdown"} <= data.keys()
+
+
+def test_json_can_be_read_back() -> None:
+    told = replace(LARGE, device="cuda", gpu="L4")
+    assert Verdict.from_dict(json.loads(json.dumps(told.to_dict()))) == told
 
 
 def test_it_needs_no_torch() -> None:

@@ -101,6 +101,11 @@ class Record:
         return tuple(self.workload["given"])
 
     @property
+    def plain_settings(self) -> Settings:
+        """Every setting at its first value."""
+        return {name: dimension.values[0] for name, dimension in self.dimensions.items()}
+
+    @property
     def baseline_beside_best(self) -> Trial:
         """The baseline as it was last measured: confirmed beside the best plan, if at all."""
         first = self.trial(self.baseline_number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +57,7 @@ class Report:
         A setting that is found by measuring (a checkpoint level) then asks for nothing where it
         is plain.
         """
-        plan, dimensions = self.best.plan, self.record.dimensions
-        settings = {
-            name: value
-            for name, value in plan.settings.items()
-            if name not in dimensions or value != dimensions[name].values[0]
-        }
-        return replace(plan, settings=settings)
+        return self.best.plan.without(self.record.plain_settings)
 
     @property
     def baseline(self) -> Trial:

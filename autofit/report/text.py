@@ -175,7 +175,7 @@ def _split(plan: Plan) -> str:
 
 def _settings(settings: Settings, record: Record) -> str:
     """The settings that are not at their first value."""
-    plain = {name: dimension.values[0] for name, dimension in record.dimensions.items()}
+    plain = record.plain_settings
     changed = [f"{name}={value}" for name, value in settings.items() if value != plain.get(name)]
     return ", ".join(changed) or "plain"
 
