@@ -23,6 +23,11 @@ LEAST_SHARE_OF_ALL = 1 / 5000
 SHORTEST_SEQUENTIAL = 4
 MOST_UNITS = 1000
 
+CHECKPOINTS_ITSELF = (
+    "its code checkpoints a part of it already; to have placements compared, turn that off (in "
+    "transformers: model.gradient_checkpointing_disable()) and search again"
+)
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -53,7 +58,7 @@ def find_candidates(
     """
     itself = sorted(name for name in checkpointed_itself if name)
     outermost = [n for n in itself if not any(n.startswith(f"{outer}.") for outer in itself)]
-    left_out = dict.fromkeys(outermost, "it checkpoints a part of itself")
+    left_out = dict.fromkeys(outermost, CHECKPOINTS_ITSELF)
     closed = {*checkpointed_itself, *_cannot_be_covered(model)}
     modules = [call for call in timeline.calls if call.unit and call.unit not in closed]
     worthy = _worthy(Timeline(timeline.storages, modules))

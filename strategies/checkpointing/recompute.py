@@ -44,9 +44,12 @@ def recomputed(
     if not torch.is_grad_enabled() or not _hooks_allowed():
         return function(*args, **kwargs)
     tensors, nest = take_tensors((tuple(args), dict(kwargs)))
+    live = [(args, kwargs)]
 
     def run(*tensors: torch.Tensor) -> Any:
-        own_args, own_kwargs = put_tensors(nest, tensors)
+        # what the first run does to the caller's objects is seen there; the second run finds them
+        # as the first did, and keeps what it does to them to itself
+        own_args, own_kwargs = live.pop() if live else put_tensors(nest, tensors)
         return function(*own_args, **own_kwargs)
 
     contexts = partial(_contexts, holder, buffers)

@@ -27,9 +27,15 @@ class NotRepeatable(Exception):
 
 
 class Noise:
-    """How far two runs of the same step are apart: not at all, except on some devices."""
+    """How far two runs of the same step are apart: not at all, except on some devices.
 
-    def __init__(self) -> None:
+    Args:
+        is_device_exact: whether the device's kernels give the same twice. Then what differs does so
+            for a reason, such as a count that no one sees, and is no noise.
+    """
+
+    def __init__(self, is_device_exact: bool) -> None:
+        self._most = 0.0 if is_device_exact else MOST_NOISE
         self._of: dict[str, float] = {}
         self._untold: set[str] = set()
 
@@ -37,12 +43,11 @@ class Noise:
         """Take in what two runs of the same step left; whether they differ anywhere.
 
         Raises:
-            NotRepeatable: loss or gradients differ by more than rounding.
+            NotRepeatable: loss or gradients differ by more than this device's noise.
         """
         names = [name for name, value in one.items() if not _alike(value, other.get(name), 0.0)]
-        trained = [name for name in one if name == LOSS or name.startswith(GRADIENT)]
-        for kind in ([LOSS], [name for name in trained if name != LOSS]):
-            _assert_rounding(one, other, kind)
+        for kind in ([LOSS], [name for name in one if name.startswith(GRADIENT)]):
+            self._assert_noise(one, other, kind)
         for name in names:
             if _are_comparable(one[name], other.get(name)):
                 difference = _relative_difference(one[name], other[name])
@@ -54,32 +59,35 @@ class Noise:
     def allowed(self, name: str) -> float:
         """The relative difference that noise may explain.
 
-        What agreed by luck is allowed what the others need: a kernel that adds in any order does
-        so for all of them.
+        What agreed by luck is allowed what loss and gradients need: a kernel that adds in any
+        order does so for all of them. What else differs (the time of day, in a buffer) is no
+        measure for others.
         """
-        if not self._of:
-            return 0.0
-        return ROOM * max(self._of.get(name, 0.0), median(self._of.values()))
+        trained = [apart for of, apart in self._of.items() if _is_trained_by(of)]
+        return ROOM * max(self._of.get(name, 0.0), median(trained) if trained else 0.0)
 
     def tells(self, name: str) -> bool:
         """Whether this says anything: two plain runs left the same there, or tensors alike."""
         return name not in self._untold
 
+    def _assert_noise(self, one: Remains, other: Remains, names: Sequence[str]) -> None:
+        """All of them together: a gradient that is zero but for rounding never repeats."""
+        apart = size = 0.0
+        for name in names:
+            value, again = one[name], other.get(name)
+            size += _norm(value) ** 2
+            if _are_comparable(value, again):
+                value = _wide(value) - _wide(again)
+            apart += _norm(value) ** 2
+        difference = sqrt(apart / size) if size else sqrt(apart)
+        if difference > self._most:
+            what = LOSS if names == [LOSS] else "gradients"
+            why = f"two plain steps from the same state differ, their {what} by {difference:.2g}"
+            raise NotRepeatable(f"{why} of their size")
 
-def _assert_rounding(one: Remains, other: Remains, names: Sequence[str]) -> None:
-    """All of them together: a gradient that is zero but for rounding is never twice the same."""
-    apart = size = 0.0
-    for name in names:
-        value, again = one[name], other.get(name)
-        size += _norm(value) ** 2
-        if _are_comparable(value, again):
-            value = _wide(value) - _wide(again)
-        apart += _norm(value) ** 2
-    difference = sqrt(apart / size) if size else sqrt(apart)
-    if difference > MOST_NOISE:
-        what = LOSS if names == [LOSS] else "gradients"
-        why = f"two plain steps from the same state differ, their {what} by {difference:.0%}"
-        raise NotRepeatable(why)
+
+def _is_trained_by(name: str) -> bool:
+    return name == LOSS or name.startswith(GRADIENT)
 
 
 def first_difference(plain: Remains, remains: Remains, noise: Noise) -> str | None:

@@ -1,4 +1,4 @@
-"""What a training step may leave behind in a model and in the random number generators.
+"""What a training step may leave behind in a model, beside it, and in the random states.
 
 `State` puts a model back to where it was, so that two steps can start alike. `traces` says what a
 step left: gradients, parameters, buffers, whatever Python can see in the modules, random states.
@@ -10,25 +10,27 @@ import copy
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .arguments import is_helper, is_the_users
+
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_KEPT = ("torch", "builtins", "weakref", "threading", "functools")
-"""Objects of these packages are no state of a model's, and some refuse to be copied."""
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class State:
-    """Parameters, buffers, attributes of all modules and their classes, and the random states.
+    """Parameters, buffers, attributes of all modules, what lies beside them, the random states.
 
+    Beside them are the attributes of their classes, and the globals of the files of these.
     Parameters are kept on the host, so that a large model needs no second copy on its device.
     """
 
@@ -38,12 +40,12 @@ class State:
             (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
         ]
         self._attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-        self._classes = [(cls, _state_of_class(cls)) for cls in _classes(model)]
+        self._beside = [(put, kept) for _, kept, put in _beside(model)]
         in_modules = [v for _, attributes, _ in self._attributes for v in attributes.values()]
-        in_classes = [value for _, attributes in self._classes for value in attributes.values()]
+        beside = [value for _, kept in self._beside for value in kept.values()]
         held = [value for value in in_modules if isinstance(value, torch.Tensor)]
         self._buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *held)]
-        self._contents = [c for value in (*in_modules, *in_classes) for c in _contents(value)]
+        self._contents = [c for value in (*in_modules, *beside) for c in _contents(value)]
         self._generators = [
             (access, access[0]()) for value in in_modules if (access := _generator_access(value))
         ]
@@ -54,9 +56,9 @@ class State:
         for module, attributes, _ in self._attributes:
             vars(module).clear()
             vars(module).update(attributes)
-        for cls, attributes in self._classes:
-            for name, value in attributes.items():
-                setattr(cls, name, value)
+        for put, kept in self._beside:
+            for name, value in kept.items():
+                put(name, value)
         for container, contents in self._contents:
             _refill(container, contents)
         for buffer, values in self._buffers:
@@ -114,9 +116,9 @@ def traces(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in module.__dict__.items():
             if name not in _OF_TORCH and not name.startswith("_autofit_") and name != "forward":
                 yield from _visible(f"attribute {path}.{name}" if path else name, value)
-    for cls in _classes(model):
-        for name, value in _state_of_class(cls).items():
-            yield from _visible(f"class attribute {cls.__name__}.{name}", value)
+    for where, kept, _ in _beside(model):
+        for name, value in kept.items():
+            yield from _visible(f"{where}{name}", value)
     yield from _random_states().items()
 
 
@@ -131,7 +133,7 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value.detach().clone()
     elif access := _generator_access(value):
         yield f"{name} (its random state)", repr(access[0]())
-    elif _is_helper(value):
+    elif is_helper(value):
         for key, inner in vars(value).items():
             if isinstance(inner, _PLAIN):
                 yield f"{name}.{key}", inner
@@ -160,14 +162,27 @@ def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], An
 def _classes(model: nn.Module) -> list[type]:
     """Classes of the modules that are not torch's own; a forward may count in them."""
     found = {cls for module in model.modules() for cls in type(module).__mro__}
-    of_users = [cls for cls in found if cls.__module__.partition(".")[0] not in _KEPT]
-    return sorted(of_users, key=lambda cls: cls.__qualname__)
+    return sorted(filter(is_the_users, found), key=lambda cls: cls.__qualname__)
 
 
-def _state_of_class(cls: type) -> dict[str, Any]:
+def _beside(
+    model: nn.Module,
+) -> Iterator[tuple[str, dict[str, Any], Callable[[str, Any], None]]]:
+    """Where a forward may count outside of its module: its name, what is in it, how to put it."""
+    classes = _classes(model)
+    for cls in classes:
+        yield f"class attribute {cls.__name__}.", _countable(vars(cls)), partial(setattr, cls)
+    methods = (m for cls in classes for m in vars(cls).values() if isinstance(m, FunctionType))
+    globals_of = {id(method.__globals__): method.__globals__ for method in methods}
+    for names in globals_of.values():
+        if str(names.get("__name__")).partition(".")[0] not in sys.stdlib_module_names:
+            yield "global ", _countable(names), names.__setitem__
+
+
+def _countable(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
-        for name, value in vars(cls).items()
+        for name, value in namespace.items()
         if not name.startswith("__") and isinstance(value, (*_PLAIN, *_CONTAINERS))
     }
 
@@ -176,7 +191,7 @@ def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
     """A container, or the attributes of a helper object, and a copy of what is in it."""
     if type(value) in _CONTAINERS:
         yield value, copy.copy(value)
-    elif _is_helper(value):
+    elif is_helper(value):
         yield vars(value), dict(vars(value))
 
 
@@ -187,12 +202,6 @@ def _refill(container: Any, contents: Any) -> None:
         container.update(contents)
     else:
         container.extend(contents)
-
-
-def _is_helper(value: Any) -> bool:
-    """Whether this is an object of the user's own, with attributes that a forward may change."""
-    has_attributes = hasattr(value, "__dict__") and not callable(value)
-    return has_attributes and type(value).__module__.partition(".")[0] not in _KEPT
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

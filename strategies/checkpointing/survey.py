@@ -22,6 +22,9 @@ from .units import Unit
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
 """Parts are timed until the steps are enough, or have taken long enough."""
 
+LOOKS, MOST_LOOKS = 8, 24
+"""Steps that are watched where parts of a model are skipped at random."""
+
 FORWARDS_IN_A_STEP = 3
 """A backward pass computes two products for each one of the forward pass."""
 
@@ -74,9 +77,7 @@ def survey(context: Context, micro_batch: int) -> Survey:
     """
 
     def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Survey:
-        recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
-        with recorder.watching():
-            run(training, batch)
+        recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
         step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
         itself = frozenset(recorder.checkpointed_itself)
         return Survey(micro_batch, recorder.timeline(), step_s, itself)
@@ -112,6 +113,24 @@ def brought_by_samples(small: Survey, large: Survey) -> Timeline:
         for less, more in zip(few, many, strict=True)
     ]
     return replace(large.timeline, storages=storages)
+
+
+def _of_a_whole_step(
+    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool
+) -> Recorder:
+    """Watches a step; where steps skip parts at random (LayerDrop), one that skips least."""
+    looks: list[tuple[set[str], Recorder]] = []
+    for number in range(1, MOST_LOOKS + 1):
+        recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
+        with recorder.watching():
+            run()
+        looks.append((set(recorder.timeline().calls_of), recorder))
+        called = [units for units, _ in looks]
+        is_whole = max(map(len, called)) == len(set.union(*called))
+        is_alike = number > 1 and all(units == called[0] for units in called)
+        if is_alike or (is_whole and number >= LOOKS):
+            break
+    return max(looks, key=lambda look: len(look[0]))[1]
 
 
 def _of_a_step_or_a_forward(

@@ -112,6 +112,18 @@ class CountsInItsClass(Clean):
         return x
 
 
+CALLS_OF_ALL = 0
+
+
+class CountsInItsFile(Clean):
+    """So little that it might be taken for noise."""
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        global CALLS_OF_ALL
+        CALLS_OF_ALL += 1
+        return x * (1 + 1e-4 * CALLS_OF_ALL)
+
+
 class DrawsFromItsOwn(Clean):
     def __init__(self) -> None:
         super().__init__()
@@ -169,6 +181,7 @@ HARMFUL = {
     Remembers: r"attribute blocks\.\d\.seen",
     CountsInAList: r"attribute blocks\.\d\.counts",
     CountsInItsClass: "class attribute CountsInItsClass.calls_of_all",
+    CountsInItsFile: "gradient|global CALLS_OF_ALL",
     DrawsFromItsOwn: "gradient|random state",
     AverageInAnAttribute: "gradient",
     InPlace: "cannot run twice",
@@ -177,11 +190,14 @@ HARMFUL = {
 }
 
 
-def _gate(part: Callable[[str], Any], model: nn.Module, layers: list[list[str]]) -> Any:
+def _gate(
+    part: Callable[[str], Any], model: nn.Module, layers: list[list[str]], device: Any = None
+) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     training = Training(model, optimizer, Recipe(), Plan(2), device=torch.device("cpu"))
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
-    return part("parity").check_parity(training, batch, layers)
+    view = training if device is None else device(training)
+    return part("parity").check_parity(view, batch, layers)
 
 
 @pytest.mark.parametrize("kind", FINE)
@@ -201,6 +217,18 @@ def test_what_is_not_is_found_and_said(
     assert [reason for reason in found.values() if not re.search(why, reason)] == []
 
 
+class NoisyDevice:
+    """A training that says it were on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._training, name)
+
+
 class Jitters(Clean):
     """As with a kernel that adds in any order: no two runs are alike to the bit."""
 
@@ -214,7 +242,30 @@ def test_noise_of_the_device_is_not_held_against_a_unit(part: Callable[[str], An
     torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(4)]
     model = Stack([Clean, Jitters, Clean, NumpyRandom])
-    assert set(_gate(part, model, [units]).left_out) == {"blocks.3"}
+    assert set(_gate(part, model, [units], NoisyDevice).left_out) == {"blocks.3"}
+
+
+def test_what_differs_beside_the_training_is_no_measure_of_its_noise(
+    part: Callable[[str], Any],
+) -> None:
+    """A clock in a buffer runs on from step to step; that allows no gradient anything."""
+
+    class Clock(Stack):
+        time: torch.Tensor
+
+        def __init__(self, kinds: list[type[Clean]]) -> None:
+            super().__init__(kinds)
+            self.register_buffer("time", torch.zeros(()))
+            self.ticks = (float(tick) for tick in count())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.time.fill_(next(self.ticks))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    units = [f"blocks.{index}" for index in range(2)]
+    found = _gate(part, Clock([Clean, WritesThroughData]), [units], NoisyDevice)
+    assert set(found.left_out) == {"blocks.1"}
 
 
 class CountsOutside(Clean):
@@ -226,10 +277,14 @@ class CountsOutside(Clean):
     scale = count(1)
 
 
-def test_where_a_step_cannot_be_repeated_nothing_is_offered(part: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize(("kind", "device"), [(CountsOutside, NoisyDevice), (Jitters, None)])
+def test_where_a_step_cannot_be_repeated_nothing_is_offered(
+    part: Callable[[str], Any], kind: type[Clean], device: Any
+) -> None:
+    """A GPU's noise is small; a CPU has none."""
     torch.manual_seed(0)
     units = [f"blocks.{index}" for index in range(3)]
-    found = _gate(part, Stack([Clean, CountsOutside, Clean]), [units]).left_out
+    found = _gate(part, Stack([Clean, kind, Clean]), [units], device).left_out
     assert set(found) == set(units)
     assert all("two plain steps" in why for why in found.values())
 
