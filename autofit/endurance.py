@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from autofit.report.report import Report
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from autofit.probing.survey import Survey
+    from autofit.report.record import Record
     from autofit.workload import Workload
 
 PEAK_TOLERANCE = 0.01
@@ -29,6 +31,10 @@ SPEED_TOLERANCE = 0.05
 Where the report's own steps scatter by more than this, so may the medians."""
 LOSS_TOLERANCE = 0.05
 QUARTER = 4
+_NOT_SEEN = (
+    "torch, device, parameters and samples are the same, so the code or the options of the model, "
+    "the optimizer or the loss have changed, or a flag by which torch computes"
+)
 
 
 @dataclass(frozen=True)
@@ -107,23 +113,21 @@ def soak(
         Exception: what the user's own code raised, as it was raised.
     """
     from autofit.probing.opening import open_prober
-    from autofit.registry import load_strategies
+    from autofit.report.applying import strategies_for
 
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
     best, record = report.best, report.record
     workload = replace(workload, global_batch=record.workload["global_batch"])
-    names = sorted({setting.partition(".")[0] for setting in best.plan.settings})
-    strategies = tuple(report.strategies) or load_strategies(names)
     with open_prober(
         workload,
-        strategies,
+        strategies_for(report.best_without_plain_settings, remembered=report.strategies),
         device=device or record.environment["device"],
         vram_budget=record.vram_budget_bytes,
         seed=record.search.seed,
         isolation=isolation,
     ) as prober:
-        _check_same(prober.survey().fingerprint, record.workload["fingerprint"])
+        _check_same(prober.survey(), record)
         step_time_s = best.measurement.step_time_s
         measurement = prober.probe(
             ProbeRequest(
@@ -192,12 +196,27 @@ def _loss(told: Measurement, seen: Measurement) -> str | None:
     return f"the loss rose from {told.loss:.4g} to {seen.loss:.4g}"
 
 
-def _check_same(here: str, there: str) -> None:
-    if here != there:
-        raise InvalidRequest(
-            f"the report is of another workload, device or version of torch ({there} there, "
-            f"{here} here): search again, or soak where it was made"
-        )
+def _check_same(here: Survey, there: Record) -> None:
+    if here.fingerprint == there.workload["fingerprint"]:
+        return
+    was, now = there.environment, here.environment
+    compared = {
+        "torch": (was["torch"], now.torch),
+        "device": (was["gpu"] or was["device"], now.gpu or now.device),
+        "parameters": (there.workload["parameters"], here.parameters),
+        "samples": (_shapes(there.workload["sample_shapes"]), _shapes(here.sample_shapes)),
+    }
+    differs = [
+        f"{name} {then} there, {has} here" for name, (then, has) in compared.items() if then != has
+    ]
+    raise InvalidRequest(
+        f"the report is of another workload: {'; '.join(differs) or _NOT_SEEN}. Search again, or "
+        "soak what was searched where the report was made"
+    )
+
+
+def _shapes(sample_shapes: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {shape}" for name, shape in sample_shapes.items())
 
 
 def _number(value: float | None) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,10 +97,20 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_another_workload_is_refused(report: autofit.Report) -> None:
-    other = autofit.Workload(nn.Linear(32, 32), torch.randn(8, 32))
-    with pytest.raises(InvalidRequest, match="another workload"):
-        soak(report, other, steps=STEPS)
+@pytest.mark.parametrize(
+    ("model", "samples", "words"),
+    [
+        (nn.Linear(32, 32), 8, "another workload: parameters 16672 there, 1056 here. Search"),
+        (Net, 4, r"samples batch: float32\[8, 32\] there, batch: float32\[4, 32\] here"),
+        (nn.Sequential(Net()), 8, "parameters and samples are the same, so the code or the opt"),
+    ],
+)
+def test_another_workload_is_refused_with_what_differs(
+    report: autofit.Report, model: Any, samples: int, words: str
+) -> None:
+    other = autofit.Workload(model, torch.randn(samples, 32))
+    with pytest.raises(InvalidRequest, match=words):
+        soak(report, other, steps=STEPS, isolation="inprocess")
 
 
 def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:

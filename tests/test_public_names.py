@@ -76,5 +76,6 @@ def test_apply_and_probe_take_what_the_contract_says() -> None:
         "loss_weight",
         "before_step",
         "train_step",
+        "strategies",
     ]
     assert list(inspect.signature(autofit.probe).parameters)[:2] == ["workload", "plan"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from autofit.report.record import Record
 if TYPE_CHECKING:
     import torch
 
+    from autofit.plan import Plan
     from autofit.recipe import Recipe
     from autofit.strategy import Strategy
     from autofit.training import Training
@@ -32,7 +33,8 @@ def apply(
     optimizer: Any,
     said: Mapping[str, Any],
     *,
-    strategies: Sequence[Strategy],
+    strategies: Iterable[str | Strategy] | None,
+    remembered: Sequence[Strategy],
     workload: Workload | None,
 ) -> Training:
     """The best plan on that model and optimizer.
@@ -41,7 +43,8 @@ def apply(
         record: of the search.
         model, optimizer: the user's own.
         said: the functions that are given anew, by name; None: as the search was given it.
-        strategies: those of the search; empty: the installed ones of the plan's names.
+        strategies: names or Strategy objects that are given anew, before any other of their names.
+        remembered: those of the search; empty: the installed ones of the plan's names.
         workload: what was searched; None: not known here.
 
     Raises:
@@ -54,6 +57,7 @@ def apply(
     given = {name: value for name, value in said.items() if value is not None}
     recipe = _recipe(record, workload, given)
     device = _device_of(model)
+    _warn_of_another_size(record, model)
     _check_live(optimizer, model, has_train_step=recipe.train_step is not None)
     return Training(
         model,
@@ -61,7 +65,7 @@ def apply(
         recipe,
         plan,
         device=device,
-        strategies=strategies or _installed_for(plan.settings),
+        strategies=strategies_for(plan.without(record.plain_settings), strategies, remembered),
         payloads=record.payloads(plan.settings),
     )
 
@@ -97,10 +101,34 @@ def _recipe(record: Record, workload: Workload | None, said: dict[str, Any]) -> 
     return Recipe(**said, clip_grad_norm=record.workload.get("clip_grad_norm"))
 
 
-def _installed_for(settings: Mapping[str, Any]) -> Sequence[Strategy]:
+def strategies_for(
+    plan: Plan,
+    given: Iterable[str | Strategy] | None = None,
+    remembered: Sequence[Strategy] = (),
+) -> tuple[Strategy, ...]:
+    """Whose settings the plan holds: as given, else as remembered, else as installed.
+
+    Raises:
+        InvalidRequest: one is not installed, or is none.
+    """
     from autofit.registry import load_strategies
 
-    return load_strategies(sorted({name.partition(".")[0] for name in settings}))
+    chosen = [given] if isinstance(given, str) else list(given or ())
+    known = {strategy.name: strategy for strategy in remembered}
+    said = {one if isinstance(one, str) else getattr(one, "name", "") for one in chosen}
+    needed = {setting.partition(".")[0] for setting in plan.settings}
+    return load_strategies([*chosen, *(known.get(name, name) for name in sorted(needed - said))])
+
+
+def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
+    """What another model needs, and which of its modules a plan names, is not known."""
+    there, here = record.workload.get("parameters"), sum(p.numel() for p in model.parameters())
+    if there is not None and here != there:
+        warnings.warn(
+            f"this model has {here} parameters, and the one that was searched had {there}: the "
+            "plan may not fit, or not be the fastest",
+            stacklevel=4,
+        )
 
 
 def _device_of(model: Any) -> torch.device:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,7 @@ class Report:
         loss_weight: Callable[..., Any] | None = None,
         before_step: Callable[..., Any] | None = None,
         train_step: Callable[..., Any] | None = None,
+        strategies: Iterable[str | Strategy] | None = None,
     ) -> Training:
         """The best plan on the user's own model and optimizer, in this process.
 
@@ -140,6 +141,8 @@ class Report:
             optimizer: over its parameters; a mapping of them with train_step.
             loss_fn, criterion, loss_weight, before_step, train_step: what the search was given,
                 unless it is said anew here; a loaded report has to be told.
+            strategies: names or Strategy objects for the plan's settings, where those of the search
+                are not known or not meant; the others are looked up among the installed ones.
 
         Returns:
             A training that is also a context manager: leaving it gives model and optimizer back
@@ -148,6 +151,10 @@ class Report:
         Raises:
             InvalidRequest: the model holds no tensor, the optimizer cannot step, a loaded report is
                 not told how the loss is computed, or a strategy of the plan is not installed here.
+
+        Warns:
+            UserWarning: the model has another number of parameters than the one that was searched,
+                or no loss was given.
         """
         said = {
             "loss_fn": loss_fn,
@@ -161,7 +168,8 @@ class Report:
             model,
             optimizer,
             said,
-            strategies=self.strategies,
+            strategies=strategies,
+            remembered=self.strategies,
             workload=self.workload,
         )
 

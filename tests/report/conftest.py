@@ -9,6 +9,7 @@ from autofit.plan import Dimension, Plan
 from autofit.report.record import Record, SearchSummary, Skipped
 
 MIB = 2**20
+NOT_RUN = "not run: may hold up to 120 MiB where 64.0 MiB are allowed"
 RAISED = "ValueError: level 2 needs\nan even number of tokens"
 
 
@@ -44,7 +45,7 @@ def record() -> Record:
         ),
         Trial(2, Role.SEARCH, plan(16, 2), Measurement(Outcome.UNSUPPORTED, RAISED)),
         Trial(3, Role.SEARCH, plan(16, 1), measured(200, 42)),
-        Trial(4, Role.VETOED, plan(32, 0), Measurement(Outcome.OOM, "expected to need 120 MiB")),
+        Trial(4, Role.VETOED, plan(32, 0), Measurement(Outcome.OVER_BUDGET, NOT_RUN)),
         Trial(5, Role.SEARCH, plan(8, 1), measured(260, 20)),
         Trial(6, Role.CONFIRMED, plan(16, 1), measured(190, 42), predicted_peak_bytes=44 * MIB),
     )
@@ -63,7 +64,7 @@ def record() -> Record:
         },
         workload={
             "fingerprint": "f00d",
-            "parameters": 1000,
+            "parameters": 36,
             "global_batch": 32,
             "loss": "criterion",
             "given": ["criterion"],

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 
 from autofit.errors import InvalidRequest
+from autofit.plan import Dimension
 from autofit.report.record import Record
 from autofit.report.report import Report, load
+from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 
 def test_it_is_a_view_of_its_record(record: Record) -> None:
@@ -141,6 +146,52 @@ def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InvalidRequest, match="no strategy 'folding'"):
         Report(record).apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss())
+
+
+class Folding:
+    """A strategy that is not installed: its settings are written on the model."""
+
+    name = "folding"
+    phase = Phase.MODEL
+    numerics = Numerics.EXACT
+
+    def dimensions(self, context: Context) -> dict[str, Dimension]:
+        return {}
+
+    @contextmanager
+    def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
+        training.model.folded = payloads["folding.level"]
+        yield
+        del training.model.folded
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+def test_a_strategy_that_is_not_installed_here_may_be_given(record: Record) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"criterion": torch.nn.CrossEntropyLoss(), "strategies": [Folding()]}
+    with Report(record).apply(model, optimizer, **given):
+        assert model.folded == ["blocks.0"]
+    assert not hasattr(model, "folded")
+
+
+def test_a_setting_that_is_plain_needs_no_strategy(record: Record) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = Report(replace(record, best_number=0))
+    with report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()) as training:
+        assert training.plan == report.best.plan
+
+
+def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> None:
+    model = torch.nn.Linear(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = Report(replace(record, best_number=0))
+    with pytest.warns(UserWarning, match="has 45 parameters, .* searched had 36") as warned:
+        report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()).undo()
+    assert warned[0].filename == __file__
 
 
 def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
