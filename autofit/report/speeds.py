@@ -5,7 +5,7 @@ Two trials are within measurement error of each other where their 95 % intervals
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autofit.measurement import Role, Trial
 from autofit.report.record import Record
@@ -38,18 +38,23 @@ def measured_faster(record: Record) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for trial in ran:
         if trial.plan != best.plan and _rate(trial) > _rate(best):
-            again = [other for other in record.trials if other.plan == trial.plan]
-            reasons.setdefault(_why_not_best(trial, again[-1], best), []).append(str(trial.number))
+            reasons.setdefault(_why_not_best(trial, best, ran), []).append(str(trial.number))
     for why, numbers in reasons.items():
         yield f"Trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
 
 
-def _why_not_best(trial: Trial, last: Trial, best: Trial) -> str:
+def _why_not_best(trial: Trial, best: Trial, ran: Sequence[Trial]) -> str:
+    last = [other for other in ran if other.plan == trial.plan][-1]
+    fastest = max((other for other in ran if other.plan == best.plan), key=_rate)
     if last is not trial and _rate(last) <= _rate(best):
-        return f"not when it was run again (trial {last.number})"
+        return f"slower than the best plan when it was run again (trial {last.number})"
     if trial.ties_with(best) and _held(trial) >= _held(best):
         return "as fast as the best plan within measurement error, and needs no less memory"
-    return "once, which no confirmation bears out"
+    if _rate(trial) <= _rate(fastest):
+        return f"no faster than the best plan was in trial {fastest.number}"
+    if best.role is Role.CONFIRMED and last.role is not Role.CONFIRMED:
+        return "measured in the search alone, and not among the plans that were confirmed"
+    return "all measurements together do not show it to be faster"
 
 
 def _rate(trial: Trial) -> float:

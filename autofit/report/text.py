@@ -19,6 +19,10 @@ from autofit.units import format_bytes, format_rate, format_seconds
 WIDTH = 120
 _SHORT_DETAIL = 60
 _INDENT = "    "
+_ABOUT_TRIALS = (
+    "trials, as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
+    "others may have run two of them and scaled the time. Held is peak reserved plus non-torch."
+)
 _AGAIN = ", measured again: noise hid whether it is faster"
 
 
@@ -45,10 +49,10 @@ def _parts(record: Record) -> Iterator[str | Table]:
         yield from (f"{_INDENT}{line}" for line in paste)
     yield ""
     yield from _facts(record)
-    yield f"\n{len(record.trials)} trials; those confirmed were run again in full, at the end\n"
+    yield f"\n{len(record.trials)} {_ABOUT_TRIALS}\n"
     yield _trials_table(record)
     if faster := list(measured_faster(record)):
-        yield "\nMeasured faster than the best plan\n"
+        yield "\nWhy trials that were measured faster are not the best plan\n"
         yield from (f"  {line}" for line in faster)
     if record.skipped:
         yield "\nSkipped\n"
@@ -111,11 +115,11 @@ def _facts(record: Record) -> Iterator[str]:
     shapes = ", ".join(
         f"{name}: {shape}" for name, shape in record.workload["sample_shapes"].items()
     )
-    yield f"Holds for samples no longer than the sample batch's: {shapes}"
+    yield f"The answer holds for samples no longer than the sample batch's: {shapes}"
     yield f"Loss: {record.workload['loss'] or 'unknown'}"
     if record.difference is not None:
         yield (
-            f"Against the baseline on the same samples: loss differs by "
+            f"The best plan against the baseline, on the same samples: loss differs by "
             f"{record.difference['loss']:.2g} and gradients by {record.difference['gradient']:.2g} "
             "(relative)"
         )
@@ -152,6 +156,9 @@ def _trials_table(record: Record) -> Table:
 def _outcome(trial: Trial) -> str:
     """How it ended, and in short why, where the outcome and the bytes held do not say it."""
     measured = trial.measurement
+    if trial.role is Role.VETOED:  # its detail says why, unless the plan was run before
+        why = measured.detail or ""
+        return why if why.startswith("not run") else f"not run again: {measured.outcome.value}"
     contended = ", contended" if measured.contended else ""
     why = ""
     if measured.detail and not measured.ok and not measured.outcome.about_memory:

@@ -59,7 +59,7 @@ def _why_not(beliefs: Beliefs, name: str, value: Scalar, size: Counts) -> str | 
         f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
         f"{format_rate(np.exp(ahead))}"
     )
-    return words if best <= ahead else f"not reached: {words}"
+    return words if best <= ahead else f"not tried before the search stopped: {words}"
 
 
 def _too_large(beliefs: Beliefs, variants: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
