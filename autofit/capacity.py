@@ -68,7 +68,15 @@ def check(
         total_bytes=found.total_bytes,
         free_bytes=found.total_bytes,
     )
-    where = {"device": "cuda", "gpu": found.name, "gpu_assumed": gpu is None}
+    unknown = Verdict(
+        None,
+        plan or workload.plan(),
+        "predict",
+        budget,
+        device="cuda",
+        gpu=found.name,
+        gpu_assumed=gpu is None,
+    )
     try:
         prediction = predict(
             workload,
@@ -79,9 +87,8 @@ def check(
             calibration=learned,
         )
     except CannotTell as error:
-        unknown = Verdict(None, plan or workload.plan(), "predict", budget, detail=str(error))
-        return replace(unknown, **where)
-    return replace(_by_prediction(prediction, budget), **where)
+        return replace(unknown, detail=str(error))
+    return _by_prediction(prediction, unknown)
 
 
 def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:
@@ -97,17 +104,17 @@ def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> 
     return method == "probe"
 
 
-def _by_prediction(prediction: Prediction, budget: int) -> Verdict:
+def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
+    budget = unknown.vram_budget_bytes
     fits = prediction.fits(budget)
-    return Verdict(
-        fits,
-        prediction.plan,
-        "predict",
-        budget,
-        prediction.required_bytes,
-        prediction.interval[1] - prediction.required_bytes,
-        prediction.breakdown,
-        None if fits else prediction.largest_micro_batch_within(budget),
+    return replace(
+        unknown,
+        fits=fits,
+        plan=prediction.plan,
+        required_bytes=prediction.required_bytes,
+        margin_bytes=prediction.interval[1] - prediction.required_bytes,
+        breakdown=prediction.breakdown,
+        largest_micro_batch=None if fits else prediction.largest_micro_batch_within(budget),
         peak_allocated_bytes=prediction.peak_allocated_bytes,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -39,9 +39,6 @@ from autofit.options import (
 )
 from autofit.printing import exit_code, print_result, show_report, trial_line, trial_to_dict
 from autofit.units import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 _INTERRUPTED = 130
 """What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
@@ -104,14 +101,13 @@ def search(
         from autofit.target import load_target
 
         workload = load_target(target)  # a mistyped one is told before the rest is imported
-        from autofit.progress import ProgressLine
         from autofit.searching.public import search as run
 
         if global_batch is not None:
             workload = replace(workload, global_batch=global_batch)
         if allow_resplit:
             workload = replace(workload, allow_resplit=True)
-        with _ended_like_interrupted(), ProgressLine() as progress:
+        with _ended_like_interrupted():
             report = run(
                 workload,
                 vram_budget=read_budget(vram_budget),
@@ -124,7 +120,7 @@ def search(
                 study=study,
                 seed=seed,
                 isolation=isolation,
-                progress=progress,
+                progress=True,
             )
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})

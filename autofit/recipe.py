@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from autofit.training import Training
 
 
+_UNPACKED = (
+    "the batch was passed as model(*batch): one that is (input, target) wants "
+    "criterion=(output, target) -> loss, or loss_fn=(model, batch) -> loss"
+)
+
+
 class LossSource(StrEnum):
     """Where a loss came from."""
 
@@ -98,7 +104,12 @@ class Recipe:
             inputs, target = _input_and_target(batch)
             output = call_model(model, inputs)
             return scalar(self.criterion(output, target), "criterion"), LossSource.CRITERION
-        return _own_loss(call_model(model, batch))
+        try:
+            return _own_loss(call_model(model, batch))
+        except TypeError as error:
+            if isinstance(batch, (tuple, list)):
+                error.add_note(_UNPACKED)
+            raise
 
 
 def call_model(model: torch.nn.Module, batch: Batch) -> Any:

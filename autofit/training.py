@@ -70,6 +70,8 @@ class Training(AbstractContextManager["Training"]):
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
         self._scaler_was_used = False
+        self.has_split = False
+        """Whether any step so far asked for its micro-batches, as a train_step need not."""
         self._stepped: list[torch.optim.Optimizer] = []  # under the present scale
         self._applied = ExitStack()
         self._apply(strategies, payloads or {})
@@ -139,6 +141,7 @@ class Training(AbstractContextManager["Training"]):
         One that stands for nothing (every token of it is masked) is left out: its loss is often
         0 / 0, and would spoil the whole.
         """
+        self.has_split = True
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if len(sizes) == 1:

@@ -56,13 +56,16 @@ ALLOWED = {
 and nobody imports it but the surface."""
 
 ON_DEMAND = {
-    ("training", "apply"),
-    ("recipe", "_recipe"),
-    ("recipe", "_warn_of_a_stand_in"),
-    ("optimizers", "_check_live"),
-    ("endurance", "soak"),
+    "report": {
+        ("training", "apply"),
+        ("recipe", "_recipe"),
+        ("recipe", "_warn_of_a_stand_in"),
+        ("optimizers", "_check_live"),
+        ("endurance", "soak"),
+    },
+    "searching": {("progress", "_shown")},
 }
-"""What a report reaches, and in which function: only when its user asks for a live training."""
+"""What a room reaches beside those, and in which function: only when its user asks for it."""
 
 OWNERS = {
     "optuna": ("searching/",),
@@ -128,22 +131,22 @@ strategy_files = pytest.mark.parametrize("path", list(files_under(STRATEGIES)), 
 def test_a_room_imports_only_the_rooms_below_it(path: Path) -> None:
     room = path.relative_to(CORE).parts[0].removesuffix(".py")
     imported = {room_of(one.module) for one in imports_of(path)} - {None, room}
-    if room == "report":
-        imported -= {reached for reached, _ in ON_DEMAND}  # see the next test
+    imported -= {reached for reached, _ in ON_DEMAND.get(room, ())}  # see the next test
     rooms = {path.name.removesuffix(".py") for path in CORE.iterdir()}
     allowed = ALLOWED.get(room, rooms)
     assert imported & rooms <= allowed, f"{name_of(path)} may not import {imported - allowed}"
 
 
-def test_the_report_reaches_a_training_only_on_demand() -> None:
-    rooms = {reached for reached, _ in ON_DEMAND}
+@pytest.mark.parametrize("room", ON_DEMAND)
+def test_a_training_and_its_display_are_reached_only_on_demand(room: str) -> None:
+    rooms = {reached for reached, _ in ON_DEMAND[room]}
     reaching = {
         (room_of(one.module), one.function)
-        for path in files_under(CORE / "report")
+        for path in files_under(CORE / room)
         for one in imports_of(path)
         if room_of(one.module) in rooms
     }
-    assert reaching == ON_DEMAND
+    assert reaching == ON_DEMAND[room]
 
 
 @core_files

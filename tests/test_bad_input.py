@@ -68,7 +68,7 @@ def batch() -> torch.Tensor:
         ({"vram_budget": "4000TiB"}, r"budget of 4000 TiB is larger than the device, which has"),
         ({"strategies": ["precison"]}, r"no strategy 'precison'; installed are: checkpointing, "),
         ({"strategies": 3}, r"strategies must be names or Strategy objects, got 3"),
-        ({"progress": 3}, r"progress must be a function .* with each event, got 3"),
+        ({"progress": 3}, r"progress must be True or a function .* with each event, got 3"),
         ({"numerics": "sloppy"}, r"numerics must be one of exact, .*got 'sloppy'"),
         (
             {"numerics": "exact", "strategies": ["precision"]},

@@ -62,6 +62,10 @@ def leaking():
         return kept[-1].square().mean()
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
 
+def unlabelled():
+    """Its criterion was forgotten."""
+    return Workload(model, (torch.randn(4, 8), torch.randn(4, 3)))
+
 def heavy():
     return Workload(lambda: nn.Linear(512, 512), torch.randn(4, 512))
 '''
@@ -304,6 +308,14 @@ def test_the_users_own_errors_exit_with_3_and_their_traceback(
     assert ran.out == ""
     assert words in ran.err
     assert "models.py" in ran.err
+
+
+def test_a_forgotten_criterion_is_told_from_a_worker_too(folder: Path) -> None:
+    budget = ("--device", "cpu", "--vram-budget", "32MiB")
+    ran = autofit("search", "models.py:unlabelled", *budget, cwd=folder)
+    assert ran.code == 3
+    last = ran.err.splitlines()[-1]
+    assert last.startswith("the batch was passed as model(*batch): one that is (input, target)")
 
 
 @pytest.mark.parametrize(

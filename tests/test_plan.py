@@ -153,6 +153,6 @@ def test_payloads_are_found_for_values_that_have_one() -> None:
 
 
 def test_counts_may_come_from_numpy() -> None:
-    plan = Plan.split(np.int64(10), np.int64(4))
+    plan = Plan.split(np.int64(10), np.int64(4))  # type: ignore[arg-type]  # they are no ints
     assert plan == Plan.split(10, 4)
     assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()

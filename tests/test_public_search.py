@@ -353,6 +353,42 @@ def search_here(**more: Any) -> autofit.Report:
     return autofit.search(model, said.pop("sample_batch", labelled()), **said)
 
 
+def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    search_here(max_probes=1, progress=False)
+    assert capsys.readouterr().err == ""
+    search_here(max_probes=1, progress=True)
+    shown = capsys.readouterr()
+    assert "probe 1 (baseline) 4 x 4: ok" in shown.err
+    assert shown.out == ""
+
+
+def step_of_all(training: autofit.Training, batch: Any) -> torch.Tensor:
+    loss = cross_entropy_of(training.model, batch)
+    training.backward(loss)
+    training.optimizer_step()
+    return loss
+
+
+def step_of_each(training: autofit.Training, batch: Any) -> torch.Tensor:
+    loss = training.accumulate(batch)
+    training.optimizer_step()
+    return loss
+
+
+@pytest.mark.parametrize(("train_step", "splits"), [(step_of_all, False), (step_of_each, True)])
+def test_a_train_step_that_does_not_split_is_said_not_to(train_step: Any, splits: bool) -> None:
+    report = search_here(train_step=train_step, max_probes=1)
+    assert report.best.plan == autofit.Plan.split(16, 4, report.best.plan.settings)
+    words = "all 16 samples of a step ran at once, and not as 4 x 4"
+    assert (words in " ".join(report.record.notes)) is not splits
+
+
+def test_a_model_in_eval_mode_is_said_to_be(searched: Searched) -> None:
+    words = "the model was handed over in eval mode, and trained so"
+    assert words in " ".join(search_here(model=classifier().eval(), max_probes=1).record.notes)
+    assert words not in " ".join(searched.report.record.notes)
+
+
 def test_ctrl_c_returns_the_report_of_what_was_measured() -> None:
     def press_ctrl_c(event: Event) -> None:
         if isinstance(event, ProbeStarted) and event.progress.probes == 2:

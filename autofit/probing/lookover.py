@@ -39,6 +39,11 @@ from autofit.strategy import Capabilities
 from autofit.training import Training
 from autofit.workload import Workload
 
+_IN_EVAL_MODE = (
+    "the model was handed over in eval mode, and trained so: dropout and BatchNorm did as they do "
+    "in evaluation. Unless that is meant, call model.train() and search again"
+)
+
 
 def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
     """The facts of the bench's workload on its device.
@@ -48,7 +53,7 @@ def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
             answers with what the contract has no place for.
         Exception: what the user's code raised in making them.
     """
-    facts = _facts(bench)
+    facts, mode_notes = _facts(bench)
     loss = _loss_source(bench)
     dimensions, notes = _dimensions(bench)
     # Without the model, which may lie on the device that the following trainings need.
@@ -64,7 +69,7 @@ def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
         resplit=resplit,
         may_resplit=may_resplit,
         dimensions=dimensions,
-        notes=(*notes, *resplit_notes),
+        notes=(*mode_notes, *notes, *resplit_notes),
         **facts,
     )
 
@@ -116,19 +121,22 @@ def _pass(
         return gradients(training, batch, seed=seed, calm=calm)
 
 
-def _facts(bench: Workbench) -> dict[str, Any]:
+def _facts(bench: Workbench) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the model says where it lies, and a note about the mode that it is in."""
     torch.manual_seed(bench.seed)
     workload = bench.fresh_workload()
     model = workload.build_model()
     optimizer = workload.build_optimizer(model)
     parameters = list(model.parameters())
-    return {
+    evaluates = not model.training and workload.train_step is None  # which may call model.train()
+    facts = {
         "fingerprint": fingerprint(
             workload, model, optimizer, bench.device.environment, process_state.computing()
         ),
         "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
+    return facts, (_IN_EVAL_MODE,) * evaluates
 
 
 def _loss_source(bench: Workbench) -> str | None:

@@ -76,7 +76,8 @@ def measure(
         _time_steps(training, device, batch, scale, request, window)
         after = device.read()
         grown = _growth(device, window)
-        return _seen(window, before, after, grown, vram_budget_bytes, micro_batches)
+        run = micro_batches if training.has_split else 1  # a train_step may take all at once
+        return _seen(window, before, after, grown, vram_budget_bytes, run)
 
 
 def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:

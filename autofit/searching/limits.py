@@ -35,7 +35,7 @@ def check_limits(
         raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
     if sampler is not None and not isinstance(sampler, BaseSampler):
         raise InvalidRequest(f"sampler must be an Optuna sampler object, got {sampler!r}")
-    if progress is not None and not callable(progress):
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise InvalidRequest(
-            f"progress must be a function that is called with each event, got {progress!r}"
+            f"progress must be True or a function that is called with each event, got {progress!r}"
         )

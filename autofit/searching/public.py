@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def search(
     sampler: BaseSampler | None = None,
     seed: int = 0,
     isolation: str = "process",
-    progress: OnEvent | None = None,
+    progress: OnEvent | bool | None = None,
 ) -> Report:
     """Find, by running it, the fastest way to train a model within a VRAM budget.
 
@@ -88,7 +89,8 @@ def search(
         seed: of everything random.
         isolation: "process": probes run in a worker; "inprocess": in this process, for models that
             cannot be pickled. It cannot survive hangs and device faults.
-        progress: called with each event of `autofit.searching.events`.
+        progress: True shows it on standard error; or what is called with each event of
+            `autofit.searching.events`.
 
     Returns:
         The report. After Ctrl-C or a timeout it holds what had been measured by then.
@@ -124,9 +126,12 @@ def search(
         global_batch=global_batch,
         allow_resplit=allow_resplit,
     )
-    with open_prober(
-        workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
-    ) as prober:
+    with (
+        _shown(progress) as on_event,
+        open_prober(
+            workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
+        ) as prober,
+    ):
         survey = prober.survey()
         check_weights_fit(survey)
         identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
@@ -146,7 +151,7 @@ def search(
                 sampler=sampler,
                 max_probes=max_probes,
                 timeout_s=timeout,
-                on_event=progress,
+                on_event=on_event,
             )
         difference = difference_of(prober, result)
     seconds = time.monotonic() - started
@@ -216,6 +221,18 @@ def probe_and_survey(
             raise error
     role = Role.BASELINE if plan is None else Role.SEARCH
     return Trial(0, role, complete, measurement), survey
+
+
+@contextmanager
+def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
+    """What to tell of events; what shows them is imported for those who want to see it."""
+    if progress is not True:
+        yield progress or None
+        return
+    from autofit.progress import ProgressLine
+
+    with ProgressLine() as line:
+        yield line
 
 
 def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from autofit.measurement import Trial
 from autofit.probing.prober import WorkloadProber
 from autofit.probing.survey import Survey
 from autofit.report.paste import paste_lines
@@ -74,10 +75,21 @@ def record_of(
             trial.number: paste_lines(trial.plan, strategies, space.payloads(trial.plan.settings))
             for trial in result.trials
         },
-        notes=survey.notes,
+        notes=(*survey.notes, *_not_split(result.best)),
         difference=difference,
         calibration=learned(workload, survey, space, strategies, result.baseline),
     )
+
+
+def _not_split(best: Trial) -> Iterator[str]:
+    """A train_step is told how to split, and may do otherwise."""
+    plan, run = best.plan, best.measurement.micro_batches_run
+    if plan.accumulation_steps > 1 and run == 1:
+        yield (
+            f"train_step never called training.micro_batches: unless it splits the batch itself, "
+            f"all {plan.samples_per_step} samples of a step ran at once, and not as "
+            f"{plan.micro_batch} x {plan.accumulation_steps}"
+        )
 
 
 def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, Any] | None:
