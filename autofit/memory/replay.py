@@ -26,6 +26,7 @@ Event: TypeAlias = tuple[int, int]
 STEPS = 4
 CALM_STEPS = 2
 _FALL = 0.02
+_CALM_LIMITS = 3
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,13 @@ class Replay:
         peak_allocated_bytes: most bytes in live blocks.
         peak_reserved_bytes: most bytes in segments.
         late_retries: flushes in the last two steps.
+        last_retries: those in the last step.
     """
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     late_retries: int
+    last_retries: int
 
 
 def replay(
@@ -116,6 +119,7 @@ def replay(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
         retries[-1] - retries[-1 - CALM_STEPS],
+        retries[-1] - retries[-2],
     )
 
 
@@ -126,7 +130,9 @@ def required_bytes(
 
     A smaller limit can work by chance where a larger one does not, since a flush at another moment
     leaves other segments behind. So the limit falls from where nothing is flushed, by 2 % at a
-    time, and is bisected between the last that worked and the first that did not.
+    time, and is bisected between the last that worked and the first that did not. Limits under
+    which only the warm-up took a step longer are passed through, if three below them work; not
+    where convolutions would go without workspaces, whose sizes are no better known than that.
 
     Args:
         recording: the allocations.
@@ -134,26 +140,34 @@ def required_bytes(
         resolution: how closely to bisect, as a share of the limit; never under 2 MiB.
     """
     works = replay(recording, expandable_segments=expandable_segments).peak_reserved_bytes
-    fails = _indispensable_bytes(recording) - 1
-    falling = True
+    fails = lowest = _indispensable_bytes(recording) - 1
+    limit, doubted = works, 0
+    while limit > lowest + 1:
+        limit = max(limit - max(int(limit * _FALL), OWN_SEGMENT_ROUNDING_BYTES), lowest + 1)
+        held = _held(recording, limit, expandable_segments)
+        if held is not None and not held.late_retries:
+            limit, doubted = held.peak_reserved_bytes, max(doubted - 1, 0)
+            works, fails = (works, fails) if doubted else (limit, lowest)
+            continue
+        fails, doubted = max(fails, limit), _CALM_LIMITS
+        if held is None or held.last_retries or recording.optional:
+            break
     while works - fails > max(OWN_SEGMENT_ROUNDING_BYTES, works * resolution):
-        step = max(int(works * _FALL), OWN_SEGMENT_ROUNDING_BYTES)
-        limit = max(works - step, fails + 1) if falling else (works + fails) // 2
-        held = _held_calmly(recording, limit, expandable_segments)
-        if held is None:
-            fails, falling = limit, False
+        limit = (works + fails) // 2
+        held = _held(recording, limit, expandable_segments)
+        if held is None or held.late_retries:
+            fails = limit
         else:
-            works = held
+            works = held.peak_reserved_bytes
     return works
 
 
-def _held_calmly(recording: Recording, limit_bytes: int, expandable: bool) -> int | None:
-    """What a calm replay under the limit reserved; None where it ran out or flushed late."""
+def _held(recording: Recording, limit_bytes: int, expandable: bool) -> Replay | None:
+    """What a replay under the limit held; None where it ran out."""
     try:
-        result = replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)
+        return replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)
     except OutOfBudget:
         return None
-    return None if result.late_retries else result.peak_reserved_bytes
 
 
 def _run(allocator: CachingAllocator, live: dict[int, Block], events: Sequence[Event]) -> None:

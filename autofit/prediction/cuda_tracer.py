@@ -26,6 +26,7 @@ from autofit.prediction.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.in_place import is_in_place
 from autofit.prediction.known import KnownValues
 from autofit.prediction.lacking import Lack, NeedsValues, asked_by_an_optimizer, is_lack
 from autofit.prediction.losses import ctc_loss, ctc_loss_backward
@@ -148,7 +149,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             result, self._order = _STAND_INS[name](args)
             return result
         if _on_device(args[0] if args else None):
-            if name in _IN_PLACE or name == "_amp_update_scale_":
+            if name in _IN_PLACE or name == "_amp_update_scale_" or is_in_place(name, args):
                 return args[0]
             if _ON_LISTS_IN_PLACE.fullmatch(name):
                 return None

@@ -113,6 +113,7 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": False,
+        "is_current_stream_capturing": False,
         "is_bf16_supported": gpu.native_bfloat16,
         "device_count": 1,
         "current_device": 0,

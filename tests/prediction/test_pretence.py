@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -68,6 +69,9 @@ def test_torch_cuda_answers_as_that_gpu() -> None:
     assert torch.cuda.is_bf16_supported()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    asks_the_driver = inspect.getattr_static(torch.cuda.graphs, "is_current_stream_capturing")
+    assert torch.cuda.is_current_stream_capturing is not asks_the_driver
+    assert not torch.cuda.is_current_stream_capturing()
 
 
 @pytest.mark.usefixtures("tracer")
