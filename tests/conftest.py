@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
 
-from autofit.probing import process_state
+from autofit.restoring import process_state
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,13 +44,16 @@ ALLOWED = {
     "devices": WORDS | {"memory"},
     "fingerprint": WORDS | WORKLOAD | {"devices"},
     "training": WORDS | WORKLOAD | {"casts", "devices", "memory"},
+    "restoring": WORDS | WORKLOAD,
     "curve_fit": set(),
     "curves": WORDS | {"curve_fit"},
-    "probing": WORDS | TRAINING | {"registry"},
+    "probing": WORDS | TRAINING | {"restoring", "registry"},
     "report": WORDS | {"curves", "registry"},
-    "prediction": WORDS | TRAINING | {"probing", "registry", "curves"},
-    "searching": WORDS | TRAINING | {"probing", "prediction", "report", "curves", "registry"},
-    "testing": WORDS | TRAINING | {"probing", "curves", "registry"},
+    "prediction": WORDS | TRAINING | {"probing", "restoring", "registry", "curves"},
+    "searching": WORDS
+    | TRAINING
+    | {"probing", "restoring", "prediction", "report", "curves", "registry"},
+    "testing": WORDS | TRAINING | {"probing", "restoring", "curves", "registry"},
 }
 """Room -> the rooms it may import. A room that is not here is at the surface: it may import all,
 and nobody imports it but the surface."""

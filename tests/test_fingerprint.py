@@ -18,7 +18,7 @@ from torch import nn
 
 from autofit.devices.base import Environment
 from autofit.fingerprint import fingerprint
-from autofit.probing import process_state
+from autofit.restoring import process_state
 from autofit.workload import Workload
 
 HERE = Environment("cpu", None, None, 2**34, None, None, "2.13.0", "3.11")
@@ -233,7 +233,7 @@ def test_the_same_workload_has_it_in_every_process() -> None:
         "import sys, functools, torch\n"
         "from autofit.devices.cpu import CpuDevice\n"
         "from autofit.fingerprint import fingerprint\n"
-        "from autofit.probing import process_state\n"
+        "from autofit.restoring import process_state\n"
         "from autofit.workload import Workload\n"
         "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))\n"
         "net.register_forward_hook(lambda m, i, o: o * 2)\n"

@@ -16,8 +16,8 @@ from autofit.measurement import Role
 from autofit.plan import Scalar, variant_key
 from autofit.probing.opening import open_prober
 from autofit.probing.prober import ProbeRequest, WorkloadProber
-from autofit.probing.snapshot import differences, digest
 from autofit.registry import installed_names, load_strategies
+from autofit.restoring.snapshot import differences, digest
 from autofit.searching.foresight import predicted_lines
 from autofit.testing import check_strategy
 from autofit.units import parse_bytes

@@ -27,8 +27,8 @@ from autofit.prediction.meta_device import MetaDevice
 from autofit.prediction.pretence import pretence
 from autofit.prediction.twin import batch_of, refuse_compiled, twin_of, without_twin
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
-from autofit.probing.snapshot import preserved
 from autofit.probing.workbench import Workbench
+from autofit.restoring.snapshot import preserved
 from autofit.strategy import Strategy
 from autofit.training import Training
 from autofit.workload import Workload

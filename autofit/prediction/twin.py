@@ -21,8 +21,8 @@ from autofit.batching import Batch, map_tensors, tensors_of
 from autofit.errors import CannotTell
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.known import is_number
-from autofit.probing.object_state import walk
-from autofit.probing.reach import live_objects
+from autofit.restoring.object_state import walk
+from autofit.restoring.reach import live_objects
 from autofit.units import GIB
 from autofit.workload import Workload
 

@@ -19,7 +19,6 @@ from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
 from autofit.probing.deadlines import Deadlines
 from autofit.probing.faults import fault_of
-from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.payload import Payload, nameless_file, write_payload
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
@@ -31,6 +30,7 @@ from autofit.probing.worker_deaths import (
     outcome_of_death,
     words_of_death,
 )
+from autofit.restoring.interrupts import interrupts_deferred
 from autofit.strategy import Strategy
 from autofit.units import format_bytes, format_seconds
 from autofit.workload import Workload

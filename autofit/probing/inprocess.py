@@ -23,11 +23,11 @@ from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.reach import live_objects
 from autofit.probing.session import Session
-from autofit.probing.snapshot import Snapshot
 from autofit.probing.survey import Survey
 from autofit.probing.wire import WorkerTraceback
+from autofit.restoring.reach import live_objects
+from autofit.restoring.snapshot import Snapshot
 from autofit.strategy import Strategy
 from autofit.workload import Workload
 

@@ -22,7 +22,6 @@ from autofit.batching import Batch, describe
 from autofit.errors import InvalidRequest
 from autofit.fingerprint import fingerprint
 from autofit.plan import Dimension, Plan
-from autofit.probing import process_state
 from autofit.probing.comparison import (
     SAMPLES_OF_A_COMPARISON,
     Comparison,
@@ -35,6 +34,7 @@ from autofit.probing.survey import Survey
 from autofit.probing.workbench import Workbench
 from autofit.recipe import LossSource
 from autofit.registry import collect_dimensions
+from autofit.restoring import process_state
 from autofit.strategy import Capabilities
 from autofit.training import Training
 from autofit.workload import Workload

@@ -27,8 +27,8 @@ from torch.nn.utils import parametrize
 from autofit.batching import map_tensors
 from autofit.devices.base import Device
 from autofit.errors import InvalidRequest, WorkerFailed
-from autofit.probing import process_state
 from autofit.probing.faults import chain_of
+from autofit.restoring import process_state
 from autofit.strategy import Strategy
 from autofit.workload import Workload
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from autofit.errors import WorkerFailed
-from autofit.probing.interrupts import interrupts_deferred
 from autofit.probing.payload import environment_of_parent
 from autofit.probing.strays import kill_marked, new_mark
 from autofit.probing.wire import STACK_SIGNAL, reply_to, send
+from autofit.restoring.interrupts import interrupts_deferred
 
 _BOOTSTRAP = """
 import json, sys

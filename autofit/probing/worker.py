@@ -17,13 +17,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from autofit.devices.base import budget_bytes
+from autofit.devices.base import Device, budget_bytes
 from autofit.devices.open import open_device
+from autofit.errors import DeviceUnavailable
+from autofit.measurement import Outcome
 from autofit.plan import Plan
-from autofit.probing import process_state
+from autofit.probing.faults import fault_of
 from autofit.probing.payload import read_payload
 from autofit.probing.session import Session
 from autofit.probing.wire import STACK_SIGNAL, exception_to_dict, request_from_dict, send
+from autofit.restoring import process_state
 
 
 def main(requests_fd: int, replies_fd: int) -> None:
@@ -63,7 +66,7 @@ def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(message["payload"])
     payload = read_payload(path)
     process_state.restore(payload.computing)
-    device = open_device(message["device"])
+    device = _open_device(message["device"])
     if payload.tamper is not None:
         device = payload.tamper(device)
     budget = budget_bytes(
@@ -78,6 +81,19 @@ def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         seed=message["seed"],
     )
     return session, {"exclusive_key": device.exclusive_key, "spent": False}
+
+
+def _open_device(name: str | None) -> Device:
+    """The device; one that is too full says so in torch's words, which the client understands."""
+    try:
+        return open_device(name, owns_process=True)
+    except RuntimeError as error:
+        fault = fault_of(error)
+        if fault.outcome is Outcome.OOM:
+            raise
+        raise DeviceUnavailable(
+            f"{name or 'the device'} cannot be opened: {fault.detail}"
+        ) from error
 
 
 def _spare_collections() -> None:

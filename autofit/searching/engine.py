@@ -14,8 +14,8 @@ from optuna.samplers import BaseSampler
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.probing.interrupts import Interrupts, interrupts_remembered
 from autofit.probing.prober import Prober, ProbeRequest
+from autofit.restoring.interrupts import Interrupts, interrupts_remembered
 from autofit.searching import confirming, events, failures, ledger, planner
 from autofit.searching.allowance import Allowance
 from autofit.searching.beliefs import Beliefs

@@ -22,8 +22,8 @@ import torch
 
 from autofit.optimizers import Optimizers
 from autofit.plan import Dimension, Plan, Scalar, payloads_of
-from autofit.probing.snapshot import Digest, differences, digest
 from autofit.registry import collect_dimensions, load_strategies
+from autofit.restoring.snapshot import Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing.context import PlainContext
 from autofit.testing.runs import Run, copies, differences_between, gradients_of

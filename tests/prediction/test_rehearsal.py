@@ -15,7 +15,7 @@ from autofit.memory.replay import replay
 from autofit.plan import Plan
 from autofit.prediction.gpus import find_gpu
 from autofit.prediction.rehearsal import Rehearsal, rehearse
-from autofit.probing.snapshot import differences, digest
+from autofit.restoring.snapshot import differences, digest
 from autofit.workload import Workload
 
 GPU = find_gpu("A100")

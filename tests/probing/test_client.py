@@ -16,8 +16,8 @@ from autofit.plan import Plan
 from autofit.probing.client import WorkerProber
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.snapshot import differences, digest
 from autofit.registry import load_strategies
+from autofit.restoring.snapshot import differences, digest
 from autofit.workload import Workload
 
 BUDGET = 64 * 2**20

@@ -57,7 +57,7 @@ time.sleep(600)
 
 SEARCHES = """
 import autofit
-from autofit.probing.snapshot import differences, digest
+from autofit.restoring.snapshot import differences, digest
 
 model = Hangs(sleeps, above=2)
 torch.manual_seed(3)

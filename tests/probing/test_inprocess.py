@@ -19,8 +19,8 @@ from autofit.measurement import Outcome
 from autofit.plan import Plan
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.snapshot import Snapshot, differences, digest
 from autofit.registry import load_strategies
+from autofit.restoring.snapshot import Snapshot, differences, digest
 from autofit.workload import Workload
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from autofit.errors import InvalidRequest
 from autofit.probing.payload import Payload, read_payload, write_payload
-from autofit.probing.snapshot import differences, digest
+from autofit.restoring.snapshot import differences, digest
 from autofit.workload import Workload
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.probing.snapshot import (
+from autofit.restoring.snapshot import (
     Snapshot,
     differences,
     digest,

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from autofit.probing.bindings import Cell, Members, Name
-from autofit.probing.object_state import has_state, is_collection, is_dict
+from autofit.restoring.bindings import Cell, Members, Name
+from autofit.restoring.object_state import has_state, is_collection, is_dict
 from autofit.workload import Workload
 
 _TRAINS = (

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from autofit.probing.bindings import BindingRecord, Cell, Members, Name
+from autofit.restoring.bindings import BindingRecord, Cell, Members, Name
 
 _ENTERED = (
     torch.nn.Module,

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from autofit.probing import process_state
-from autofit.probing.bindings import Cell, Members, Name
-from autofit.probing.interrupts import interrupts_deferred
-from autofit.probing.object_state import (
+from autofit.restoring import process_state
+from autofit.restoring.bindings import Cell, Members, Name
+from autofit.restoring.interrupts import interrupts_deferred
+from autofit.restoring.object_state import (
     Record,
     generator_access,
     gradient_of,

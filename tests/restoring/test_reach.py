@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.probing.reach import reachable
+from autofit.restoring.reach import reachable
 
 HERE: dict[str, Any] = {
     "device": "cpu",

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autofit.probing.interrupts import interrupts_deferred, interrupts_remembered
+from autofit.restoring.interrupts import interrupts_deferred, interrupts_remembered
 
 
 def interrupted_twice(done: list[str]) -> None:
