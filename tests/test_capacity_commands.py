@@ -157,12 +157,13 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
 
 
-@pytest.mark.parametrize("setting", ["level=0", "level=1", "lvl=0"])
+@pytest.mark.parametrize("setting", ["level=1", "lvl=0"])
 def test_check_of_a_value_that_only_a_run_could_list(target: str, setting: str) -> None:
-    """Which value is plain is not known either: a plain setting is left out."""
     code, said = run("check", target, "--gpu", "L4", "--set", f"checkpointing.{setting}")
     assert code == 5
-    assert "plain PyTorch, leave it out" in said
+    assert "levels are found by running the model" in said
+    plain = run("check", target, "--gpu", "L4", "--set", "checkpointing.level=0")
+    assert plain[0] == 0
 
 
 def test_check_of_a_tuned_plan_probes_where_it_can(
