@@ -1,10 +1,9 @@
-"""The state of live Python objects, taken and put back in place: tensors, modules, optimizers.
+"""Which live objects have a state: tensors, modules, optimizers and what hangs on them.
 
 A walk visits every tensor, container and stateful object that can be reached from a module or an
-optimizer through attributes, containers, gradients and tensor attributes, each once. What it
-visits keeps its identity: tensors get their storage, values, gradient and flags back, containers
-and `__dict__`s their entries in their order, objects their class. Objects of classes it does not
-know (a user's own helper behind an attribute) are kept as they are and not entered.
+optimizer through attributes, containers, gradients and tensor attributes, each once. Objects of
+classes it does not know (a user's own helper behind an attribute) are kept as they are and not
+entered.
 """
 
 from __future__ import annotations
@@ -13,11 +12,21 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
 from autofit.restoring.bindings import BindingRecord, Cell, Members, Name
+from autofit.restoring.state_records import (
+    HOOKS,
+    CollectionRecord,
+    DictRecord,
+    GeneratorRecord,
+    ObjectRecord,
+    Record,
+    TensorRecord,
+    gradient_of,
+)
 
 _ENTERED = (
     torch.nn.Module,
@@ -26,13 +35,6 @@ _ENTERED = (
     torch.amp.GradScaler,
 )
 _PLUMBING = ("._parameters", "._buffers", "._modules")
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-class Record(Protocol):
-    """The state of one object, and the way back to it."""
-
-    def restore(self) -> None: ...
 
 
 def walk(root: object, name: str) -> Iterator[tuple[str, object]]:
@@ -90,13 +92,8 @@ def _dict_children(place: str, node: dict[Any, Any]) -> Iterator[tuple[str, obje
 def _tensor_children(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
     yield f"{place}.grad", gradient_of(tensor)
     yield f"{place}.__dict__", vars(tensor)
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         yield f"{place}.{hooks}", getattr(tensor, hooks, None)
-
-
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf; others warn when asked, and have none."""
-    return tensor.grad if tensor.is_leaf else None
 
 
 def record(node: object) -> Record:
@@ -106,147 +103,17 @@ def record(node: object) -> Record:
     if isinstance(node, Members):
         return record(node.container)
     if isinstance(node, torch.Tensor):
-        return _TensorRecord(node)
+        return TensorRecord(node)
     if isinstance(node, _ENTERED):
-        return _ObjectRecord(node)
+        return ObjectRecord(node)
     if is_dict(node):
-        return _DictRecord(node)
+        return DictRecord(node)
     if is_collection(node):
-        return _CollectionRecord(node)
+        return CollectionRecord(node)
     access = generator_access(node)
     if access is None:
         raise TypeError(f"a {type(node).__name__} has no state that could be recorded")
-    return _GeneratorRecord(*access)
-
-
-class _TensorRecord:
-    """Storage, values, gradient, `requires_grad` and hooks of one tensor.
-
-    The values are kept on the host, so that a snapshot takes no device memory; the storage itself
-    is kept too, because views of it that the user holds must stay views.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._class = type(tensor)
-        self._alias = tensor.data
-        self._storage_bytes = _storage_bytes(self._alias)
-        self._cells = _cells(self._alias)
-        self._values = self._cells.to("cpu", copy=True) if has_values(self._alias) else None
-        self._gradient = gradient_of(tensor)
-        self._requires_grad = tensor.requires_grad
-        self._hooks = {name: getattr(tensor, name, None) for name in _HOOKS}
-
-    def restore(self) -> None:
-        tensor = self._tensor
-        if type(tensor) is not self._class:
-            tensor.__class__ = self._class
-        if self._storage_bytes != _storage_bytes(self._alias):
-            self._alias.untyped_storage().resize_(self._storage_bytes)
-        if placement(tensor) != placement(self._alias):
-            tensor.data = self._alias
-        if self._values is not None:
-            with torch.inference_mode(self._alias.is_inference()), torch.no_grad():
-                self._cells.copy_(self._values)
-        if tensor.is_leaf:
-            if tensor.requires_grad != self._requires_grad:
-                tensor.requires_grad = self._requires_grad
-            if tensor.grad is not self._gradient:
-                tensor.grad = self._gradient
-        for name, hooks in self._hooks.items():
-            if getattr(tensor, name, None) is not hooks:
-                setattr(tensor, name, hooks)
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether there is memory behind the tensor: none on meta, nor where its storage was freed."""
-    freed = tensor.layout == torch.strided and tensor.numel() > 0 and not _storage_bytes(tensor)
-    return not tensor.is_meta and not freed
-
-
-def _cells(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with each memory cell once: what `expand` repeats cannot be written as it is."""
-    if tensor.layout != torch.strided:
-        return tensor
-    for dimension, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
-
-
-class _ObjectRecord:
-    """Class and `__dict__` of one module, optimizer, scheduler or scaler."""
-
-    def __init__(self, node: object) -> None:
-        self._node = node
-        self._class = type(node)
-        self._attributes = dict(vars(node))
-
-    def restore(self) -> None:
-        if type(self._node) is not self._class:
-            self._node.__class__ = self._class
-        _put_back(vars(self._node), self._attributes)
-
-
-class _DictRecord:
-    def __init__(self, node: dict[Any, Any]) -> None:
-        self._node = node
-        self._entries = dict(node)
-
-    def restore(self) -> None:
-        _put_back(self._node, self._entries)
-
-
-class _CollectionRecord:
-    """Members of a list, deque or set; a tuple cannot change."""
-
-    def __init__(self, node: list[Any] | deque[Any] | set[Any] | tuple[Any, ...]) -> None:
-        self._node = node
-        self._members = tuple(node)
-
-    def restore(self) -> None:
-        node = self._node
-        if isinstance(node, tuple) or _same(tuple(node), self._members):
-            return
-        node.clear()
-        if isinstance(node, set):
-            node.update(self._members)
-        else:
-            node.extend(self._members)
-
-
-class _GeneratorRecord:
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
-        self._state = read()
-        self._write = write
-
-    def restore(self) -> None:
-        self._write(self._state)
-
-
-def _put_back(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Give `live` exactly those entries, in their order; untouched where it has them."""
-    if _same(tuple(live), tuple(entries)) and _same(tuple(live.values()), tuple(entries.values())):
-        return
-    live.clear()
-    live.update(entries)
-
-
-def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
-    return [id(each) for each in these] == [id(each) for each in those]
-
-
-def placement(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's values lie and how; equal for two names of the same memory."""
-    plain = tensor.data  # a lazy module's parameter answers nothing about itself
-    if plain.layout != torch.strided:
-        return plain.device, plain.dtype, plain.layout, tuple(plain.shape)
-    where = plain.data_ptr() if has_values(plain) else 0
-    return plain.device, plain.dtype, tuple(plain.shape), plain.stride(), where
+    return GeneratorRecord(*access)
 
 
 def generator_access(node: object) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:

@@ -2,7 +2,8 @@
 
 For `isolation="inprocess"`, where the user's own model and optimizer are trained: `Snapshot.take`
 before, `restore` after, whatever happened in between. `digest` and `differences` say whether two
-moments are alike, and are how tests and a search's parent process make sure of it.
+moments are alike: tests make sure with them that nothing has changed, also those of third parties'
+strategies.
 
 Initialize CUDA before a snapshot, if it is going to be used: only then are the random states of
 its devices part of it. Attributes of objects of the user's own classes are no part of it either.
@@ -24,16 +25,13 @@ from autofit.restoring import process_state
 from autofit.restoring.bindings import Cell, Members, Name
 from autofit.restoring.interrupts import interrupts_deferred
 from autofit.restoring.object_state import (
-    Record,
     generator_access,
-    gradient_of,
-    has_values,
     is_collection,
     is_dict,
-    placement,
     record,
     walk,
 )
+from autofit.restoring.state_records import Record, gradient_of, has_values, placement
 
 Digest: TypeAlias = dict[str, str]
 """A name for each thing that must not change -> what it was."""
@@ -88,18 +86,12 @@ def preserved(objects: Mapping[str, object]) -> Iterator[None]:
         snapshot.restore()
 
 
-def digest(objects: Mapping[str, object], *, values: bool = True) -> Digest:
-    """What `objects` and the process are now, as text that compares.
-
-    Args:
-        objects: live objects by name.
-        values: hash the values of every tensor; otherwise their storage and version counters stand
-            for them, which miss writes through `.data` and cost nothing.
-    """
+def digest(objects: Mapping[str, object]) -> Digest:
+    """What `objects`, live ones by name, and the process are now, as text that compares."""
     facts: Digest = {}
     for name, root in objects.items():
         for place, node in walk(root, name):
-            facts.update(_facts(place, node, values))
+            facts.update(_facts(place, node))
     for name, value in process_state.take().items():
         facts.update(_dict_facts(name, value) if is_dict(value) else [(name, _summary(value))])
     return facts
@@ -119,13 +111,13 @@ def _once(nodes: list[object]) -> list[object]:
     return list({id(node): node for node in nodes}.values())
 
 
-def _facts(place: str, node: object, values: bool) -> Iterator[tuple[str, str]]:
+def _facts(place: str, node: object) -> Iterator[tuple[str, str]]:
     if isinstance(node, Cell | Name):
         yield place, _summary(node.value)
     elif isinstance(node, Members):
-        yield from _facts(place, node.container, values)
+        yield from _facts(place, node.container)
     elif isinstance(node, torch.Tensor):
-        yield from _tensor_facts(place, node, values)
+        yield from _tensor_facts(place, node)
     elif is_dict(node):
         yield from _dict_facts(place, node)
     elif is_collection(node):
@@ -142,12 +134,12 @@ def _dict_facts(place: str, node: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     yield from ((f"{place}[{_summary(key)}]", _summary(value)) for key, value in node.items())
 
 
-def _tensor_facts(place: str, tensor: torch.Tensor, values: bool) -> Iterator[tuple[str, str]]:
+def _tensor_facts(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, str]]:
     yield f"{place} identity", f"{type(tensor).__name__} at {id(tensor):#x}"
     yield f"{place} placement", str(placement(tensor))
     yield f"{place} requires_grad", str(tensor.requires_grad)
     yield f"{place} gradient", _summary(gradient_of(tensor))
-    yield f"{place} values", hash_of(tensor) if values else f"version {tensor._version}"
+    yield f"{place} values", hash_of(tensor)
 
 
 def hash_of(tensor: torch.Tensor) -> str:
