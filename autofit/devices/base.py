@@ -87,6 +87,9 @@ class Device(Protocol):
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's values on the device, in storage that the device accounts for."""
 
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of a sample batch in the host memory that a data loader should fill."""
+
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same module object, its parameters and buffers moved to the device."""
 

@@ -68,6 +68,10 @@ class CpuDevice:
         """A copy: a transfer to the CPU that copied nothing would not be accounted for."""
         return tensor.clone()
 
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself: it lies where it is copied from."""
+        return tensor
+
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same module with its parameters and buffers copied, on the CPU."""
         model._apply(lambda tensor: tensor.to("cpu", copy=True))  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of

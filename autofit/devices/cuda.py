@@ -15,7 +15,7 @@ import torch
 
 from autofit.devices.base import Environment, MemoryReading
 from autofit.devices.nvml import Nvml, device_uuid
-from autofit.devices.share import Share, who_grew
+from autofit.devices.share import CONTEXT_BYTES, Share, who_grew
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
 
@@ -27,17 +27,24 @@ class CudaDevice:
 
     Args:
         name: "cuda:1"; without an index the one that this process computes on.
+        owns_process: nobody else computes in this process, so whatever it caches may be let go;
+            None: so it is where there is no context yet.
 
     Raises:
-        DeviceUnavailable: there is no CUDA device, or not that one.
+        DeviceUnavailable: there is no CUDA device, or not that one, or it does not answer.
+        torch.OutOfMemoryError, torch.AcceleratorError: it is too full for a context.
     """
 
     tracked_steps = 0
 
-    def __init__(self, name: str = "cuda") -> None:
+    def __init__(self, name: str = "cuda", *, owns_process: bool | None = None) -> None:
         if not torch.cuda.is_available():
-            raise DeviceUnavailable(f"{name} was asked for, and torch finds no CUDA device here")
+            raise DeviceUnavailable(
+                f"{name} was asked for, and torch finds no CUDA device here: "
+                'give device="cpu", or see that driver and torch build agree'
+            )
         self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+        self._owns_process = self._makes_context if owns_process is None else owns_process
         self._current_before = 0 if self._makes_context else torch.cuda.current_device()
         index = torch.device(name).index
         index = self._current_before if index is None else index
@@ -57,9 +64,8 @@ class CudaDevice:
         others = before.used_bytes if before and self._makes_context else 0
         self._share = Share(context_bytes=outside - others, outside_bytes=outside)
         self._listed_as = self._find_itself()
-        self.total_bytes = int(torch.cuda.mem_get_info(index)[1])
-        own = self._own_bytes()
-        self.free_bytes = min(int(torch.cuda.mem_get_info(index)[0]) + own, self.total_bytes)
+        free, self.total_bytes = map(int, torch.cuda.mem_get_info(index))
+        self.free_bytes = min(free + self._own_bytes(), self.total_bytes)
 
     def close(self) -> None:
         """Give back cached memory, the cap and the current device as they were found."""
@@ -99,7 +105,9 @@ class CudaDevice:
     def limit(self, vram_budget_bytes: int) -> None:
         """Cap the caching allocator at what the budget leaves beside the non-torch bytes."""
         allowed = max(vram_budget_bytes - self.read().non_torch_bytes, 0)
-        fraction = min(allowed / self.total_bytes, 1.0)
+        # Which of the two the fraction is of differs between versions of torch.
+        whole = max(self.total_bytes, int(self._properties.total_memory))
+        fraction = min(allowed / whole, 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     @contextmanager
@@ -110,6 +118,18 @@ class CudaDevice:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the GPU."""
         return tensor.to(self.torch_device, non_blocking=True)
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in pinned memory, as `DataLoader(pin_memory=True)` hands it over.
+
+        A copy from any other memory holds up the host, and precision or layout seem to gain less.
+        """
+        if tensor.device.type != "cpu":
+            return tensor
+        try:
+            return tensor.pin_memory()
+        except RuntimeError:  # there is not so much of it, or the layout cannot be pinned
+            return tensor
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model on the GPU."""
@@ -149,7 +169,7 @@ class CudaDevice:
 
         A graph that the caller captured may hold on to the workspaces of its process; they stay.
         """
-        if self._makes_context:
+        if self._owns_process:
             torch._C._cuda_clearCublasWorkspaces()  # nothing public frees what the allocator lent
         torch.cuda.empty_cache()
 
@@ -186,21 +206,24 @@ class CudaDevice:
     def _find_itself(self) -> int | None:
         """The process id that NVML knows this process by: in a container it may be the host's.
 
-        Then the one that grows as this process allocates is it. None: it is not listed.
+        It is the one that grows as this process allocates, and that holds no more beside it than a
+        context may take: a sandbox can show all that run in it as one. None: it is not listed.
         """
         before = self._nvml.bytes_by_process()
-        if not before or os.getpid() in before:
-            return os.getpid() if before else None
+        if not before:
+            return None
         reserved = self._reserved_bytes()
         try:
             knock = torch.empty(_KNOCK_BYTES, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError:
             return None
-        after = self._nvml.bytes_by_process()
+        after = self._nvml.bytes_by_process() or {}
         grown = self._reserved_bytes() - reserved
+        found = who_grew(before, after, grown) if grown else os.getpid()
+        beside = after.get(found, 0) - self._reserved_bytes() if found is not None else 0
         del knock
         self.release_cache()
-        return who_grew(before, after or {}, grown)
+        return found if found in after and 0 <= beside <= CONTEXT_BYTES else None
 
 
 class CudaMark:

@@ -7,6 +7,7 @@ order and ignores CUDA_VISIBLE_DEVICES, so a device is found by its UUID, never 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,40 +36,38 @@ class Nvml:
 
     def read(self) -> NvmlReading | None:
         """Total, free and used bytes now."""
-        import pynvml
-
-        if self._handle is None:
-            return None
-        try:
-            info = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
-        except pynvml.NVMLError:
-            return None
-        return NvmlReading(int(info.total), int(info.free), int(info.used))
+        info = self._ask(
+            lambda nvml: nvml.nvmlDeviceGetMemoryInfo(self._handle, version=nvml.nvmlMemory_v2)
+        )
+        return info and NvmlReading(int(info.total), int(info.free), int(info.used))
 
     def bytes_by_process(self) -> dict[int, int] | None:
         """Process id -> bytes held on the device, as far as they are told.
 
         Inside a container the ids may be those of the host, or processes may be left out.
         """
-        import pynvml
-
-        if self._handle is None:
-            return None
-        try:
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        except pynvml.NVMLError:
+        processes = self._ask(lambda nvml: nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        if processes is None:
             return None
         return {each.pid: int(each.usedGpuMemory) for each in processes if each.usedGpuMemory}
 
     def driver(self) -> str | None:
         """The driver's version."""
-        import pynvml
+        version = self._ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
+        return version and str(version)
 
+    def _ask(self, question: Callable[[Any], Any]) -> Any | None:
+        """The answer; None where there is no handle, or NVML refuses.
+
+        A driver that is older than the bindings raises what is no `NVMLError`.
+        """
         if self._handle is None:
             return None
+        import pynvml
+
         try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        except pynvml.NVMLError:
+            return question(pynvml)
+        except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
             return None
 
 

@@ -12,11 +12,12 @@ from autofit.devices.cuda import CudaDevice
 from autofit.errors import InvalidRequest
 
 
-def open_device(name: str | torch.device | None) -> Device:
+def open_device(name: str | torch.device | None, *, owns_process: bool | None = None) -> Device:
     """The device of that name, held by this process from now on.
 
     Args:
         name: "cuda", "cuda:1" or "cpu"; None: cuda where there is one.
+        owns_process: see `CudaDevice`.
 
     Raises:
         InvalidRequest: no such kind of device.
@@ -24,7 +25,7 @@ def open_device(name: str | torch.device | None) -> Device:
     """
     check_device_name(name)
     chosen = str(name) if name is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return CpuDevice() if chosen == "cpu" else CudaDevice(chosen)
+    return CpuDevice() if chosen == "cpu" else CudaDevice(chosen, owns_process=owns_process)
 
 
 def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:

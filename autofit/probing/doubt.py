@@ -3,8 +3,9 @@
 An out-of-memory error that live tensors and the request do not add up to may be the allocator's
 bad luck (a block whose release on another stream is pending, a cache in pieces), so it is tried
 once more; where other processes hold what the budget allows, the plan's size is not to blame. A run
-that held more than the device had spilled to host memory and is no fit. Messages of libraries mean
-a lack of memory only where memory was short.
+that held more than the device had spilled to host memory and is no fit. One that went over the
+budget by the libraries it loaded is run again, with the allocator's cap beside them. Messages of
+libraries mean a lack of memory only where memory was short.
 """
 
 from __future__ import annotations
@@ -58,6 +59,19 @@ def spilled(measurement: Measurement, *, available_bytes: int) -> Measurement:
         detail=f"held {format_bytes(held)} where the device had {format_bytes(available_bytes)} "
         "left beside other processes: the rest lay in host memory",
     )
+
+
+def only_libraries_went_over(
+    measurement: Measurement, before: MemoryReading, vram_budget_bytes: int
+) -> bool:
+    """Whether a probe stayed within the cap that was set, and libraries were loaded beside it.
+
+    The cap leaves room for the non-torch bytes of the moment it is set. Kernels and handles come
+    as they are first used, so the first probe of a process is held to too loose a cap.
+    """
+    if measurement.outcome is not Outcome.OVER_BUDGET or measurement.peak_reserved_bytes is None:
+        return False
+    return measurement.peak_reserved_bytes + before.non_torch_bytes <= vram_budget_bytes
 
 
 def has_moved(foreign_before: int | None, foreign_after: int | None, *, total_bytes: int) -> bool:

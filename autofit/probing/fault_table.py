@@ -2,8 +2,8 @@
 
 Rows are tried from the top; within a row types come before codes and codes before text. What no
 row knows is an error of the user's code. Text is matched only where a message begins (or behind
-"SomethingError: ", as TorchScript, compilers and loaders quote it), so a sentence that merely
-mentions a fault is none.
+"SomethingError: " and the like, as TorchScript, compilers and loaders quote it), so a sentence that
+merely mentions a fault is none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from autofit.measurement import Outcome
 
-_QUOTED = r"(?:^|Error: |raised:\s)"
+_QUOTED = r"(?:^|Error: |with error: |raised:\s)"
 _DEVICE_CALL = (
     _QUOTED + r"(?:(?:CUDA|HIP)(?: driver)? error(?: in [^:\n]*)?: |Triton Error \[\w+\]: )"
 )
@@ -123,6 +123,18 @@ ROWS: tuple[Row, ...] = (
             r"cuDNN Frontend error: .*No (?:valid )?execution plans",
         ),
         otherwise=Outcome.SIZE_LIMIT,
+    ),
+    Row(
+        "library failure",
+        Outcome.OOM,
+        # What cuBLAS and cuDNN say where they find no memory for handles, kernels or scratch, and
+        # of their own bugs.
+        text=_text(
+            r"(?:\w+ error: )?(?:CU|HIP)BLAS_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)\b",
+            r"(?:\w+ error: )?CUDNN_STATUS_(?:EXECUTION_FAILED|NOT_INITIALIZED)\b",
+            r"(?:\w+ error: )?CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED\b",
+        ),
+        otherwise=Outcome.USER_ERROR,
     ),
     Row(
         "NCCL allocation",

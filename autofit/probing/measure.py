@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autofit.batching import Batch
+from autofit.batching import Batch, map_tensors
 from autofit.devices.base import Device, Mark, MemoryReading
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.growth import Growth, bytes_per_step, growth
@@ -64,7 +64,8 @@ def measure(
     """
     plan = request.plan
     micro_batches = _micro_batches_to_run(workload, request)
-    batch = workload.batch(sum(plan.micro_batch_sizes[:micro_batches]))
+    samples = sum(plan.micro_batch_sizes[:micro_batches])
+    batch = map_tensors(device.stage, workload.batch(samples))
     scale = plan.accumulation_steps / micro_batches
     window = _Window()
     with ExitStack() as applied:

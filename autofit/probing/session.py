@@ -15,7 +15,13 @@ from autofit.devices.base import Device, MemoryReading
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.comparison import Comparison
-from autofit.probing.doubt import has_moved, is_explained, memory_was_short, spilled
+from autofit.probing.doubt import (
+    has_moved,
+    is_explained,
+    memory_was_short,
+    only_libraries_went_over,
+    spilled,
+)
 from autofit.probing.faults import Fault, fault_of, settle
 from autofit.probing.lookover import compare_plans, look_over
 from autofit.probing.measure import measure
@@ -30,7 +36,7 @@ from autofit.workload import Workload
 RETAINED_BYTES = 8 * 2**20
 """More than this still allocated after a probe was cleaned up: the next one needs a new worker."""
 MOST_REPEATS = 2
-"""Times that a contended probe is run again; an out-of-memory error that may be luck, once."""
+"""Times that a contended probe is run again; one whose size may not be to blame, once."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +48,15 @@ class Reply:
         exception: what the user's code raised, for outcome user_error, cleared of its frames.
         traceback: its traceback, as text.
         spent: the process should not run another probe.
-        unexplained: it ran out of memory where live tensors and the request would have fitted.
+        worth_repeating: its size may not be to blame: it ran out of memory where live tensors and
+            the request would have fitted, or went over the budget by the libraries it loaded.
     """
 
     measurement: Measurement
     exception: BaseException | None = None
     traceback: str | None = None
     spent: bool = False
-    unexplained: bool = False
+    worth_repeating: bool = False
 
 
 class Session:
@@ -84,17 +91,17 @@ class Session:
     def probe(self, request: ProbeRequest) -> Reply:
         """Run one plan; every way in which it can end is a reply.
 
-        A probe during which other processes' use of the device moved is run again, and so is an
-        out-of-memory error that live tensors and the request do not explain.
+        A probe during which other processes' use of the device moved is run again, and so is one
+        whose end its size does not explain.
         """
         started = time.monotonic()
         reply = self._probe_once(request)
-        contended, was_oom = reply.measurement.contended, False
+        contended, doubted = reply.measurement.contended, False
         for _ in range(MOST_REPEATS):
-            again = reply.measurement.contended or (reply.unexplained and not was_oom)
+            again = reply.measurement.contended or (reply.worth_repeating and not doubted)
             if reply.spent or not again:
                 break
-            was_oom = was_oom or reply.unexplained
+            doubted = doubted or reply.worth_repeating
             reply = self._probe_once(request)
             contended = contended or reply.measurement.contended
         seconds = time.monotonic() - started
@@ -121,10 +128,10 @@ class Session:
         self._bench.reclaim_or_not()
         if (broken := self._health_fault()) is not None:
             return Reply(Measurement(broken.outcome, broken.detail), spent=True)
-        before, foreign_before = self._device.read(), self._device.foreign_bytes()
+        before, foreign_before = self._device.read(), self._foreign_bytes()
         measurement, fault, raised = self._attempt(request)
         self._bench.reclaim_or_not()
-        foreign = self._device.foreign_bytes()
+        foreign = self._foreign_bytes()
         available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
         unexplained = False
         if fault is not None:
@@ -145,7 +152,8 @@ class Session:
             exception=raised[0] if raised and is_users else None,
             traceback=raised[1] if raised and is_users else None,
             spent=kills or self._retained(before) > RETAINED_BYTES,
-            unexplained=unexplained,
+            worth_repeating=unexplained
+            or only_libraries_went_over(measurement, before, self.vram_budget_bytes),
         )
 
     def _attempt(
@@ -193,6 +201,14 @@ class Session:
         )
         explained = is_explained(fault, after, vram_budget_bytes=budget)
         return measurement, settled.outcome is Outcome.OOM and not explained
+
+    def _foreign_bytes(self) -> int | None:
+        """What other processes hold; a dead device cannot be asked."""
+        try:
+            return self._device.foreign_bytes()
+        except Exception as error:
+            scrub(error)
+            return None
 
     def _retained(self, before: MemoryReading) -> int:
         """Bytes that outlived the probe; a dead device cannot be asked."""

@@ -130,6 +130,10 @@ LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
         Outcome.SIZE_LIMIT,
         raises(lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `c`")),
     ),
+    "cuBLAS broken with room left": (
+        Outcome.USER_ERROR,
+        raises(lambda: RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`")),
+    ),
     "grid": (
         Outcome.SIZE_LIMIT,
         raises(lambda: RuntimeError("CUDA error: invalid configuration argument")),

@@ -72,6 +72,28 @@ KNOWN: dict[str, tuple[Outcome, Exception]] = {
     ),
     "cuDNN": (Outcome.OOM, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
     "cuDNN loads": (Outcome.OOM, RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")),
+    "cuBLAS kernels": (
+        Outcome.OOM,
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`"
+        ),
+    ),
+    "cuBLAS runs": (
+        Outcome.OOM,
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( h, o`"),
+    ),
+    "cuDNN runs": (Outcome.OOM, RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")),
+    "cuDNN library": (
+        Outcome.OOM,
+        RuntimeError("cuDNN error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
+    ),
+    "lazy call": (
+        Outcome.OOM,
+        torch.cuda.DeferredCudaCallError(
+            "CUDA call failed lazily at initialization with error: CUDA error: out of memory\n"
+            "CUDA call was originally invoked at: ..."
+        ),
+    ),
     "cuDNN engine": (
         Outcome.OOM,
         RuntimeError("GET was unable to find an engine to execute this computation"),
@@ -336,6 +358,9 @@ CUBLAS = KNOWN["cuBLAS"][1]
         (CUBLAS, True, None, Outcome.OOM),
         (CUBLAS, True, False, Outcome.SIZE_LIMIT),
         (CUBLAS, False, False, Outcome.POISONED),
+        (KNOWN["cuBLAS runs"][1], True, True, Outcome.OOM),
+        (KNOWN["cuBLAS runs"][1], True, False, Outcome.USER_ERROR),
+        (KNOWN["cuBLAS runs"][1], False, False, Outcome.POISONED),
         (KNOWN["graph capture"][1], True, False, Outcome.UNSUPPORTED),
         (KNOWN["assert code"][1], True, False, Outcome.POISONED),
         (ValueError("bug"), True, True, Outcome.USER_ERROR),
