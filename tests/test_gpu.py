@@ -37,7 +37,7 @@ model, batch = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), to
 report = autofit.search(model, batch, device="{DEVICE}", vram_budget="{BUDGET}",
                         max_micro_batch=16, max_probes=6)
 verdict = autofit.check(autofit.Workload(model, batch), vram_budget="{BUDGET}", method="probe")
-print(report.best.measurement.ok, verdict.fits, torch.cuda.is_initialized())
+print(report.best.measurement.ok, verdict.fits, torch._C._cuda_hasPrimaryContext(0))
 """
 
 
@@ -123,7 +123,6 @@ def test_a_search_in_this_process_leaves_model_and_process_as_they_were() -> Non
     assert differences(before, digest(objects)) == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="about the cap of a GPU")
 def test_after_a_search_in_this_process_all_of_the_gpu_is_the_users_again() -> None:
     before = torch.cuda.get_per_process_memory_fraction()
     trial = autofit.probe(
@@ -159,8 +158,9 @@ def test_float16_trains_with_a_scaler() -> None:
 def test_checkpointing_takes_less_memory_than_plain_training() -> None:
     with opened("checkpointing") as prober:
         levels = prober.survey().dimensions["checkpointing.level"].values
+        assert len(levels) > 1, prober.survey().notes
         first, last = (
-            probed(prober, {"checkpointing.level": each}) for each in levels[:: len(levels) - 1]
+            probed(prober, {"checkpointing.level": each}) for each in (levels[0], levels[-1])
         )
     assert first.ok
     assert last.ok
@@ -173,7 +173,9 @@ def _same_bits_each_time() -> Iterator[None]:
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+    ):
         yield
     torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
 

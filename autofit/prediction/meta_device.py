@@ -75,6 +75,10 @@ class MetaDevice:
             self._tracer.known.learn(placed, self._tracer.known.of(tensor))
         return placed.requires_grad_(tensor.requires_grad)
 
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself: no values are copied."""
+        return tensor
+
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same module with its parameters and buffers on the device."""
         model._apply(self.place)  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of

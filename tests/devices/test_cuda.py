@@ -29,6 +29,7 @@ def device() -> Iterator[CudaDevice]:
 def test_memory_ends_at_the_budget_and_computing_goes_on(device: CudaDevice) -> None:
     budget = device.read().non_torch_bytes + 256 * MIB
     device.limit(budget)
+    device.reset_peaks()
     model = device.place_model(nn.Linear(1024, 1024))
     with pytest.raises(torch.OutOfMemoryError):
         model(torch.randn(2**18, 1024, device=device.torch_device))

@@ -40,7 +40,7 @@ print("ready", flush=True)
 for line in sys.stdin:
     take, leave = map(int, line.split())
     piece = 2**30
-    while piece >= 2**21:
+    while piece >= 2**24:  # smaller ones share a segment of 20 MiB, which leaves less than asked
         if piece > take or torch.cuda.mem_get_info()[0] - piece < leave:
             piece //= 2
             continue
@@ -61,7 +61,7 @@ from autofit.probing.prober import ProbeRequest
 from autofit.workload import Workload
 
 with WorkerProber(Workload(nn.Linear(16, 16), torch.ones(2, 16)), device="cuda") as prober:
-    print(prober.probe(ProbeRequest(Plan(2))).outcome, torch.cuda.is_initialized())
+    print(prober.probe(ProbeRequest(Plan(2))).outcome, torch._C._cuda_hasPrimaryContext(0))
 """
 
 KILLED = """
