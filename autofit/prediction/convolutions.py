@@ -22,6 +22,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from autofit.prediction.gpus import Gpu
 
@@ -129,12 +130,19 @@ def _padded(shape: tuple[int, ...], dims: set[int], multiple: int) -> int:
     )
 
 
-def in_layout_of_cudnn(args: Any, result: torch.Tensor) -> torch.Tensor:
-    """The result of `aten::convolution` in the layout that cuDNN gives it; meta has its own."""
-    layout = _layout(args[0], args[1])
-    if layout is torch.contiguous_format or result.is_contiguous(memory_format=layout):
-        return result
-    return torch.empty_like(result, memory_format=layout)
+def in_layout_of_cudnn(
+    data: torch.Tensor, weight: torch.Tensor, results: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """Results of `aten::convolution` and its backward, as cuDNN lays them out; meta has its own."""
+    layout = _layout(data, weight)
+    return tuple(
+        torch.empty_like(result, memory_format=layout)
+        if result is not None
+        and result.dim() == data.dim()
+        and not result.is_contiguous(memory_format=layout)
+        else result
+        for result in results
+    )
 
 
 def copied_operands(convolution: Convolution, operands: Any) -> list[int]:
@@ -168,14 +176,10 @@ def of_backward(args: Any) -> Convolution:
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Channels last if data or weight are (`cudnn_conv_suggest_memory_format`)."""
-    last = _CHANNELS_LAST.get(data.dim())
-    if last is not None and any(
-        tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
-        for tensor in (data, weight)
-    ):
-        return last
-    return torch.contiguous_format
+    """Channels last if data or weight are (`cudnn_conv_suggest_memory_format`), gaps or not."""
+    last = _CHANNELS_LAST.get(data.dim(), torch.contiguous_format)
+    suggested = suggest_memory_format(data), suggest_memory_format(weight)
+    return last if last in suggested else torch.contiguous_format
 
 
 def _convolution(

@@ -29,7 +29,7 @@ from autofit.prediction.gpus import Gpu
 from autofit.prediction.in_place import is_in_place
 from autofit.prediction.known import KnownValues
 from autofit.prediction.lacking import Lack, NeedsValues, asked_by_an_optimizer, is_lack
-from autofit.prediction.losses import ctc_loss, ctc_loss_backward
+from autofit.prediction.losses import ctc_loss, ctc_loss_backward, in_memory_of_all
 from autofit.prediction.recurrent import cudnn_rnn, cudnn_rnn_backward
 from autofit.prediction.scratch import scratch_bytes
 from autofit.prediction.shapes import Shapes
@@ -155,10 +155,12 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 return None
         result = self._remembered.of(func, args, kwargs, super().compute)
         if name == "convolution":
-            return in_layout_of_cudnn(args, result)
+            return in_layout_of_cudnn(args[0], args[1], (result,))[0]
+        if name == "convolution_backward":
+            return in_layout_of_cudnn(args[1], args[2], result)
         if name == "log_sigmoid_forward":
             return result[0], result[1].new_empty(0)  # the buffer is the CPU's
-        return result
+        return in_memory_of_all(name, args, result)
 
     def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Workspaces that are needed for the first time, results, and the kernel's scratch."""

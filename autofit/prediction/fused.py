@@ -51,6 +51,12 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(data), None, of_weight
 
 
+_RMS_NORM_IS_CAST: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::rms_norm", "AutocastCUDA"
+)
+"""Up to torch 2.11 autocast leaves it alone, and bfloat16 data meets a float32 weight."""
+
+
 def _rms_norm(
     data: torch.Tensor,
     normalized_shape: Any,
@@ -59,7 +65,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     """Fused where data and weight have one type (layer_norm.cpp)."""
     with beneath():
-        if autocast.is_on():
+        if _RMS_NORM_IS_CAST and autocast.is_on():
             data, weight = autocast.in_float32(data), autocast.in_float32(weight)
         if not data.is_meta or (weight is not None and weight.dtype != data.dtype):
             return aten.rms_norm(data, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # likewise

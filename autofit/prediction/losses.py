@@ -1,4 +1,4 @@
-"""Losses whose kernels the meta device lacks."""
+"""Losses whose kernels the meta device lacks, or whose results lie in other memory there."""
 
 from __future__ import annotations
 
@@ -47,6 +47,24 @@ def ctc_loss_backward(args: Any) -> tuple[Any, Order]:
     log_probabilities, table = args[1], args[6]
     gradient = torch.empty_like(log_probabilities)
     return gradient, [table.numel() * table.element_size(), gradient]
+
+
+_IN_MEMORY_OF_ALL = frozenset(
+    ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+)
+
+
+def in_memory_of_all(name: str, args: Any, result: torch.Tensor) -> torch.Tensor:
+    """The result of a loss; where it is a mean or a sum, in memory for every element's loss.
+
+    It is made for all elements and then resized to one number, which gives no memory back: as long
+    as the loss lives, so does that (`TORCH_META_FUNC(mse_loss)` and others of BinaryOps.cpp and
+    Loss.cpp, `binary_cross_entropy_out_cuda` of cuda/Loss.cu).
+    """
+    if name not in _IN_MEMORY_OF_ALL or result.dim():
+        return result
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]  # torch's
+    return result.new_empty(shape).resize_(())
 
 
 def _longest(targets: torch.Tensor, lengths: Any) -> int:

@@ -109,16 +109,22 @@ def _gru_cell_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
 
 
 def _loss(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """The loss of each element, and a reduction of them (Loss.cpp, Loss.cu)."""
+    """The loss of each element, and a reduction of them (BinaryOps.cpp, Loss.cpp)."""
     if result.dim():
         return []
     elements = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
     return [_bytes(elements), *_reduction((elements,), result, gpu)]
 
 
+def _loss_in_place(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """A reduction of the losses, which lie where the result will (cuda/Loss.cu)."""
+    return [_bytes(result), *_loss(args, result, gpu)[1:]] if not result.dim() else []
+
+
 def _loss_of_logits(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """The logarithms of all sigmoids, and the loss of each element (Loss.cpp)."""
-    return [_bytes(args[0]), *_loss(args, result, gpu)]
+    """The logarithms of all sigmoids, one weight each, and the loss of each element (Loss.cpp)."""
+    weighted = len(args) > 3 and args[3] is not None
+    return [_bytes(args[0])] * (1 + weighted) + _loss(args, result, gpu)
 
 
 def _logsumexp(args: Any, result: Any, gpu: Gpu) -> list[int]:
@@ -214,9 +220,10 @@ _RULES: dict[str, Rule] = {
         ("sum", "mean", "linalg_vector_norm", "amax", "amin", "prod", "norm", "nansum"), _reduction
     ),
     **dict.fromkeys(
-        ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"),
+        ("mse_loss", "smooth_l1_loss", "huber_loss"),
         _loss,
     ),
+    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _loss_in_place),
     "binary_cross_entropy_with_logits": _loss_of_logits,
     "logsumexp": _logsumexp,
     "_softmax_backward_data": _softmax_backward,

@@ -39,7 +39,7 @@ def test_every_name_in_the_lists_is_an_operator_with_an_autocast_kernel() -> Non
         for name in torch._C._dispatch_get_all_op_names()
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
     }
-    assert names - known == set()
+    assert names - known - {"rms_norm"} == set()  # which torch 2.11 does not cast
     lists = [autocast._LOWER, autocast._FLOAT32_RESULT, autocast._WIDEST]
     assert sum(map(len, lists)) == len(frozenset().union(*lists))
 

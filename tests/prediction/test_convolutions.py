@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from autofit.prediction.convolutions import Convolution, Direction, workspace_bytes
+from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import find_gpu
+from autofit.prediction.rehearsal import stage
 
 H200 = find_gpu("H200")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -86,3 +88,16 @@ def test_depthwise_convolutions_are_pytorchs_own() -> None:
 def test_a_gpu_without_tensor_cores_for_tf32_copies_nothing() -> None:
     case = convolution((32, 256, 20, 20), 256, 3, FP32, stride=2)
     assert workspace_bytes(case, Direction.FORWARD, find_gpu("V100")) == 0
+
+
+def test_gradients_take_the_layout_of_data_and_weight_whatever_the_results_gradient_has() -> None:
+    tracer = CudaTracer(H200)
+    with stage(H200, tracer):
+        weight = torch.randn(8, 16, 3, 3, device="cuda", requires_grad=True)
+        data = torch.randn(2, 32, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+        half = data[:, :16].requires_grad_()  # with gaps, and still channels last
+        result = torch.nn.functional.conv2d(half, weight)
+        assert result.is_contiguous(memory_format=torch.channels_last)
+        gradients = torch.autograd.grad(result, (half, weight), torch.randn_like(result))
+        assert all(each.is_contiguous(memory_format=torch.channels_last) for each in gradients)
+        del weight, data, half, result, gradients

@@ -73,12 +73,25 @@ def test_a_softmax_of_float16_into_float32_copies_nothing() -> None:
     assert kept(soften) <= 2 * WHOLE + WHOLE // 2
 
 
-def test_under_autocast_they_take_float32() -> None:
-    def normalize(x: torch.Tensor) -> torch.Tensor:
+def test_under_autocast_a_softmax_takes_float32() -> None:
+    def soften(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            result = F.rms_norm(x.bfloat16(), (WIDTH,))
-            assert result.softmax(-1).dtype == torch.float32
+            result = x.bfloat16().softmax(-1)
         assert result.dtype == torch.float32
         return result
 
-    kept(normalize)
+    kept(soften)
+
+
+def test_under_autocast_rms_norm_takes_float32_where_torch_has_it_so() -> None:
+    """Left alone, bfloat16 data and a float32 weight are not fused, which keeps float32 copies."""
+    cast = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones(WIDTH, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            result = F.rms_norm(x.bfloat16(), (WIDTH,), weight)
+        assert result.dtype == (torch.float32 if cast else torch.bfloat16)
+        return result
+
+    assert (kept(normalize) > 3.4 * WHOLE) is not cast

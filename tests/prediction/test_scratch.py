@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
+from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import find_gpu
+from autofit.prediction.rehearsal import stage
 from autofit.prediction.scratch import scratch_bytes
 
 H200 = find_gpu("H200")
@@ -86,7 +91,30 @@ def test_a_sum_is_told_by_the_shapes_it_goes_between() -> None:
 def test_a_loss_has_the_losses_of_all_elements() -> None:
     data = meta(64, 1024)
     for name in ("mse_loss", "binary_cross_entropy"):
-        assert scratch_bytes(name, (data, data), meta(), H200)[0] == 64 * 1024 * 4
         assert scratch_bytes(name, (data, data, None, 0), data, H200) == []
-    of_logits = scratch_bytes("binary_cross_entropy_with_logits", (data, data), meta(), H200)
-    assert of_logits[:2] == [64 * 1024 * 4] * 2
+    assert scratch_bytes("mse_loss", (data, data), meta(), H200)[0] == 64 * 1024 * 4
+    assert scratch_bytes("binary_cross_entropy", (data, data), meta(), H200)[0] == 4
+    name = "binary_cross_entropy_with_logits"
+    assert scratch_bytes(name, (data, data), meta(), H200) == [64 * 1024 * 4] * 2
+    weighted = data, data, None, meta(1024)
+    assert scratch_bytes(name, weighted, meta(), H200) == [64 * 1024 * 4] * 3
+
+
+def test_the_losses_of_an_image_as_recorded() -> None:
+    """8 images of 192x192 with one channel."""
+    image = meta(8, 1, 192, 192)
+    assert scratch_bytes("mse_loss", (image, image), meta(), H200) == [1179648, 144, 4]
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy])
+def test_a_mean_loss_stays_in_memory_for_all_elements(loss: Callable[..., torch.Tensor]) -> None:
+    tracer = CudaTracer(H200)
+    with stage(H200, tracer):
+        data, target = (torch.zeros(64, 1024, device="cuda") for _ in range(2))
+        before = tracer.allocator.allocated_bytes
+        mean = loss(data, target)
+        assert mean.shape == ()
+        assert tracer.allocator.allocated_bytes - before == 64 * 1024 * 4
+        del mean
+        assert tracer.allocator.allocated_bytes == before
+        del data, target
