@@ -274,8 +274,18 @@ def _exit_codes() -> Iterator[None]:
             typer.echo("autofit: interrupted before anything that fits was measured", err=True)
         raise
     except Exception as error:
-        traceback.print_exc()
+        _show_traceback(error)
         sys.exit(3 if is_users(error) else 4)
+
+
+def _show_traceback(error: Exception) -> None:
+    """Where the user's code raised it; the way from a probe to here would only bury that."""
+    from autofit.probing.wire import WorkerTraceback
+
+    if is_users(error) and isinstance(error.__cause__, WorkerTraceback):
+        typer.echo(str(error.__cause__).strip(), err=True)
+    else:
+        traceback.print_exc()
 
 
 def main(run: Callable[[], Any] = app) -> None:

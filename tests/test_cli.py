@@ -316,6 +316,7 @@ def test_a_forgotten_criterion_is_told_from_a_worker_too(folder: Path) -> None:
     assert ran.code == 3
     last = ran.err.splitlines()[-1]
     assert last.startswith("the batch was passed as model(*batch): one that is (input, target)")
+    assert ran.err.count("Traceback") == 1
 
 
 @pytest.mark.parametrize(
