@@ -75,7 +75,7 @@ def only_libraries_went_over(
 
 
 def has_moved(foreign_before: int | None, foreign_after: int | None, *, total_bytes: int) -> bool:
-    """Whether what other processes hold changed during a probe; None: cannot be told."""
+    """Whether other processes' use changed during a probe; False also where either is unknown."""
     if foreign_before is None or foreign_after is None:
         return False
     least = max(CONTENDED_BYTES, CONTENDED_SHARE * total_bytes)
