@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from autofit.devices.base import Device
 from autofit.devices.lock import DeviceLock
 from autofit.errors import DeviceUnavailable, WorkerFailed
 from autofit.measurement import Measurement, Outcome
@@ -22,7 +19,7 @@ from autofit.probing.faults import fault_of
 from autofit.probing.payload import Payload, nameless_file, write_payload
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.process import WorkerGone, WorkerProcess, WorkerSilent
-from autofit.probing.survey import Survey
+from autofit.probing.survey import Survey, note_own_copy
 from autofit.probing.wire import exception_from_dict, request_to_dict
 from autofit.probing.worker_deaths import (
     LostWorkers,
@@ -32,7 +29,7 @@ from autofit.probing.worker_deaths import (
 )
 from autofit.restoring.interrupts import interrupts_deferred
 from autofit.strategy import Strategy
-from autofit.units import format_bytes, format_seconds
+from autofit.units import format_seconds
 from autofit.workload import Workload
 
 _FAULTS_OF_A_WORKER = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED, Outcome.HOST_OOM)
@@ -58,7 +55,6 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         vram_budget: see `autofit.devices.base.budget_bytes`.
         seed: for everything random in a probe.
         deadlines: when a worker counts as hung.
-        tamper: see `Payload.tamper`; only tests that inject faults set it.
 
     The worker is killed with the thread that started it (Linux ties it to that), so a prober is
     used from one thread.
@@ -78,7 +74,6 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         vram_budget: str | float | None = None,
         seed: int = 0,
         deadlines: Deadlines | None = None,
-        tamper: Callable[[Device], Device] | None = None,
     ) -> None:
         self._workload = workload
         self._deadlines = deadlines or Deadlines()
@@ -97,7 +92,7 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         path = Path(f"/dev/fd/{self._file.fileno()}")
         self._opening["payload"] = str(path)
         try:
-            write_payload(Payload(workload, strategies, tamper), path)
+            write_payload(Payload(workload, strategies), path)
             self._running()
         except BaseException:
             self.close()
@@ -115,7 +110,7 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         """The facts of the workload on the device; looked up once."""
         if self._survey is None:
             reply = self._ask({"do": "survey"}, timeout_s=self._deadlines.unknown_s)
-            self._survey = _with_caller(Survey.from_dict(reply["survey"]), self._workload)
+            self._survey = note_own_copy(Survey.from_dict(reply["survey"]), self._workload)
             # What is free moves; a worker that replaces this one must hold to the same budget.
             self._opening["vram_budget"] = self._survey.vram_budget_bytes
         return self._survey
@@ -132,6 +127,9 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         """Run one plan in the worker; a worker that dies or hangs costs this probe alone.
 
         A plan that has cost three workers is not given a fourth, and neither is its variant.
+
+        Raises:
+            WorkerFailed: a worker that was needed could not be started.
         """
         set_aside = self._lost.set_aside_as(request.plan)
         if set_aside is not None:
@@ -150,36 +148,22 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
             return Measurement(Outcome.OOM, str(full), contended=True)
         began = time.monotonic()
         try:
-            reply = process.ask(message, timeout_s=timeout_s)
+            reply = self._exchange(process, message, timeout_s)
         except WorkerGone as gone:
-            self._drop()
             words = words_of_death(gone.returncode, process.last_words())
             outcome = outcome_of_death(gone.returncode, kills)
             return Measurement(outcome, words, seconds=time.monotonic() - began)
         except WorkerSilent as silent:
-            self._drop()
             words = f"no answer within {format_seconds(timeout_s)}; it hung here:\n{silent.stack}"
             return Measurement(Outcome.TIMEOUT, words, seconds=time.monotonic() - began)
-        except BaseException:  # Ctrl-C: the worker may answer later, to nobody
-            self._drop()
-            raise
-        if "raised" in reply:
-            self._drop()
-            raise exception_from_dict(reply["raised"])
         if reply["user_exception"] is not None:
             self._user_exception = exception_from_dict(reply["user_exception"])
-        if reply["spent"]:
-            self._drop()
         return Measurement.from_dict(reply["measurement"])
 
     def compare(
         self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
     ) -> Comparison:
-        """Loss and gradients of two plans on the same samples.
-
-        Raises:
-            Whatever the model or the device raises.
-        """
+        """Loss and gradients of two plans on the same samples; raises as `WorkloadProber` says."""
         plans = [first.to_dict(), second.to_dict()]
         message = {"do": "compare", "plans": plans, "payloads": list(payloads), "samples": samples}
         return Comparison.from_dict(
@@ -225,17 +209,27 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         """A request that has no outcome but success."""
         process = self._running()
         try:
-            reply = process.ask(message, timeout_s=timeout_s)
+            return self._exchange(process, message, timeout_s)
         except WorkerGone as gone:
-            self._drop()
             raise WorkerFailed(words_of_death(gone.returncode, process.last_words())) from None
         except WorkerSilent as silent:
-            self._drop()
             raise WorkerFailed(
                 f"the worker did not answer within {format_seconds(timeout_s)}; it hung here:\n"
                 f"{silent.stack}\nIt printed last:\n{process.tail()}"
             ) from None
-        except BaseException:
+
+    def _exchange(
+        self, process: WorkerProcess, message: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        """The worker's reply; a worker that gave none, or is spent by it, is ended.
+
+        Raises:
+            WorkerGone, WorkerSilent: there was no reply.
+            Exception: what the worker raised.
+        """
+        try:
+            reply = process.ask(message, timeout_s=timeout_s)
+        except BaseException:  # after a Ctrl-C it may answer later, to nobody
             self._drop()
             raise
         if reply["spent"]:
@@ -248,21 +242,3 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         if self._process is not None:
             self._process.kill()
             self._process = None
-
-
-def _with_caller(survey: Survey, workload: Workload) -> Survey:
-    """Name what the caller's own model holds on the device: it is lost to every plan."""
-    if not isinstance(workload.model, torch.nn.Module):
-        return survey
-    held = sum(
-        tensor.untyped_storage().nbytes()
-        for tensor in (*workload.model.parameters(), *workload.model.buffers())
-        if tensor.device.type == "cuda"
-    )
-    if not held:
-        return survey
-    note = (
-        f"your own copy of the model holds {format_bytes(held)} on the GPU, which no plan can "
-        "use: move it away with model.cpu(), or pass a function that builds the model"
-    )
-    return replace(survey, caller_bytes=held, notes=(*survey.notes, note))

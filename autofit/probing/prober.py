@@ -44,14 +44,19 @@ class ProbeRequest:
 
 
 class Prober(Protocol):
-    """Something that runs a plan and says what happened."""
+    """Something that runs a plan and says what happened.
+
+    Raises (any of its methods that need a worker or the device):
+        WorkerFailed: no worker can be started, or it ended or hung amid what is no probe.
+        DeviceUnavailable: the device is gone, or was left beyond use in this very process.
+    """
 
     @property
     def vram_budget_bytes(self) -> int:
         """The most that peak reserved plus non-torch bytes may come to."""
 
     def probe(self, request: ProbeRequest) -> Measurement:
-        """Run the plan; every way in which it can end is an outcome, not an exception."""
+        """Run the plan; every way in which the plan can end is an outcome, not an exception."""
 
     def user_exception(self) -> BaseException | None:
         """The exception behind the last `user_error`, as the user's code raised it."""
@@ -67,7 +72,13 @@ class WorkloadProber(Prober, Protocol):
     """A prober that holds the user's workload; leaving it as a context closes it."""
 
     def survey(self) -> Survey:
-        """The facts of the workload on the device; looked up once."""
+        """The facts of the workload on the device; looked up once.
+
+        Raises:
+            InvalidRequest: the workload's functions make no model, optimizer or batch, or a
+                strategy breaks the contract of plug-ins.
+            Exception: what the user's code raised where no trial forward can report it.
+        """
 
     def rebudget(self, vram_budget_bytes: int) -> None:
         """Hold the following probes to another budget."""
@@ -75,7 +86,12 @@ class WorkloadProber(Prober, Protocol):
     def compare(
         self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
     ) -> Comparison:
-        """Loss and gradients of two plans on the same samples; raises what the model raises."""
+        """Loss and gradients of two plans on the same samples.
+
+        Raises:
+            InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
+            Exception: whatever the model or the device raises.
+        """
 
     def __enter__(self) -> Self: ...
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from autofit.errors import WorkerFailed
-from autofit.probing.payload import environment_of_parent
 from autofit.probing.strays import kill_marked, new_mark
 from autofit.probing.wire import STACK_SIGNAL, reply_to, send
 from autofit.restoring.interrupts import interrupts_deferred
@@ -68,7 +67,7 @@ class WorkerProcess:
         replies_read, replies_write = os.pipe()
         lifeline_read, self._lifeline = os.pipe()
         inherited = (requests_read, replies_write, lifeline_read)
-        told = environment_of_parent() | {
+        told = _environment_of_parent() | {
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],
         }
@@ -198,6 +197,11 @@ class WorkerProcess:
         self._process.wait()
         self._listener.join(1.0)
         self._replies.put(None)
+
+
+def _environment_of_parent() -> dict[str, Any]:
+    """What the worker must share with the parent for imports by name to mean the same."""
+    return {"sys_path": list(sys.path), "argv0": sys.argv[0] if sys.argv else ""}
 
 
 def _thread(run: Callable[[], None]) -> threading.Thread:

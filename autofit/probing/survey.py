@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from autofit.devices.base import Environment
 from autofit.errors import NoFeasiblePlan
@@ -12,6 +14,7 @@ from autofit.plan import Dimension
 from autofit.probing.comparison import Comparison
 from autofit.space import Space
 from autofit.units import format_bytes
+from autofit.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Survey:
         resplit: how split and whole gradients compare; None where that was not asked or failed.
         may_resplit: whether the accumulation count may change.
         dimensions: setting -> its values.
-        caller_bytes: what the calling process holds on the device (its own copy of the model).
         notes: what a reader of the report should know.
     """
 
@@ -47,7 +49,6 @@ class Survey:
     resplit: Comparison | None
     may_resplit: bool
     dimensions: Mapping[str, Dimension]
-    caller_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
     def space(self, max_micro_batch: int | None = None) -> Space:
@@ -103,3 +104,21 @@ def check_weights_fit(survey: Survey) -> None:
         required_bytes=survey.parameter_bytes,
         allowed_bytes=survey.vram_budget_bytes,
     )
+
+
+def note_own_copy(survey: Survey, workload: Workload) -> Survey:
+    """The survey, with a note where this process holds the model on a GPU beside the worker's."""
+    if not isinstance(workload.model, torch.nn.Module):
+        return survey
+    held = sum(
+        tensor.untyped_storage().nbytes()
+        for tensor in (*workload.model.parameters(), *workload.model.buffers())
+        if tensor.device.type == "cuda"
+    )
+    if not held:
+        return survey
+    note = (
+        f"your own copy of the model holds {format_bytes(held)} on the GPU, which no plan can "
+        "use: move it away with model.cpu(), or pass a function that builds the model"
+    )
+    return replace(survey, notes=(*survey.notes, note))

@@ -16,7 +16,7 @@ import cloudpickle
 from autofit.errors import AutofitError, WorkloadFailed, mark_users
 from autofit.plan import Plan
 from autofit.probing.faults import text_of
-from autofit.probing.payload import dumps
+from autofit.probing.pickling import dumps
 from autofit.probing.prober import ProbeRequest
 
 STACK_SIGNAL = signal.SIGUSR1

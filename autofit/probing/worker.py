@@ -67,8 +67,6 @@ def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     payload = read_payload(path)
     process_state.restore(payload.computing)
     device = _open_device(message["device"])
-    if payload.tamper is not None:
-        device = payload.tamper(device)
     budget = budget_bytes(
         message["vram_budget"], total_bytes=device.total_bytes, free_bytes=device.free_bytes
     )

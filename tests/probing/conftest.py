@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.devices.open import open_device
 from autofit.measurement import Measurement
 from autofit.plan import Plan
 from autofit.probing.client import WorkerProber
@@ -65,6 +66,23 @@ class Probing:
         return None if process is None else process.pid
 
 
+class Tampering:
+    """Once a worker has read it, the device that it opens is what `tamper` makes of it."""
+
+    def __init__(self, tamper: Callable[[Any], Any]) -> None:
+        self._tamper = tamper
+
+    def __reduce__(self) -> Any:
+        return tamper_with_devices, (self._tamper,)
+
+
+def tamper_with_devices(tamper: Callable[[Any], Any]) -> None:
+    """In a worker, before it opens its device."""
+    from autofit.probing import worker
+
+    vars(worker)["open_device"] = lambda *args, **kwargs: tamper(open_device(*args, **kwargs))
+
+
 Opens = Callable[..., Probing]
 
 
@@ -78,14 +96,15 @@ def opener() -> Iterator[Opens]:
             *,
             vram_budget: str | None = "64MiB",
             shortest_s: float = 60.0,
-            tamper: Any = None,
+            tamper: Callable[[Any], Any] | None = None,
         ) -> Probing:
+            if tamper is not None:
+                model.tampering = Tampering(tamper)
             prober = WorkerProber(
                 Workload(model, torch.ones(CALM, 16)),
                 device="cpu",
                 vram_budget=vram_budget,
                 deadlines=Deadlines(shortest_s=shortest_s, unknown_s=60.0),
-                tamper=tamper,
             )
             return Probing(opened.enter_context(prober))
 

@@ -18,6 +18,7 @@ from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
 from autofit.registry import load_strategies
 from autofit.restoring.snapshot import differences, digest
+from autofit.units import format_bytes
 from autofit.workload import Workload
 
 BUDGET = 64 * 2**20
@@ -242,5 +243,6 @@ def test_what_the_caller_holds_on_the_gpu_is_named_with_the_way_to_free_it() -> 
     model = nn.Linear(1024, 1024).cuda()
     with WorkerProber(Workload(model, torch.randn(4, 1024)), device="cuda") as prober:
         survey = prober.survey()
-    assert survey.caller_bytes == sum(4 * p.numel() for p in model.parameters())
+    held = sum(4 * p.numel() for p in model.parameters())
+    assert f"holds {format_bytes(held)} on the GPU" in survey.notes[-1]
     assert "model.cpu()" in survey.notes[-1]
