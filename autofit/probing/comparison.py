@@ -51,12 +51,15 @@ class Comparison:
         tolerance: the most that roundings of these dtypes explain.
         modules: the modules behind it: those that normalize over the batch, else the owners of
             the parameters whose gradients differ most.
+        normalizes_over_batch: whether `modules` are those that normalize over the batch: no
+            weighting of losses makes a split batch equal to a whole one there.
     """
 
     loss: float
     gradient: float
     tolerance: float
     modules: tuple[str, ...] = ()
+    normalizes_over_batch: bool = False
 
     @property
     def equal(self) -> bool:
@@ -108,7 +111,9 @@ def compare(first: Gradients, second: Gradients) -> Comparison:
     )
     if comparison.equal:
         return comparison
-    return replace(comparison, modules=first.normalizing or _owners_of_largest(differences))
+    if first.normalizing:
+        return replace(comparison, modules=first.normalizing, normalizes_over_batch=True)
+    return replace(comparison, modules=_owners_of_largest(differences))
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:

@@ -23,8 +23,9 @@ from autofit.probing.doubt import (
     spilled,
 )
 from autofit.probing.faults import Fault, fault_of, settle
-from autofit.probing.lookover import compare_plans, look_over
+from autofit.probing.lookover import look_over
 from autofit.probing.measure import measure
+from autofit.probing.plan_comparison import compare_plans
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.scrub import scrub
 from autofit.probing.survey import Survey
