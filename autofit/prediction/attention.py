@@ -9,6 +9,7 @@ backward pass, so the choice matters far more for memory than any other.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,7 +36,9 @@ class Kernel(Enum):
 _BY_NUMBER = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT, 3: Kernel.CUDNN}
 """As `torch.nn.attention.SDPBackend` numbers them."""
 _DEFAULT_ORDER = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH, Kernel.CUDNN]
-_PREFER_CUDNN = ((9, 0), (10, 0))
+_PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
+_CUDNN_PREFERRED_FROM = 91501
+"""Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed."""
 _priority_order: Any = torch._C._get_sdp_priority_order
 
 
@@ -77,7 +80,10 @@ def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
 def _order(gpu: Gpu) -> list[Kernel]:
     """The user's order; cuDNN comes first where that is PyTorch's own and the GPU suits it."""
     order = [_BY_NUMBER[number] for number in _priority_order() if number in _BY_NUMBER]
-    if order == _DEFAULT_ORDER and gpu.capability in _PREFER_CUDNN:
+    version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
+    preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    preferred = preferred and gpu.capability in _PREFER_CUDNN and version >= _CUDNN_PREFERRED_FROM
+    if order == _DEFAULT_ORDER and preferred:
         return [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH]
     return order
 
@@ -117,11 +123,22 @@ def _cudnn_can(call: Call, gpu: Gpu) -> bool:
         and (_heads_agree(call) or call.grouped)
         and all(t.size(3) % 8 == 0 and t.size(3) <= widest for t in (query, value))
         and query.size(3) == key.size(3)
-        and query.size(2) > 1
         and key.size(2) > 1
-        and not (call.mask is not None and call.mask.requires_grad)
+        and (query.size(2) > 1 or call.dropout == 0)
+        and _mask_suits_cudnn(call)
         and not torch.are_deterministic_algorithms_enabled()
     )
+
+
+def _mask_suits_cudnn(call: Call) -> bool:
+    """Two or four dimensions, each whole or to be broadcast, and no gradient."""
+    mask = call.mask
+    if mask is None:
+        return True
+    scores = *call.query.shape[:3], call.key.size(2)
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    fits = mask.dim() in (2, 4) and all(size in (1, whole) for size, whole in pairs)
+    return fits and not mask.requires_grad
 
 
 def _flash_can(call: Call, gpu: Gpu) -> bool:
@@ -234,10 +251,13 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _aligned(mask: torch.Tensor, call: Call) -> torch.Tensor:
-    """A mask whose rows begin at multiples of 16 elements, expanded to the scores' shape."""
+    """A mask with strides of multiples of 8 elements, expanded to the scores' shape.
+
+    `preprocess_mask` of attention.cpp; where the length is such a multiple, 8 more are added.
+    """
     length = mask.size(-1)
-    if mask.size(-1) != 1 and mask.stride(-2) % 16:
-        mask = torch.nn.functional.pad(mask, (0, -length % 16))[..., :length]
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
     return mask.expand(call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2))
 
 

@@ -14,6 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autofit.prediction.attention_scratch import (
+    cudnn_attention_backward,
+    efficient_attention_backward,
+    flash_attention_backward,
+)
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.reductions import Reduction, scratch_of_reduction
 
@@ -26,7 +31,7 @@ def scratch_bytes(name: str, args: Any, result: Any, gpu: Gpu) -> list[int]:
     copies = [
         _bytes(args[at])
         for at in _MADE_CONTIGUOUS.get(name, ())
-        if at < len(args) and isinstance(args[at], torch.Tensor) and not _dense(args[at])
+        if at < len(args) and isinstance(args[at], torch.Tensor) and not _suits(name, args[at])
     ]
     rule = _RULES.get(name)
     return copies + (rule(args, result, gpu) if rule else [])
@@ -36,9 +41,12 @@ def _bytes(tensor: torch.Tensor, item: int | None = None) -> int:
     return tensor.numel() * (item or tensor.element_size())
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def _suits(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a kernel takes a tensor as it lies: those of images also take channels last."""
     return tensor.is_contiguous() or (
-        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        name.startswith(_OF_IMAGES)
+        and tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
     )
 
 
@@ -69,6 +77,7 @@ _MADE_CONTIGUOUS = {
     "embedding_dense_backward": (0, 1),
 }
 """Operators whose kernels call `contiguous()` on an argument, and which."""
+_OF_IMAGES = ("upsample_", "max_pool2d", "avg_pool2d")
 
 
 def _reduction(args: Any, result: Any, gpu: Gpu) -> list[int]:
@@ -96,6 +105,51 @@ def _reduced_dims(tensor: torch.Tensor, result: torch.Tensor) -> frozenset[int]:
         else:
             reduced.add(at)
     return frozenset(reduced)
+
+
+def _product(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """Copies of matrices that cuBLAS cannot read: neither rows nor columns lie in one piece.
+
+    So it is with the gradient of a sum, which is one number expanded. `prepare_matrix_for_cublas`
+    of cuda/cuBlasCommonArgs.h, `prepare_batch_matrix_for_cublas` of cuda/Blas.cpp.
+    """
+    operands = args[1:3] if len(args) > 2 and isinstance(args[2], torch.Tensor) else args[:2]
+    return [_bytes(matrix) for matrix in operands if not _has_lines(matrix)]
+
+
+def _has_lines(matrix: torch.Tensor) -> bool:
+    if matrix.is_contiguous() or matrix.mT.is_contiguous():
+        return True
+    (rows, columns), (down, along) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
+
+
+def _index_put(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """Where values that meet are added up: a number for each place, sorted (cuda/Indexing.cu).
+
+    The buffers are those of an embedding's gradient, and the numbers themselves.
+    """
+    if len(args) < 4 or not args[3]:
+        return []
+    shapes = [index.shape for index in args[1] if index is not None]
+    places = prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch's
+    return [8 * places] * 5
+
+
+def _roll(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """It is rolled along one dimension at a time (`roll_common` of TensorTransformations.h)."""
+    return [_bytes(args[0])] if len(args[1]) > 1 else []
+
+
+def _fourier(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """The plan's work area, the least that NVIDIA's manual gives: as much as the complex side.
+
+    What is turned into real numbers is copied first, since cuFFT may overwrite it
+    (`_fft_c2r_cufft` of cuda/SpectralOps.cpp).
+    """
+    if not result.is_complex():
+        return [_bytes(args[0])] * 2
+    return [_bytes(result)]
 
 
 def _lstm_cell_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
@@ -137,6 +191,11 @@ def _softmax_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
     return [_bytes(args[0])]
 
 
+def _safe_softmax(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """Where the argument is minus infinity, and in which rows all of it (attention.cpp)."""
+    return [result.numel(), result.numel() // max(result.size(args[1]), 1)]
+
+
 def _embedding_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
     """Sorted indices and partial sums by segments of at most 10 rows (Embedding.cu).
 
@@ -152,40 +211,6 @@ def _embedding_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
     item = args[1].element_size()
     sorting = [item * indices] * 4
     return [*sorting, item * segments, item * segments, item * partial, 4 * partial * width]
-
-
-def _cudnn_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """cuDNN: float32 gradients of the queries, and a row of sums."""
-    query = args[1]
-    batch, heads, length, width = query.shape
-    return [4 * batch * heads * length * (width + 1) + 256]
-
-
-def _flash_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Row sums, and float32 gradients of the queries, both padded (flash_api.cpp)."""
-    query, key = args[1], args[2]
-    batch, heads, length, width = query.shape
-    rounded = -(-length // 128) * 128
-    wide = -(-width // 32) * 32
-    sizes = [4 * batch * heads * rounded, 4 * batch * heads * rounded * wide]
-    if key.size(1) != heads:
-        sizes += [2 * batch * heads * key.size(2) * width] * 2
-    return sizes
-
-
-def _efficient_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Row sums of `grad * out`, and float32 gradients of the queries in blocks of 64.
-
-    For float32 the row sums are computed before the kernel (attention_backward.cu).
-    """
-    query = args[1]
-    batch, heads, length, width = query.shape
-    rows = 4 * batch * heads * length
-    blocks = -(-length // 64)
-    accumulators = 4 * batch * heads * (blocks * 64 * (-(-width // 64) * 64) + 4 * blocks)
-    if query.dtype != torch.float32:
-        return [rows, accumulators]
-    return [rows, rows * width, rows, accumulators]
 
 
 def _group_norm(args: Any, result: Any, gpu: Gpu) -> list[int]:
@@ -206,32 +231,37 @@ def _foreach_norm(args: Any, result: Any, gpu: Gpu) -> list[int]:
 
 def _layer_norm_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
     """Partial sums over rows, for very many and short rows (layer_norm_kernel.cu)."""
-    width = prod(args[2])
+    width, weight = prod(args[2]), args[5]
     rows = args[1].numel() // max(width, 1)
-    columns = -(-width // 32)
-    if rows <= 64 * 1024 or columns >= gpu.multiprocessors // 2:
+    if weight is None or rows <= 64 * 1024 or width // 32 >= gpu.multiprocessors // 2:
         return []
-    parts = min(32 * 1024 // columns, rows // 32)
-    return [4 * parts * width] * 2
+    parts = min(32 * 1024 // -(-width // 32), -(-rows // 32))
+    return [parts * width * weight.element_size()] * 2
 
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("sum", "mean", "linalg_vector_norm", "amax", "amin", "prod", "norm", "nansum"), _reduction
     ),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _product),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fourier),
     **dict.fromkeys(
         ("mse_loss", "smooth_l1_loss", "huber_loss"),
         _loss,
     ),
     **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), _loss_in_place),
     "binary_cross_entropy_with_logits": _loss_of_logits,
+    "index_put": _index_put,
+    "_index_put_impl_": _index_put,
+    "roll": _roll,
     "logsumexp": _logsumexp,
+    "_safe_softmax": _safe_softmax,
     "_softmax_backward_data": _softmax_backward,
     "embedding_dense_backward": _embedding_backward,
     "_scaled_dot_product_cudnn_attention": lambda *_: [256],
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
-    "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_attention_backward,
+    "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
+    "_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
     "native_layer_norm_backward": _layer_norm_backward,

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from autofit.prediction import attention
 from autofit.prediction.attention import Call, Kernel, chosen_kernel
 from autofit.prediction.cuda_tracer import CudaTracer
 from autofit.prediction.gpus import find_gpu
@@ -52,6 +53,7 @@ MASK = torch.empty(128, 128, dtype=BF16, device="meta")
         ("T4", call(BF16), Kernel.MATH),
         ("A100", call(mask=MASK), Kernel.EFFICIENT),
         ("H100", call(mask=MASK), Kernel.CUDNN),
+        ("H100", call(mask=MASK[None]), Kernel.EFFICIENT),
         ("H100", call(width=320), Kernel.EFFICIENT),
         ("A100", call(width=100), Kernel.FLASH),
         ("H100", call(width=100), Kernel.FLASH),
@@ -63,6 +65,19 @@ MASK = torch.empty(128, 128, dtype=BF16, device="meta")
 )
 def test_the_kernel(gpu: str, made: Call, kernel: Kernel) -> None:
     assert chosen_kernel(made, find_gpu(gpu)) is kernel
+
+
+def test_cudnn_comes_first_only_where_it_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)  # of CUDA 12.8's wheels
+    assert chosen_kernel(call(), find_gpu("H100")) is Kernel.FLASH
+    assert chosen_kernel(call(mask=MASK), find_gpu("H100")) is Kernel.EFFICIENT
+
+
+@pytest.mark.parametrize(("length", "stored"), [(64, 64), (60, 64), (132, 136)])
+def test_the_rows_of_a_mask_are_padded_to_multiples_of_eight(length: int, stored: int) -> None:
+    mask = torch.empty(length, length, device="meta")
+    made = call(FP32, length=length, mask=mask)
+    assert attention._aligned(mask, made).stride(-2) == stored
 
 
 def test_the_users_switch_is_heeded() -> None:

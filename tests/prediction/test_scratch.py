@@ -63,6 +63,12 @@ def test_the_backward_pass_of_a_softmax_multiplies_first() -> None:
     assert sizes == [67108864]
 
 
+def test_the_softmax_of_plain_attention_looks_for_rows_without_any_key() -> None:
+    scores = meta(2, 4, 64, 64, dtype=BF16)
+    sizes = scratch_bytes("_safe_softmax", (scores, -1), scores, H200)
+    assert sizes == [32768, 512]
+
+
 def test_norms_over_lists_have_a_number_for_each_chunk() -> None:
     tensors = [meta(32000, 512), *(meta(512) for _ in range(99))]
     assert scratch_bytes("_foreach_norm", (tensors, 2), tensors, H200) == [100000]
@@ -118,3 +124,53 @@ def test_a_mean_loss_stays_in_memory_for_all_elements(loss: Callable[..., torch.
         del mean
         assert tracer.allocator.allocated_bytes == before
         del data, target
+
+
+@pytest.mark.parametrize(
+    ("matrix", "copied"),
+    [
+        (meta(64, 32), 0),
+        (meta(32, 64).t(), 0),
+        (meta(64, 96)[:, :32], 0),
+        (meta(1).expand(64, 32), 64 * 32 * 4),
+        (meta(64, 64)[:, ::2], 64 * 32 * 4),
+    ],
+)
+def test_a_product_copies_what_has_neither_rows_nor_columns_in_one_piece(
+    matrix: torch.Tensor, copied: int
+) -> None:
+    sizes = [copied] if copied else []
+    assert scratch_bytes("mm", (matrix, meta(32, 8)), None, H200) == sizes
+    assert scratch_bytes("addmm", (meta(8), matrix, meta(32, 8)), None, H200) == sizes
+    assert scratch_bytes("bmm", (matrix[None], meta(1, 32, 8)), None, H200) == sizes
+
+
+def test_values_put_where_they_meet_are_sorted_by_place() -> None:
+    rows = meta(1000, dtype=torch.int64)
+    args = (meta(64, 32), [rows], meta(1000, 32))
+    assert scratch_bytes("index_put", (*args, True), None, H200) == [8000] * 5
+    assert scratch_bytes("index_put", args, None, H200) == []
+
+
+def test_each_further_dimension_of_a_roll_is_another_pass() -> None:
+    image = meta(4, 8, 8, 16)
+    assert scratch_bytes("roll", (image, [1, 1], [1, 2]), image, H200) == [4 * 8 * 8 * 16 * 4]
+    assert scratch_bytes("roll", (image, [1], [1]), image, H200) == []
+
+
+def test_a_fourier_transform_has_a_work_area_and_its_inverse_a_copy() -> None:
+    real, spectrum = meta(4, 64, 64), meta(4, 64, 33, dtype=torch.complex64)
+    assert scratch_bytes("_fft_r2c", (real, [1, 2], 0, True), spectrum, H200) == [4 * 64 * 33 * 8]
+    assert scratch_bytes("_fft_c2r", (spectrum, [1, 2], 2, 64), real, H200) == [4 * 64 * 33 * 8] * 2
+
+
+def test_a_softmax_copies_an_image_with_channels_last_and_pooling_does_not() -> None:
+    image = torch.empty_like(meta(2, 8, 4, 4), memory_format=torch.channels_last)
+    assert scratch_bytes("_log_softmax", (image, 1, False), image, H200) == [2 * 8 * 4 * 4 * 4]
+    assert scratch_bytes("avg_pool2d", (image, [2, 2]), image, H200) == []
+
+
+def test_very_many_short_rows_are_normalized_backwards_in_parts_of_the_weights_type() -> None:
+    data, weight = meta(2**17, 64, dtype=BF16), meta(64, dtype=BF16)
+    args = (data, data, [64], None, None, weight, weight)
+    assert scratch_bytes("native_layer_norm_backward", args, None, H200) == [4096 * 64 * 2] * 2
