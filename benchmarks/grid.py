@@ -6,17 +6,25 @@
 The grid runs every variant at every micro-batch up to its first that does not fit. Then the grid's
 best plans and the search's answer are measured again in turns, at their full accumulation, so that
 a drift of the machine's speed favours none of them. Prints Markdown.
+
+Where the device is lent for minutes, a part of the grid says something too, and what was left out
+is printed: some values of a setting, no small micro-batches, an end by the clock.
+
+    ... --only checkpointing.level=0,4,8 --only precision.dtype=as_is,bfloat16 --smallest 4 \\
+        --seconds 300
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 
 from autofit import Plan, Report, Workload, search
@@ -31,7 +39,6 @@ from autofit.target import load_target
 from autofit.units import format_bytes, format_seconds
 
 FINALISTS = 8
-TURNS = 5
 
 
 @dataclass
@@ -59,10 +66,40 @@ def micro_batches(space: Space) -> list[int]:
     return sorted(step for step in steps if step <= space.largest_micro_batch)
 
 
-def grid(prober: WorkerProber, space: Space) -> Iterator[tuple[Plan, Measurement]]:
-    """Every plan of the grid that may fit, and what came of it."""
-    for settings in space.variants():
-        for micro_batch in micro_batches(space):
+@dataclass(frozen=True)
+class Part:
+    """The part of a grid that is run.
+
+    Attributes:
+        only: setting -> the values that are tried, as text; all where it is not named.
+        smallest: no micro-batch below it, in samples.
+        seconds: no new plan is begun after so many.
+        turns: of the finalists, when they are measured again.
+    """
+
+    only: Mapping[str, frozenset[str]]
+    smallest: int
+    seconds: float
+    turns: int
+
+    def has(self, settings: Settings) -> bool:
+        """Whether the variant belongs to it."""
+        return all(str(settings[name]) in values for name, values in self.only.items())
+
+    def __str__(self) -> str:
+        values = [f"{name} in {', '.join(sorted(each))}" for name, each in self.only.items()]
+        sizes = [f"micro-batches from {self.smallest}"] if self.smallest > 1 else []
+        return "; ".join(values + sizes) or "all of it"
+
+
+def grid(prober: WorkerProber, space: Space, part: Part) -> Iterator[tuple[Plan, Measurement]]:
+    """Every plan of that part of the grid that may fit, and what came of it."""
+    end = time.monotonic() + part.seconds
+    sizes = [size for size in micro_batches(space) if size >= part.smallest]
+    for settings in filter(part.has, space.variants()):
+        for micro_batch in sizes:
+            if time.monotonic() > end:
+                return
             plan = space.plan(micro_batch, settings)
             measured = prober.probe(ProbeRequest(plan, payloads=space.payloads(settings)))
             yield plan, measured
@@ -70,11 +107,13 @@ def grid(prober: WorkerProber, space: Space) -> Iterator[tuple[Plan, Measurement
                 break
 
 
-def in_turns(prober: WorkerProber, space: Space, plans: list[Plan]) -> dict[Plan, float]:
-    """Median samples per second of each plan over several turns in a fresh worker."""
+def in_turns(
+    prober: WorkerProber, space: Space, plans: list[Plan], turns: int
+) -> dict[Plan, float]:
+    """Median samples per second of each plan over so many turns in a fresh worker."""
     rates: dict[Plan, list[float]] = {plan: [] for plan in plans}
     prober.renew()
-    for _ in range(TURNS):
+    for _ in range(turns):
         for plan in plans:
             request = ProbeRequest(
                 plan, payloads=space.payloads(plan.settings), full_accumulation=True
@@ -85,8 +124,10 @@ def in_turns(prober: WorkerProber, space: Space, plans: list[Plan]) -> dict[Plan
     return {plan: statistics.median(seen) for plan, seen in rates.items() if seen}
 
 
-def compare(workload: Workload, report: Report, device: str, seed: int) -> Iterator[str]:
-    """Run the grid and compare, line by line."""
+def compare(
+    workload: Workload, report: Report, device: str, seed: int, part: Part
+) -> Iterator[str]:
+    """Run that part of the grid and compare, line by line."""
     space = Space(
         report.record.dimensions,
         report.record.workload["sample_batch_size"],
@@ -98,13 +139,14 @@ def compare(workload: Workload, report: Report, device: str, seed: int) -> Itera
         workload, load_strategies(), device=device, vram_budget=budget, seed=seed
     ) as prober:
         began = time.monotonic()
-        measured = list(grid(prober, space))
+        measured = list(grid(prober, space, part))
         took = time.monotonic() - began
         fits = [(plan, m.step_time_s) for plan, m in measured if m.ok and m.step_time_s]
         ranked = sorted(fits, key=lambda each: -(each[0].samples_per_step / each[1]))
         plans = [plan for plan, _ in ranked[:FINALISTS]]
-        rates = in_turns(prober, space, list(dict.fromkeys([report.best.plan, *plans])))
-    yield f"| grid | {len(measured)} plans, {format_seconds(took)} |"
+        rates = in_turns(prober, space, list(dict.fromkeys([report.best.plan, *plans])), part.turns)
+    cut = ", cut off by the clock" if took > part.seconds else ""
+    yield f"| grid | {part}: {len(measured)} plans, {format_seconds(took)}{cut} |"
     yield from standing(report.best.plan, plans, rates, space)
 
 
@@ -148,8 +190,19 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--vram-budget", default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", default=[], metavar="SETTING=VALUE,VALUE")
+    parser.add_argument("--smallest", type=int, default=1, help="micro-batch of the grid")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="the grid's end")
+    parser.add_argument("--turns", type=int, default=5, help="of the finalists, at the end")
     given = parser.parse_args()
+    only = {
+        name: frozenset(values.split(","))
+        for name, _, values in (each.partition("=") for each in given.only)
+    }
+    part = Part(only, given.smallest, given.seconds, given.turns)
     workload = load_target(given.target)
+    # Built once: a function that builds the model anew for every probe would be most of the grid.
+    workload = replace(workload, model=workload.build_model())
     stopwatch = Stopwatch()
     report = search(
         workload,
@@ -168,7 +221,8 @@ def main() -> None:
     print(f"| of these: start and look-over | {stopwatch.first_probe_s or 0.0:.1f} s |")
     print(f"| in probes | {stopwatch.probes_s:.1f} s |")
     print(f"| beyond both, a second worker's start included | {outside:.1f} s |")
-    for line in compare(workload, report, environment["device"], given.seed):
+    sys.stdout.flush()
+    for line in compare(workload, report, environment["device"], given.seed, part):
         print(line, flush=True)
 
 
