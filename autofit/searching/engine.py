@@ -8,23 +8,22 @@ of the user's own code on the plain workload reaches the user as it was raised.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 from optuna.samplers import BaseSampler
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
-from autofit.plan import Plan
-from autofit.probing.prober import Prober, ProbeRequest
+from autofit.measurement import Role, Trial
+from autofit.probing.prober import Prober
 from autofit.restoring.interrupts import Interrupts, interrupts_remembered
 from autofit.searching import confirming, events, failures, ledger, planner
 from autofit.searching.allowance import Allowance
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.facts import SearchFacts
 from autofit.searching.result import INTERRUPTED, SearchResult
+from autofit.searching.running import run_plan
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.skips import skips
 from autofit.searching.store import Store
-from autofit.searching.tally import oom_probes_of, probes_of
+from autofit.searching.tally import fastest_of, oom_probes_of, probes_of
 
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
@@ -67,7 +66,7 @@ def run_search(
     """
     held = nullcontext(store) if store is not None else Store.open(None, facts.identity)
     with held as opened:
-        run = _Run(
+        search = _Search(
             prober=prober,
             facts=facts,
             store=opened,
@@ -77,10 +76,10 @@ def run_search(
             on_event=on_event,
             veto=veto,
         )
-        return run.result()
+        return search.result()
 
 
-class _Run:
+class _Search:
     """One call of `run_search`; its arguments are those of that."""
 
     def __init__(
@@ -97,9 +96,9 @@ class _Run:
     ) -> None:
         store.begin(facts)
         self._prober, self._facts, self._store = prober, facts, store
-        self._others = None if isinstance(sampler, PlannerSampler) else sampler
+        self._foreign_sampler = None if isinstance(sampler, PlannerSampler) else sampler
         self._allowance = Allowance(max_probes, timeout_s)
-        self._vetoes = veto
+        self._may_veto = veto
         self._tell = on_event or (lambda event: None)
         self._trials = store.trials
         self._beliefs = Beliefs(facts, self._trials)
@@ -127,16 +126,16 @@ class _Run:
         )
 
     def _search_and_confirm(self) -> str:
-        stopped_because = self._search()
+        stopped_because = self._explore()
         returns = _MOST_RETURNS
         while not self._confirmed(stopped_because, may_return=returns > 0):
             returns -= 1
-            stopped_because = self._search()
+            stopped_because = self._explore()
         if self._allowance.spent(self._trials) is None:
             self._store.mark_ended(stopped_because)
         return stopped_because
 
-    def _search(self) -> str:
+    def _explore(self) -> str:
         """Probe until there is a reason to stop; the reason."""
         vetoes = 0
         while True:
@@ -146,7 +145,7 @@ class _Run:
             if not self._trials:
                 self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
                 continue
-            sampler = self._others
+            sampler = self._foreign_sampler
             if sampler is None or self._planner_ends_sampling:
                 if self._store.ended is not None:
                     return self._store.ended
@@ -198,17 +197,24 @@ class _Run:
         self._interrupts.check()
         with self._store.asking(sampler) as asked:
             plan = ledger.plan_of(asked.params, self._facts.space)
-            known = planner.forecast(self._beliefs, plan)
+            forecast = planner.forecast(self._beliefs, plan)
             veto = None
-            if self._vetoes and sampler is self._others:
+            if self._may_veto and sampler is self._foreign_sampler:
                 veto = planner.veto(self._beliefs, plan)
             if veto is not None:
-                trial = self._trial(Role.VETOED, plan, veto, known)
+                role, measurement = Role.VETOED, veto
             else:
-                self._tell(events.ProbeStarted(plan, role, known.peak_bytes, self._progress()))
-                measurement = self._run(plan, role, known)
-                trial = self._trial(role, plan, measurement, known)
-            self._store.record(asked, trial)
+                self._tell(events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress()))
+                measurement = run_plan(
+                    plan,
+                    role,
+                    prober=self._prober,
+                    space=self._facts.space,
+                    trials=self._trials,
+                    expected_seconds=forecast.seconds,
+                )
+            number = len(self._trials)
+            self._store.record(asked, Trial(number, role, plan, measurement, forecast.peak_bytes))
         self._trials = self._store.trials
         self._beliefs = self._beliefs.after(self._trials)
         finished = events.Vetoed if veto is not None else events.ProbeFinished
@@ -218,55 +224,11 @@ class _Run:
             raise error
         return veto is None
 
-    def _run(self, plan: Plan, role: Role, known: planner.Forecast) -> Measurement:
-        leader = None if role is Role.CONFIRMED else self._fastest()
-        request = ProbeRequest(
-            plan,
-            payloads=self._facts.space.payloads(plan.settings),
-            incumbent_samples_per_second=leader.samples_per_second if leader else None,
-            full_accumulation=role is Role.CONFIRMED,
-            expected_seconds=known.seconds,
-        )
-        if self._facts.space.needs_fresh_worker(plan.settings):
-            measurement = self._probe_alone(request)
-        else:
-            measurement = self._prober.probe(request)
-        if measurement.outcome is Outcome.USER_ERROR and not self._is_plain(plan):
-            return replace(measurement, outcome=Outcome.UNSUPPORTED)
-        return measurement
-
-    def _probe_alone(self, request: ProbeRequest) -> Measurement:
-        """Probe in a worker that ran nothing before and runs nothing after."""
-        self._prober.renew()
-        measurement = self._prober.probe(request)
-        self._prober.renew()
-        return measurement
-
-    def _trial(
-        self, role: Role, plan: Plan, measurement: Measurement, known: planner.Forecast
-    ) -> Trial:
-        return Trial(len(self._trials), role, plan, measurement, known.peak_bytes)
-
-    def _is_plain(self, plan: Plan) -> bool:
-        """Whether what happens to this plan happens to the user's own training.
-
-        Once the baseline has run, a larger micro-batch that raises is that plan's own affair.
-        """
-        baseline = self._facts.space.baseline
-        if any(trial.ok and trial.plan == baseline for trial in self._trials):
-            return False
-        return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
-
-    def _fastest(self) -> Trial | None:
-        """The fastest measured so far, as it was measured."""
-        fits = [trial for trial in probes_of(self._trials) if trial.ok]
-        return max(fits, key=lambda trial: trial.samples_per_second or 0.0, default=None)
-
     def _progress(self) -> events.Progress:
         return events.Progress(
             len(probes_of(self._trials)),
             oom_probes_of(self._trials),
-            self._fastest(),
+            fastest_of(self._trials),
             self._allowance.elapsed_s,
             self._allowance.seconds_left,
             self._allowance.probes_left(self._trials),

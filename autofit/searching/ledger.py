@@ -1,4 +1,4 @@
-"""Trials as Optuna trials and back: the one place that knows how a measurement is told.
+"""Facts and trials as Optuna keeps them: the one place that knows how a measurement is told.
 
 An Optuna trial has one parameter per setting and `micro_batch`. Its value is samples per second,
 to be maximised. How each outcome is told:
@@ -21,15 +21,29 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autofit.errors import StudyRefused
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.searching.facts import SearchFacts
 from autofit.space import Space
 
+FACTS = "autofit_facts"
+"""The study attribute that holds the facts of the search."""
 MICRO_BATCH = "micro_batch"
 _RECORD = "autofit_trial"
 _CONSTRAINT = "vram"
 _LEAST_EXCESS = 0.01
+
+
+def facts_of(study: optuna.Study) -> SearchFacts:
+    """The facts that a study was made with.
+
+    Raises:
+        StudyRefused: the study has none: it is not of this project.
+    """
+    if FACTS not in study.user_attrs:
+        raise StudyRefused(f"the study {study.study_name!r} has no facts of a search of autofit's")
+    return SearchFacts.from_dict(study.user_attrs[FACTS])
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:

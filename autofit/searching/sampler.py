@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
-from autofit.searching import confirming, ledger, planner, store
+from autofit.searching import confirming, ledger, planner
 from autofit.searching.beliefs import Beliefs
 
 
@@ -32,7 +32,7 @@ class _PlanSampler(BaseSampler):
         trial: FrozenTrial,
     ) -> dict[str, BaseDistribution]:
         """All settings and the micro-batch."""
-        return ledger.distributions(store.facts_of(study).space)
+        return ledger.distributions(ledger.facts_of(study).space)
 
     def sample_relative(
         self,
@@ -72,7 +72,7 @@ class PlannerSampler(_PlanSampler):
     """autofit's planner; once nothing can be expected to win, it repeats the best plan."""
 
     def _plan(self, study: Study) -> Plan:
-        beliefs = Beliefs(store.facts_of(study), ledger.trials_of(study))
+        beliefs = Beliefs(ledger.facts_of(study), ledger.trials_of(study))
         plan = planner.decide(beliefs).plan
         if plan is not None:
             return plan

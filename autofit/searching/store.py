@@ -11,7 +11,6 @@ has no lock, and is claimed (`autofit.searching.claims`).
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
@@ -19,8 +18,7 @@ from typing import Self
 
 import optuna
 import sqlalchemy.exc
-from optuna.exceptions import DuplicatedStudyError, StorageInternalError
-from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
@@ -28,25 +26,9 @@ from autofit.measurement import Trial
 from autofit.searching import ledger
 from autofit.searching.claims import Claim
 from autofit.searching.facts import SearchFacts
-from autofit.searching.journal import JournalFile
+from autofit.searching.study_storage import AskedStudy, cause_of, open_study
 
-_STUDY_NAME = "autofit"
-_TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
-_FACTS, _ENDED = "autofit_facts", "autofit_ended"
-
-
-class AskedStudy(optuna.Study):
-    """A study that is asked and told; outside of Optuna's own loop it could not be stopped.
-
-    Attributes:
-        stopped: whether its sampler said that it has nothing else to offer.
-    """
-
-    stopped = False
-
-    def stop(self) -> None:
-        """What a sampler calls that has offered all it can."""
-        self.stopped = True
+_ENDED = "autofit_ended"
 
 
 class Store:
@@ -62,7 +44,7 @@ class Store:
         self.name = name
         self._claim = claim
         self._held = held  # what must be let go of, beside the claim
-        self.facts = facts_of(study) if _FACTS in study.user_attrs else None
+        self.facts = ledger.facts_of(study) if ledger.FACTS in study.user_attrs else None
 
     @classmethod
     def open(cls, study: str | os.PathLike[str] | None, identity: Mapping[str, str]) -> Self:
@@ -77,9 +59,8 @@ class Store:
         """
         name = "in memory" if study is None else os.fspath(study)
         with ExitStack() as held:
-            storage = _storage(name, study, held)
-            opened = _load(name, storage)
-            claim = Claim(opened, name) if isinstance(storage, RDBStorage) else None
+            opened, is_shared = open_study(name, study, held)
+            claim = Claim(opened, name) if is_shared else None
             store = cls(opened, name, claim, held.pop_all())
         with ExitStack() as closed_unless_taken:
             closed_unless_taken.push(store)
@@ -96,7 +77,7 @@ class Store:
         """
         if self.facts is None:
             with self._writing():
-                self.study.set_user_attr(_FACTS, facts.to_dict())
+                self.study.set_user_attr(ledger.FACTS, facts.to_dict())
             self.facts = facts
         elif self.facts.to_dict() != facts.to_dict():
             raise StudyRefused(
@@ -126,7 +107,7 @@ class Store:
             self.study.sampler = sampler
             if self._claim is not None:
                 self._claim.renew()
-            space = facts_of(self.study).space
+            space = ledger.facts_of(self.study).space
             asked = self.study.ask(ledger.distributions(space))
         try:
             yield asked
@@ -193,7 +174,7 @@ class Store:
             yield
         except (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
             raise StudyRefused(
-                f"cannot write the study {self.name}: {_cause(error)}; the {self._readable()} "
+                f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "
                 "finished trials in it stay readable, and the search can be resumed from them"
             ) from error
 
@@ -202,73 +183,3 @@ class Store:
             return len(self.trials)
         except Exception:  # a storage that is gone may raise anything; the first error matters
             return "already"
-
-
-def facts_of(study: optuna.Study) -> SearchFacts:
-    """The facts that a study was made with.
-
-    Raises:
-        StudyRefused: the study has none: it is not of this project.
-    """
-    if _FACTS not in study.user_attrs:
-        raise StudyRefused(f"the study {study.study_name!r} has no facts of a search of autofit's")
-    return SearchFacts.from_dict(study.user_attrs[_FACTS])
-
-
-def _storage(name: str, study: str | os.PathLike[str] | None, held: ExitStack) -> BaseStorage:
-    """Where that study lies; leaving `held` lets go of it."""
-    if study is None:
-        return InMemoryStorage()
-    if "://" not in name:
-        journal = JournalFile(name)
-        held.callback(journal.close)
-        return journal.storage
-    with _opening(name):
-        storage = _database(name)
-    held.callback(storage.engine.dispose)  # else a file stays open until garbage is collected
-    held.callback(storage.remove_session)
-    return storage
-
-
-def _database(url: str) -> RDBStorage:
-    """The database; of two that make its tables at once, one fails, and finds them made."""
-    for _ in range(_TABLES_TRIES):
-        with suppress(sqlalchemy.exc.DatabaseError):
-            return RDBStorage(url)
-        time.sleep(_TABLES_PAUSE_S)
-    return RDBStorage(url)
-
-
-def _load(name: str, storage: BaseStorage) -> AskedStudy:
-    """The study of that storage, made where there is none."""
-    with _opening(name):
-        optuna.create_study(
-            study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
-        )
-        return AskedStudy(_STUDY_NAME, storage)
-
-
-@contextmanager
-def _opening(name: str) -> Iterator[None]:
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        yield
-    except (
-        OSError,
-        ImportError,
-        ValueError,
-        DuplicatedStudyError,
-        StorageInternalError,
-        sqlalchemy.exc.SQLAlchemyError,
-    ) as error:
-        raise StudyRefused(f"cannot open the study {name}: {_cause(error)}") from error
-    finally:
-        optuna.logging.set_verbosity(verbosity)
-
-
-def _cause(error: BaseException) -> str:
-    """The text of the error at the bottom of a chain, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
