@@ -205,5 +205,29 @@ class Trial:
             return False
         return low <= others_high and others_low <= high
 
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: what was measured, and beside it the rates that follow from it."""
+        return {
+            "number": self.number,
+            "role": self.role.value,
+            "plan": self.plan.to_dict(),
+            "samples_per_second": self.samples_per_second,
+            "samples_per_second_low": self.samples_per_second_low,
+            "samples_per_second_high": self.samples_per_second_high,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            **self.measurement.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
+        """The trial that `to_dict` wrote; keys it does not know are ignored."""
+        return cls(
+            data["number"],
+            Role(data["role"]),
+            Plan.from_dict(data["plan"]),
+            Measurement.from_dict(data),
+            data.get("predicted_peak_bytes"),
+        )
+
     def _rate(self, step_time_s: float | None) -> float | None:
         return self.plan.samples_per_step / step_time_s if step_time_s else None

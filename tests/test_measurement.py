@@ -87,3 +87,11 @@ def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:
     data = json.loads(json.dumps(measured.to_dict()))
     assert Measurement.from_dict(data | {"from": "a later version"}) == measured
     assert isinstance(Measurement.from_dict(data).outcome, Outcome)
+
+
+def test_trials_survive_json_and_say_the_rates_that_follow() -> None:
+    trial = Trial(3, Role.CONFIRMED, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]), 2**30)
+    data = json.loads(json.dumps(trial.to_dict()))
+    assert data["samples_per_second"] == trial.samples_per_second
+    assert data["outcome"] == "ok"
+    assert Trial.from_dict(data | {"from": "a later version"}) == trial

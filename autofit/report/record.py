@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Role, Trial
-from autofit.plan import Dimension, Plan, Settings, payloads_of
+from autofit.measurement import Role, Trial
+from autofit.plan import Dimension, Settings, payloads_of
 
 SCHEMA = 1
 
@@ -38,7 +38,12 @@ class SearchSummary:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A variant that was not run, and why."""
+    """Settings that were left out.
+
+    Attributes:
+        settings: those that every left-out variant has.
+        why: the reason; for a value that was never run, the speed it was predicted to reach.
+    """
 
     settings: Settings
     why: str
@@ -166,7 +171,7 @@ class Record:
             vram_budget_bytes=data["vram_budget_bytes"],
             search=SearchSummary(**{name: search[name] for name in SearchSummary.__annotations__}),
             dimensions={name: Dimension.from_dict(d) for name, d in data["dimensions"].items()},
-            trials=tuple(_trial_from_dict(trial) for trial in data["trials"]),
+            trials=tuple(Trial.from_dict(trial) for trial in data["trials"]),
             best_number=data["best"]["number"],
             baseline_number=data["baseline"]["number"],
             skipped=tuple(Skipped(s["settings"], s["why"]) for s in data["skipped"]),
@@ -177,25 +182,4 @@ class Record:
         )
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
-        measured = trial.measurement.to_dict()
-        return {
-            "number": trial.number,
-            "role": trial.role.value,
-            "plan": trial.plan.to_dict(),
-            "samples_per_second": trial.samples_per_second,
-            "samples_per_second_low": trial.samples_per_second_low,
-            "samples_per_second_high": trial.samples_per_second_high,
-            "predicted_peak_bytes": trial.predicted_peak_bytes,
-            **measured,
-            "paste": self.paste.get(trial.number, []),
-        }
-
-
-def _trial_from_dict(data: Mapping[str, Any]) -> Trial:
-    return Trial(
-        data["number"],
-        Role(data["role"]),
-        Plan.from_dict(data["plan"]),
-        Measurement.from_dict(data),
-        data.get("predicted_peak_bytes"),
-    )
+        return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}

@@ -22,7 +22,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import StudyRefused
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.searching.facts import SearchFacts
 from autofit.space import Space
@@ -72,7 +72,7 @@ def plan_of(params: dict[str, Any], space: Space) -> Plan:
 def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, facts: SearchFacts) -> None:
     """Store a finished trial and tell Optuna its state."""
     asked.set_constraint(_CONSTRAINT, _excess(trial, facts))
-    asked.set_user_attr(_RECORD, _to_dict(trial))
+    asked.set_user_attr(_RECORD, trial.to_dict())
     study.tell(asked, *_value_and_state(trial))
 
 
@@ -80,7 +80,7 @@ def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
     """Tell the state of a trial that was recorded but not told; False where it was not recorded."""
     if _RECORD not in frozen.user_attrs:
         return False
-    study.tell(frozen.number, *_value_and_state(_from_dict(0, frozen.user_attrs[_RECORD])))
+    study.tell(frozen.number, *_value_and_state(_trial(0, frozen.user_attrs[_RECORD])))
     return True
 
 
@@ -88,7 +88,7 @@ def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
     """Every recorded trial in order, numbered from 0; unfinished and lost ones are left out."""
     finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
     records = [t.user_attrs[_RECORD] for t in finished if _RECORD in t.user_attrs]
-    return tuple(_from_dict(number, data) for number, data in enumerate(records))
+    return tuple(_trial(number, data) for number, data in enumerate(records))
 
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
@@ -113,20 +113,6 @@ def _excess(trial: Trial, facts: SearchFacts) -> float:
     return max(excess, _LEAST_EXCESS)
 
 
-def _to_dict(trial: Trial) -> dict[str, Any]:
-    return {
-        "role": trial.role.value,
-        "plan": trial.plan.to_dict(),
-        "measurement": trial.measurement.to_dict(),
-        "predicted_peak_bytes": trial.predicted_peak_bytes,
-    }
-
-
-def _from_dict(number: int, data: dict[str, Any]) -> Trial:
-    return Trial(
-        number,
-        Role(data["role"]),
-        Plan.from_dict(data["plan"]),
-        Measurement.from_dict(data["measurement"]),
-        predicted_peak_bytes=data["predicted_peak_bytes"],
-    )
+def _trial(number: int, data: dict[str, Any]) -> Trial:
+    """The trial of that record; older studies keep its measurement apart."""
+    return Trial.from_dict({**data, **data.get("measurement", {}), "number": number})

@@ -13,7 +13,7 @@ from autofit.measurement import Trial
 from autofit.probing.prober import WorkloadProber
 from autofit.probing.survey import Survey
 from autofit.report.paste import paste_lines
-from autofit.report.record import Record, SearchSummary, Skipped
+from autofit.report.record import Record, SearchSummary
 from autofit.searching.foresight import learned
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.strategy import Strategy
@@ -70,7 +70,7 @@ def record_of(
         trials=result.trials,
         best_number=result.best.number,
         baseline_number=result.baseline.number,
-        skipped=tuple(Skipped(skip.settings, skip.why) for skip in result.skipped),
+        skipped=result.skipped,
         paste={
             trial.number: paste_lines(trial.plan, strategies, space.payloads(trial.plan.settings))
             for trial in result.trials

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autofit.measurement import Trial
+from autofit.report.record import Skipped
 from autofit.searching.facts import SearchFacts
-from autofit.searching.skips import Skip
 from autofit.searching.tally import oom_probes_of, probes_of
 
 INTERRUPTED = "interrupted"
@@ -31,7 +31,7 @@ class SearchResult:
     trials: tuple[Trial, ...]
     best: Trial
     baseline: Trial
-    skipped: tuple[Skip, ...]
+    skipped: tuple[Skipped, ...]
     stopped_because: str
 
     @property

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from autofit.plan import Scalar, Settings
+from autofit.plan import Scalar
+from autofit.report.record import Skipped
 from autofit.searching.beliefs import Beliefs
 from autofit.searching.proposals import ceilings, leading
 from autofit.searching.sizes import Counts
 from autofit.units import format_bytes, format_rate
 
 
-@dataclass(frozen=True)
-class Skip:
-    """Settings that were left out.
-
-    Attributes:
-        settings: those that every left-out variant has.
-        why: the reason; for a value that was never run, the speed it was predicted to reach.
-    """
-
-    settings: Settings
-    why: str
-
-
-def skips(beliefs: Beliefs) -> tuple[Skip, ...]:
+def skips(beliefs: Beliefs) -> tuple[Skipped, ...]:
     """What was set aside, then each value of a setting that was never run."""
-    blamed = [Skip(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
+    blamed = [Skipped(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
     size: Counts = np.median(ceilings(beliefs), axis=0).astype(np.int64)
     run = {pair for trial in beliefs.probes for pair in trial.plan.variant}
     never = [
-        Skip({name: value}, why)
+        Skipped({name: value}, why)
         for name, dimension in beliefs.facts.space.dimensions.items()
         for value in dimension.values
         if (name, value) not in run and (why := _why_not(beliefs, name, value, size))

@@ -78,6 +78,21 @@ def test_how_each_outcome_is_told(
     assert [value <= 0 for value in told.constraints.values()] == [feasible]
 
 
+def test_trials_of_an_older_study_are_read() -> None:
+    """Its records keep the measurement apart, and no number."""
+    measurement = Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30)
+    record = {
+        "role": "baseline",
+        "plan": Plan(4).to_dict(),
+        "measurement": measurement.to_dict(),
+        "predicted_peak_bytes": 7,
+    }
+    study = optuna.create_study()
+    told = optuna.trial.create_trial(value=40.0, user_attrs={"autofit_trial": record})
+    study.add_trial(told)
+    assert ledger.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
+
+
 def test_a_setting_that_may_not_vary_is_put_back(rig_of: Any) -> None:
     from autofit.plan import Dimension
 
