@@ -16,6 +16,7 @@ import torch
 from autofit.batching import Batch, batch_size, map_tensors, pieces
 from autofit.casts import fresh_casts
 from autofit.errors import InvalidRequest
+from autofit.loss_scale import LossScale
 from autofit.optimizers import Optimizers, by_name, check_steps_alone
 from autofit.plan import Plan, settings_of, split_evenly, steps_for
 from autofit.recipe import Recipe, scalar
@@ -63,16 +64,14 @@ class Training(AbstractContextManager["Training"]):
         self.optimizer = optimizer
         self.plan = plan
         self.device = device
-        self.scaler: torch.amp.GradScaler | None = None
         self.recipe = recipe
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
         self._batched = batched
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
-        self._scaler_was_used = False
+        self._loss_scale = LossScale()
         self.has_split = False
         """Whether any step so far asked for its micro-batches, as a train_step need not."""
-        self._stepped: list[torch.optim.Optimizer] = []  # under the present scale
         self._applied = ExitStack()
         self._apply(strategies, payloads or {})
 
@@ -92,7 +91,14 @@ class Training(AbstractContextManager["Training"]):
         """Give model and optimizer back as the strategies found them; once is enough."""
         self._applied.close()
 
-    # -- what strategies use -------------------------------------------------------------------
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler in force."""
+        return self._loss_scale.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._loss_scale.scaler = scaler
 
     def wrap_forward(self, context: ForwardContext) -> Callable[[], None]:
         """Enter `context()` around every forward and loss; returns the function that undoes it."""
@@ -103,8 +109,6 @@ class Training(AbstractContextManager["Training"]):
         """Call `wrapper(step)` in place of the update; returns the function that undoes it."""
         self._step_wrappers.append(wrapper)
         return lambda: self._step_wrappers.remove(wrapper)
-
-    # -- one optimizer step, and its parts for those who keep their own loop -------------------
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Train on the samples of one optimizer step.
@@ -180,10 +184,7 @@ class Training(AbstractContextManager["Training"]):
                 "the loss hangs on no parameter that requires gradients: is the whole model "
                 "frozen, or was the loss detached or computed under torch.no_grad()?"
             )
-        weighted = loss if weight == 1.0 else loss * weight
-        if self.scaler is not None:
-            weighted = self.scaler.scale(weighted)
-            self._scaler_was_used = True
+        weighted = self._loss_scale.scaled(loss if weight == 1.0 else loss * weight)
         weighted.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def optimizer_step(self, name: str | None = None) -> None:
@@ -197,18 +198,14 @@ class Training(AbstractContextManager["Training"]):
         Raises:
             InvalidRequest: there is no optimizer of that name.
         """
-        optimizers = self._optimizers(name)
-        if any(optimizer in self._stepped for optimizer in optimizers):
-            self._adapt_scale()  # it steps each of them once under one scale
+        optimizers, all_of_them = self._optimizers(name), self._optimizers(None)
+        self._loss_scale.begin(optimizers, of=all_of_them)
         for optimizer in optimizers:
             self._prepare_gradients(optimizer)
             self._update(optimizer)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if self.scaler is not None:
-            self._stepped += optimizers
-            if not self._gradients():
-                self._adapt_scale()
+        self._loss_scale.end(optimizers, of=all_of_them)
 
     def zero_grad(self) -> None:
         """Drop all gradients of the model and of every optimizer's parameters."""
@@ -225,29 +222,11 @@ class Training(AbstractContextManager["Training"]):
             raise InvalidRequest(f"there is no optimizer {name!r}; there are: {names}")
         return [optimizers[name]]
 
-    def _gradients(self) -> list[torch.Tensor]:
-        groups = [group for each in self._optimizers(None) for group in each.param_groups]
-        parameters = {parameter for group in groups for parameter in group["params"]}
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def _adapt_scale(self) -> None:
-        """Let the scaler choose the next scale, and bring gradients that wait to it."""
-        stepped, self._stepped = self._stepped, []
-        if self.scaler is None or not stepped:
-            return
-        waiting = self._gradients()
-        before = self.scaler.get_scale() if waiting else 1.0  # a GPU is waited for to read it
-        self.scaler.update()
-        factor = self.scaler.get_scale() / before if waiting else 1.0
-        for gradient in waiting if factor != 1.0 else ():
-            gradient.mul_(factor)
-
     def _prepare_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         recipe = self.recipe
         if recipe.clip_grad_norm is None and recipe.before_step is None:
             return
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self._loss_scale.unscale(optimizer)
         if recipe.clip_grad_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_grad_norm)
@@ -256,10 +235,7 @@ class Training(AbstractContextManager["Training"]):
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         def update() -> None:
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
+            self._loss_scale.step(optimizer)
 
         for wrapper in self._step_wrappers:
             update = _wrapped(wrapper, update)
@@ -268,15 +244,15 @@ class Training(AbstractContextManager["Training"]):
     def _users_step(
         self, train_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
     ) -> torch.Tensor:
-        self._scaler_was_used = False
+        self._loss_scale.was_used = False
         with self.context():
             loss = scalar(train_step(self, map_tensors(self._place, batch)), "train_step")
-        if self.scaler is not None and not self._scaler_was_used:
+        if self.scaler is not None and not self._loss_scale.was_used:
             raise InvalidRequest(
                 "train_step never used the gradient scaler that float16 needs: call "
                 "training.backward(loss) and training.optimizer_step() in it"
             )
-        self._adapt_scale()
+        self._loss_scale.adapt(self._optimizers(None))
         return loss.detach()
 
 
