@@ -147,7 +147,7 @@ class Bench:
             for unit, names in parts.items()
         }
 
-    def run(self, units: Units, buffers: Sequence[str]) -> Point:
+    def run(self, units: Units, state: Sequence[str]) -> Point:
         """Peak bytes of one real step with these units checkpointed, and its recompute time."""
         workload = self._build()
         model, plan = workload.build_model(), Plan(workload.sample_batch_size)
@@ -161,7 +161,7 @@ class Bench:
         batch = workload.sample_batch
         tracer = MemoryTracer(record=True)
         tracer.register_foreign([dict(model.state_dict()), batch])
-        with _part("patch").checkpointed(model, units, buffers), tracer:
+        with _part("patch").checkpointed(model, units, state), tracer:
             training.accumulate(batch)
         seconds = sum(self._seconds[unit] for unit in units)
         return Point(units, _most_live_bytes(tracer.events), seconds)
@@ -221,15 +221,15 @@ def measure(name: str, build: Callable[[], Workload]) -> Iterator[str]:
     (dimension,) = _STRATEGY.dimensions(context).values()
     took_s = time.perf_counter() - began
     levels = {level: dimension.payloads.get(level, {"units": []}) for level in dimension.values}
-    buffers = sorted({b for payload in levels.values() for b in payload.get("buffers", ())})
+    state = sorted({b for payload in levels.values() for b in payload.get("state", ())})
     whole, everything = _placements(build, blocks), _placements(build, None)
     bench = Bench(build)
     named: set[str] = {unit for payload in levels.values() for unit in payload["units"]}
     bench.time_parts(sorted({*named, *blocks, *(u for units in everything for u in units)}))
-    run = {units: bench.run(units, buffers) for units in subsets(blocks)}
+    run = {units: bench.run(units, state) for units in subsets(blocks)}
     candidates: Mapping[str, list[Point]] = {
-        f"levels ({len(levels)})": [bench.run(tuple(p["units"]), buffers) for p in levels.values()],
-        f"all placements found ({len(everything)})": [bench.run(u, buffers) for u in everything],
+        f"levels ({len(levels)})": [bench.run(tuple(p["units"]), state) for p in levels.values()],
+        f"all placements found ({len(everything)})": [bench.run(u, state) for u in everything],
         f"those of whole blocks ({len(whole)})": [run[units] for units in whole],
         **{rule: [run[units] for units in places] for rule, places in rules(blocks).items()},
     }

@@ -63,7 +63,7 @@ def _rebuilt(value: Any, leaf: Callable[[Any], Any], known: dict[int, Any]) -> A
         return known[id(value)]
     if isinstance(value, tuple):
         each = [_rebuilt(item, leaf, known) for item in value]
-        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+        return value._make(each) if hasattr(value, "_make") else type(value)(each)
     if isinstance(value, torch.Tensor | _Slot):
         return leaf(value)
     if type(value) is list:

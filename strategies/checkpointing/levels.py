@@ -18,7 +18,7 @@ from .units import Unit
 
 
 def make_dimension(
-    model: nn.Module, timeline: Timeline, times: Times, buffers: Sequence[str]
+    model: nn.Module, timeline: Timeline, times: Times, state: Sequence[str]
 ) -> Dimension:
     """The levels, from none to least memory, with payloads and hints.
 
@@ -26,7 +26,7 @@ def make_dimension(
         timeline: what the samples bring; its units are candidates that train alike when
             checkpointed.
         times: of the parts of the units.
-        buffers: the model's buffers that a forward pass changes.
+        state: what a forward pass changes, as `checkpointed` takes it.
     """
     placements = thinned(find_placements(model, timeline, times))
     payloads: dict[Scalar, Any] = {}
@@ -36,7 +36,7 @@ def make_dimension(
         if placement.units:
             payloads[level] = {
                 "units": list(placement.units),
-                "buffers": _within(buffers, placement.units, model),
+                "state": _within(state, placement.units, model),
             }
     return Dimension(range(len(placements)), payloads=payloads, hints=hints)
 
@@ -65,13 +65,12 @@ def _hint(placement: Placement, plain: Placement, step_s: float) -> Hint:
     )
 
 
-def _within(buffers: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:
-    """Those of the buffers that lie in a module that one of the units runs."""
+def _within(state: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:
+    """What of the state lies in a module that one of the units runs, or in none."""
     inside = {
-        (id(module), name)
+        module
         for unit in units
         for part in Unit.parse(unit).parts(model)
         for module in model.get_submodule(part).modules()
-        for name in module._buffers
     }
-    return [name for name in buffers if owner_of(model, name) in inside]
+    return [name for name in state if owner_of(model, name) in (None, *inside)]

@@ -8,23 +8,27 @@ a time, and halved where something differs, so a model with nothing wrong costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from autofit.strategy import TrainingView
 
+from .contents import altered, has_tensors
 from .patch import checkpointed
 from .remains import GRADIENT, LOSS, Noise, NotRepeatable, Remains, first_difference
-from .state import State, seed_everything, traces
+from .state import ATTRIBUTE, State, moved_since, seed_everything, traces
 
 SEEDS = (0, 1, 2)
 MOST_STEPS = 300
 """A model in which so many units differ is not worth more steps; the untried ones are left out."""
+
+NO_OTHERS: Mapping[str, Any] = MappingProxyType({})
 
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
 
@@ -35,11 +39,12 @@ class Parity:
 
     Attributes:
         left_out: unit -> what its recomputation changes.
-        buffers: dotted names of the buffers that a forward pass changes.
+        state: what a forward pass changes and a second run must find as it was, as `checkpointed`
+            takes it.
     """
 
     left_out: dict[str, str] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)
+    state: set[str] = field(default_factory=set)
 
 
 def check_parity(training: TrainingView, batch: Any, layers: Sequence[Sequence[str]]) -> Parity:
@@ -83,6 +88,7 @@ class _Gate:
 
     def compare(self, layers: Sequence[Sequence[str]]) -> None:
         """Search all layers, from several seeds."""
+        self.find_state()
         for seed in SEEDS:
             self.start(seed)
             for layer in layers:
@@ -96,11 +102,28 @@ class _Gate:
         too_large = "not tried: a step without checkpointing does not fit into memory"
         self.parity.left_out |= {unit: too_large for layer in inner for unit in layer}
 
+    def find_state(self) -> None:
+        """Note what the second of two steps changes: what the first one makes once is no state.
+
+        Tensors that a step leaves in attributes are state where it reads them, too: where it does
+        otherwise if they are others. A copy of what is only written would be memory for nothing.
+        """
+        model = self._training.model
+        self._run(())
+        between = State(model, with_parameters=False)
+        plain = self._step((), between)
+        self.parity.state |= between.changed_buffers() | moved_since(self._seed)
+        changed = between.changed_attributes()
+        large = {name: value for name, value in changed.items() if has_tensors(value)}
+        self.parity.state |= changed.keys() - large.keys()
+        if large and self._reads(large, between, plain):
+            self.parity.state |= large.keys()
+
     def start(self, seed: int) -> None:
         """Run the steps of this seed against which units are compared."""
         self._seed = seed
         self._plain = self._run(())
-        self.parity.buffers |= self._state.changed_buffers()
+        self.parity.state |= self._state.changed_buffers()
 
     def search(self, units: Sequence[str]) -> None:
         """Note those of the units that train otherwise when checkpointed."""
@@ -140,14 +163,35 @@ class _Gate:
             reason = first_difference(self._plain, remains, self._noise)
         return reason
 
+    def _reads(self, attributes: Mapping[str, Any], before: State, plain: Remains) -> bool:
+        """Whether a step does otherwise where these attributes are others before it."""
+        try:
+            others = {name: altered(value) for name, value in attributes.items()}
+            remains = self._step((), before, others)
+        except Exception:  # such as an index that is too large now
+            return True
+        beside = [name for name in plain if not name.startswith(ATTRIBUTE)]
+        found = {name: remains.get(name) for name in beside}
+        return (
+            first_difference({name: plain[name] for name in beside}, found, self._noise) is not None
+        )
+
     def _run(self, units: Collection[str]) -> Remains:
+        return self._step(units, self._state)
+
+    def _step(
+        self, units: Collection[str], before: State, attributes: Mapping[str, Any] = NO_OTHERS
+    ) -> Remains:
         self._steps += 1
-        self._state.restore()
+        before.restore()
+        for name, value in attributes.items():
+            path, _, attribute = name.rpartition(".")
+            vars(self._training.model.get_submodule(path))[attribute] = value
         seed_everything(self._seed)
         training, remains = self._training, Remains()
         placed = self._always ^ set(units)
         with (
-            checkpointed(training.model, placed, self.parity.buffers),
+            checkpointed(training.model, placed, self.parity.state),
             _gradients_into(training, remains),
         ):
             remains[LOSS] = training.step(self._batch).detach().clone()

@@ -16,26 +16,28 @@ from typing import Any
 
 from torch import nn
 
-from .recompute import BufferPath, recomputed
+from .recompute import recomputed
+from .rewind import NUMPY, PYTHON, StatePath
 from .units import Unit
 
 _FORWARD = "_autofit_forward"
 _RUNS = "_autofit_runs"
-_BUFFERS = "_autofit_buffers"
-_ADDED = ("forward", _FORWARD, _RUNS, _BUFFERS)
+_STATE = "_autofit_state"
+_ADDED = ("forward", _FORWARD, _RUNS, _STATE)
 _ABSENT = object()
 
 
 @contextmanager
 def checkpointed(
-    model: nn.Module, units: Iterable[str], buffers: Collection[str] = ()
+    model: nn.Module, units: Iterable[str], state: Collection[str] = ()
 ) -> Iterator[None]:
     """Recompute these units' activations in the backward pass, for as long as this is entered.
 
     Args:
         model: changed in place, and given back as it was.
         units: names as `Unit` writes them; no unit may lie within another.
-        buffers: dotted names of the model's buffers that a forward may change.
+        state: what a forward may change and the second one must find as it was: dotted names of
+            buffers and attributes of the model's modules, and random states as `rewind` names them.
 
     Raises:
         InvalidRequest: the model has no such unit.
@@ -44,7 +46,7 @@ def checkpointed(
     try:
         for holder, runs in _by_holder(model, units):
             patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
-            _cover(holder, runs, _buffers_below(model, holder, set(buffers)))
+            _cover(holder, runs, _state_below(model, holder, set(state)))
         yield
     finally:
         for holder, before in reversed(patched):
@@ -63,30 +65,27 @@ def _by_holder(
     ]
 
 
-def _buffers_below(
+def _state_below(
     model: nn.Module, holder: nn.Module, names: Collection[str]
-) -> tuple[BufferPath, ...]:
-    """Where these buffers of the model lie, as seen from a module of it."""
-    wanted = {owner_of(model, name) for name in names}
-    return tuple(
-        (path, name)
-        for path, module in holder.named_modules()
-        for name in module._buffers
-        if (id(module), name) in wanted
-    )
+) -> tuple[StatePath, ...]:
+    """Where this state of the model lies, as seen from a module of it."""
+    path_of = {module: path for path, module in holder.named_modules()}
+    owners = [(owner_of(model, name), name) for name in sorted(names)]
+    below = [(path_of[owner], name) for owner, name in owners if owner in path_of]
+    anywhere = [("", name) for owner, name in owners if owner is None]
+    return (*((path, name.rpartition(".")[2]) for path, name in below), *anywhere)
 
 
-def owner_of(model: nn.Module, buffer: str) -> tuple[int, str]:
-    """The identity of the module that holds this buffer of the model, and its name there."""
-    owner, _, leaf = buffer.rpartition(".")
-    return id(model.get_submodule(owner)), leaf
+def owner_of(model: nn.Module, state: str) -> nn.Module | None:
+    """The module that holds this buffer or attribute of the model; None: a random state."""
+    return None if state in (PYTHON, NUMPY) else model.get_submodule(state.rpartition(".")[0])
 
 
 def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
     plain = holder.forward
     holder.__dict__[_FORWARD] = plain
     holder.__dict__[_RUNS] = runs
-    holder.__dict__[_BUFFERS] = paths
+    holder.__dict__[_STATE] = paths
     holder.__dict__["forward"] = MethodType(forward, holder)
 
 
@@ -100,14 +99,14 @@ def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What a covered module runs."""
-    plain, buffers = self.__dict__[_FORWARD], self.__dict__[_BUFFERS]
+    plain, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
     if not self.__dict__[_RUNS]:
-        return recomputed(plain, self, buffers, args, kwargs)
+        return recomputed(plain, self, state, args, kwargs)
     children = list(self._modules.values())  # children() drops one that stands twice
     value, position = args[0] if args else kwargs["input"], 0
     for start, stop in self.__dict__[_RUNS]:
         value = _in_turn(children[position:start], value)
-        value = recomputed(partial(_in_turn, children[start:stop]), self, buffers, (value,), {})
+        value = recomputed(partial(_in_turn, children[start:stop]), self, state, (value,), {})
         position = stop
     return _in_turn(children[position:], value)
 

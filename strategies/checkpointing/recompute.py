@@ -1,8 +1,9 @@
 """Runs a function now, keeps its inputs alone, and runs it again in the backward pass.
 
 This is `torch.utils.checkpoint` in its non-reentrant form, made exact where that one is silently
-not: buffers that a forward changes (running statistics, moving averages, spectral norm's vectors)
-are shown to the second run as they were before the first, and are left alone by it.
+not: state that a forward changes (running statistics, moving averages, spectral norm's vectors,
+counts and caches in attributes) is shown to the second run as it was before the first, and is left
+alone by it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .arguments import put_tensors, take_tensors
-
-BufferPath = tuple[str, str]
-"""Dotted name of a module below the one that is run, and the name of its buffer."""
+from .rewind import Rewind, StatePath
 
 
 def recomputed(
     function: Callable[..., Any],
     holder: nn.Module,
-    buffers: Sequence[BufferPath],
+    state: Sequence[StatePath],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -34,8 +33,8 @@ def recomputed(
 
     Args:
         function: runs `holder`, or a part of it.
-        holder: the module below which the buffers are found.
-        buffers: those that a forward may change.
+        holder: the module below which the state is found.
+        state: what a forward may change.
         args, kwargs: tensors may stand at any depth of tuples, lists, dicts and dataclasses.
     """
     if torch.compiler.is_compiling():
@@ -52,7 +51,7 @@ def recomputed(
         own_args, own_kwargs = live.pop() if live else put_tensors(nest, tensors)
         return function(*own_args, **own_kwargs)
 
-    contexts = partial(_contexts, holder, buffers)
+    contexts = partial(_contexts, holder, state)
     return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
 
 
@@ -70,30 +69,7 @@ def _hooks_allowed() -> bool:
 
 
 def _contexts(
-    holder: nn.Module, buffers: Sequence[BufferPath]
+    holder: nn.Module, state: Sequence[StatePath]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What the first run and the second run are done under."""
-    return nullcontext(), _BuffersAsNow(holder, buffers) if buffers else nullcontext()
-
-
-class _BuffersAsNow:
-    """Shows a module's buffers as they are when this is made; the live ones come back after."""
-
-    def __init__(self, holder: nn.Module, paths: Sequence[BufferPath]) -> None:
-        self._owners = [(holder.get_submodule(module)._buffers, name) for module, name in paths]
-        self._then = [_copy(buffers[name]) for buffers, name in self._owners]
-        self._live: list[torch.Tensor | None] = []
-
-    def __enter__(self) -> None:
-        self._live = [buffers[name] for buffers, name in self._owners]
-        for (buffers, name), then in zip(self._owners, self._then, strict=True):
-            buffers[name] = _copy(then)  # a second backward needs `then` once more
-
-    def __exit__(self, *error: object) -> None:
-        for (buffers, name), live in zip(self._owners, self._live, strict=True):
-            buffers[name] = live
-        self._live = []
-
-
-def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
+    return nullcontext(), Rewind(holder, state) if state else nullcontext()

@@ -6,10 +6,8 @@ step left: gradients, parameters, buffers, whatever Python can see in the module
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
@@ -19,10 +17,14 @@ import torch
 from torch import nn
 
 from .arguments import is_helper, is_the_users
+from .contents import CONTAINERS, contents, has_the_same, refill
+from .rewind import ABSENT, NUMPY, PYTHON, generator_access
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+ATTRIBUTE = "attribute "
+"""What the names of traces in modules' attributes begin with."""
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -34,20 +36,19 @@ class State:
     Parameters are kept on the host, so that a large model needs no second copy on its device.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, with_parameters: bool = True) -> None:
         self._model = model
-        self._parameters = [
-            (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
-        ]
+        parameters = model.parameters() if with_parameters else ()
+        self._parameters = [(p, checksum(p), p.detach().to("cpu", copy=True)) for p in parameters]
         self._attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
         self._beside = [(put, kept) for _, kept, put in _beside(model)]
         in_modules = [v for _, attributes, _ in self._attributes for v in attributes.values()]
         beside = [value for _, kept in self._beside for value in kept.values()]
         held = [value for value in in_modules if isinstance(value, torch.Tensor)]
         self._buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *held)]
-        self._contents = [c for value in (*in_modules, *beside) for c in _contents(value)]
+        self._contents = [c for value in (*in_modules, *beside) for c in contents(value)]
         self._generators = [
-            (access, access[0]()) for value in in_modules if (access := _generator_access(value))
+            (access, access[0]()) for value in in_modules if (access := generator_access(value))
         ]
         self._random = _random_states()
 
@@ -59,34 +60,57 @@ class State:
         for put, kept in self._beside:
             for name, value in kept.items():
                 put(name, value)
-        for container, contents in self._contents:
-            _refill(container, contents)
+        for container, then in self._contents:
+            refill(container, then)
         for buffer, values in self._buffers:
             buffer.data.copy_(values)
         for (_, set_state), state in self._generators:
             set_state(state)
+        self._model.zero_grad(set_to_none=True)
         for parameter, sum_before, values in self._parameters:
-            parameter.grad = None
             if checksum(parameter) != sum_before:
                 parameter.data.copy_(values)
         _set_random_states(self._random)
 
     def changed_buffers(self) -> set[str]:
-        """Dotted names of the buffers that are not what they were."""
-        before = {id(buffer): values for buffer, values in self._buffers}
-        kept = {
-            (id(module), name): buffer
-            for module, _, buffers in self._attributes
-            for name, buffer in buffers.items()
-        }
+        """Dotted names of all buffers of those modules of which one is not what it was.
+
+        The others may be changed now and then, such as every tenth step.
+        """
+        values_of = {id(buffer): values for buffer, values in self._buffers}
+        before = {id(module): buffers for module, _, buffers in self._attributes}
         changed = set()
         for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                old = kept.get((id(module), name))
-                values = before.get(id(old)) if old is not None else None
-                if not _same(buffer, values):
-                    changed.add(f"{path}.{name}" if path else name)
+            kept = before.get(id(module), {})
+            values = {name: values_of.get(id(kept.get(name))) for name in module._buffers}
+            if not all(_same(module._buffers[name], values[name]) for name in values):
+                changed |= {f"{path}.{name}".lstrip(".") for name in values}
         return changed
+
+    def changed_attributes(self) -> dict[str, Any]:
+        """Dotted names of the attributes that are not what they were, and what they are."""
+        before = {id(module): attributes for module, attributes, _ in self._attributes}
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, module in self._model.named_modules()
+            for name in {**vars(module), **before.get(id(module), {})}
+            if not _is_ours_or_torchs(name)
+            and not self._is_as_before(
+                value := vars(module).get(name, ABSENT),
+                before.get(id(module), {}).get(name, ABSENT),
+            )
+        }
+
+    def _is_as_before(self, value: Any, old: Any) -> bool:
+        if value is not old and not (isinstance(value, _PLAIN) and value == old):
+            return False
+        if isinstance(value, torch.Tensor):
+            return all(_same(value, values) for tensor, values in self._buffers if tensor is value)
+        before = {id(container): then for container, then in self._contents}
+        return not generator_access(value) and all(
+            has_the_same(container, before.get(id(container), container))
+            for container, _ in contents(value)
+        )
 
 
 def seed_everything(seed: int) -> None:
@@ -96,6 +120,14 @@ def seed_everything(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
+
+
+def moved_since(seed: int) -> set[str]:
+    """Which of Python's and numpy's generators are not where this seed puts them; they go there."""
+    now = _random_states()
+    seed_everything(seed)
+    then = _random_states()
+    return {name for name in (PYTHON, NUMPY) if now.get(name) != then.get(name)}
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -114,8 +146,8 @@ def traces(model: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((f"buffer {name}", b.detach().clone()) for name, b in model.named_buffers())
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():
-            if name not in _OF_TORCH and not name.startswith("_autofit_") and name != "forward":
-                yield from _visible(f"attribute {path}.{name}" if path else name, value)
+            if not _is_ours_or_torchs(name):
+                yield from _visible(ATTRIBUTE + f"{path}.{name}".lstrip("."), value)
     for where, kept, _ in _beside(model):
         for name, value in kept.items():
             yield from _visible(f"{where}{name}", value)
@@ -126,12 +158,12 @@ def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What compares in a plain value, a container, a generator, or a helper object."""
     if isinstance(value, _PLAIN):
         yield name, value
-    elif isinstance(value, _CONTAINERS):
+    elif isinstance(value, CONTAINERS):
         yield f"{name} (its length)", len(value)
         yield f"{name} (its values)", _plain_values(value)
     elif isinstance(value, torch.Tensor):
         yield name, value.detach().clone()
-    elif access := _generator_access(value):
+    elif access := generator_access(value):
         yield f"{name} (its random state)", repr(access[0]())
     elif is_helper(value):
         for key, inner in vars(value).items():
@@ -145,18 +177,6 @@ def _plain_values(container: Any) -> list[Any]:
         return []
     items = container.items() if isinstance(container, dict) else enumerate(container)
     return [(key, value) for key, value in items if isinstance(value, _PLAIN)]
-
-
-def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to get and set the state of a random number generator; None: it is none."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    bits = getattr(value, "bit_generator", None)  # numpy's, which need not be installed
-    if bits is not None and hasattr(bits, "state"):
-        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
-    return None
 
 
 def _classes(model: nn.Module) -> list[type]:
@@ -183,25 +203,12 @@ def _countable(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in namespace.items()
-        if not name.startswith("__") and isinstance(value, (*_PLAIN, *_CONTAINERS))
+        if not name.startswith("__") and isinstance(value, (*_PLAIN, *CONTAINERS))
     }
 
 
-def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
-    """A container, or the attributes of a helper object, and a copy of what is in it."""
-    if type(value) in _CONTAINERS:
-        yield value, copy.copy(value)
-    elif is_helper(value):
-        yield vars(value), dict(vars(value))
-
-
-def _refill(container: Any, contents: Any) -> None:
-    """In place: hooks and closures may hold the same container."""
-    container.clear()
-    if hasattr(container, "update"):
-        container.update(contents)
-    else:
-        container.extend(contents)
+def _is_ours_or_torchs(attribute: str) -> bool:
+    return attribute in _OF_TORCH or attribute.startswith("_autofit_") or attribute == "forward"
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -213,22 +220,22 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {
         "torch's random state": torch.get_rng_state(),
-        "Python's random state": random.getstate(),
+        PYTHON: random.getstate(),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch does not annotate it
         states["CUDA's random state"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        states["numpy's random state"] = (name, tuple(keys.tolist()), *rest)
+        states[NUMPY] = (name, tuple(keys.tolist()), *rest)
     return states
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch's random state"])
-    random.setstate(states["Python's random state"])
+    random.setstate(states[PYTHON])
     if "CUDA's random state" in states:
         torch.cuda.set_rng_state(states["CUDA's random state"])
     numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy's random state" in states:
-        numpy.random.set_state(states["numpy's random state"])
+    if numpy is not None and NUMPY in states:
+        numpy.random.set_state(states[NUMPY])

@@ -78,7 +78,7 @@ class Checkpointing:
         parsed = map(Unit.parse, timeline.calls_of)
         names = {part for unit in parsed for part in unit.parts(context.model)}
         times = time_parts(context, large.micro_batch, names)
-        return make_dimension(context.model, timeline, times, sorted(parity.buffers))
+        return make_dimension(context.model, timeline, times, sorted(parity.state))
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -91,7 +91,7 @@ class Checkpointing:
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
             return nullcontext()
-        return checkpointed(training.model, payload["units"], payload["buffers"])
+        return checkpointed(training.model, payload["units"], payload["state"])
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """The lines that do the same in a training script."""
@@ -101,8 +101,8 @@ class Checkpointing:
         return [
             "from autofit.strategies.checkpointing import checkpointed",
             f"units = {payload['units']}",
-            f"buffers = {payload['buffers']}",
-            "with checkpointed(model, units, buffers):  # around the training loop",
+            f"state = {payload['state']}",
+            "with checkpointed(model, units, state):  # around the training loop",
         ]
 
     def _parity(self, context: Context, layers: list[list[str]]) -> Parity:

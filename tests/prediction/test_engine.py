@@ -100,7 +100,7 @@ def test_a_plain_value_may_be_named_where_there_is_nothing_to_choose() -> None:
 def test_with_its_payload_it_can_be_predicted() -> None:
     level = Plan(64, settings={"checkpointing.level": 1})
     units = [f"blocks.{at}" for at in range(4)]
-    payloads = {"checkpointing.level": {"units": units, "buffers": []}}
+    payloads = {"checkpointing.level": {"units": units, "state": []}}
     saved = predict(gpt(), plan=level, payloads=payloads, gpu="A100")
     plain = predict(gpt(), plan=Plan(64), gpu="A100")
     assert saved.peak_allocated_bytes < 0.7 * plain.peak_allocated_bytes

@@ -1,8 +1,9 @@
-"""Ten small networks that trip up plain checkpointing, each built alike every time."""
+"""Twelve small networks that trip up plain checkpointing, each built alike every time."""
 
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -235,6 +236,75 @@ class Structured(nn.Module):
         return pair.right.square().mean()
 
 
+class Walk:
+    """An object that blocks hand on: features, what earlier blocks left, and a count."""
+
+    def __init__(self, features: torch.Tensor) -> None:
+        self.features, self.keys, self.calls = features, list[torch.Tensor](), 0
+
+
+class Keeping(nn.Module):
+    """Keeps state wherever Python lets it, and trains by it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys, self.mix = nn.Linear(width, width), nn.Linear(2 * width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+        self.memory: torch.Tensor | None = None
+        self.steps = [0]
+
+    def forward(self, walk: Walk) -> Walk:
+        self.steps[0] += 1
+        walk.calls += 1
+        walk.keys.append(self.keys(walk.features))
+        before = walk.features if self.memory is None else self.memory
+        self.memory = walk.features.detach()[:4]
+        seen = torch.cat([walk.keys[-1].sin(), walk.keys[0] + before.mean()], -1)
+        mixed = torch.tanh(self.mix(seen)).exp() * random.uniform(0.5, 1 + 0.1 * self.steps[0])
+        walk.features = walk.features + self.narrow(mixed) / walk.calls
+        return walk
+
+
+class Keepers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping(16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        walk = Walk(x)
+        for block in self.blocks:
+            walk = block(walk)
+        return walk.features.square().mean()
+
+
+class Packed(nn.Module):
+    """Recurrent blocks over sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PackedBlock() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.arange(len(x)).flip(0) % x.shape[1] + 1
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        for block in self.blocks:
+            packed = block(packed)
+        return packed.data.square().mean()
+
+
+class PackedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.narrow = nn.GRU(12, 36), nn.Linear(36, 12)
+
+    def forward(self, packed: nn.utils.rnn.PackedSequence) -> nn.utils.rnn.PackedSequence:
+        output, _ = self.layer(packed)
+        mixed = torch.sin(self.narrow(output.data.exp())) + packed.data
+        return nn.utils.rnn.PackedSequence(mixed, *packed[1:])
+
+
 def _images(channels: int = 4, size: int = 12) -> torch.Tensor:
     return torch.randn(4, channels, size, size)
 
@@ -255,6 +325,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "dense net": (DenseNet, _images),
     "u-net": (UNet, lambda: _images(2, 16)),
     "unrolled reconstruction": (Unrolled, lambda: _images(1)),
+    "state in attributes": (Keepers, lambda: torch.randn(32, 16)),
+    "packed sequences": (Packed, lambda: torch.randn(4, 6, 12)),
     "structured arguments": (Structured, lambda: torch.randn(32, 16)),
 }
 

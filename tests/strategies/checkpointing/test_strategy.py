@@ -85,7 +85,7 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
             Plan(2, settings={SETTING: 1}),
             device=torch.device("cpu"),
             strategies=[checkpointing],
-            payloads={SETTING: {"units": ["decoder.layers.7"], "buffers": []}},
+            payloads={SETTING: {"units": ["decoder.layers.7"], "state": []}},
         )
 
 
