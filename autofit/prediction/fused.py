@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from autofit.prediction import autocast
 from autofit.prediction.dispatch import beneath, emulate
@@ -51,6 +52,33 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(data), None, of_weight
 
 
+def _batch_norm(
+    data: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *others: Any,
+) -> torch.Tensor:
+    """cuDNN takes data without gaps, and that copy is kept (`_batch_norm_impl_index`).
+
+    It takes all but bfloat16, from three dimensions on (`_select_batch_norm_backend` of
+    Normalization.cpp); PyTorch's own kernels read any strides.
+    """
+    with beneath():
+        if data.is_meta and _suits_cudnn(data, weight, bias):
+            data = data.contiguous(memory_format=suggest_memory_format(data))
+        return aten.batch_norm(data, weight, bias, *others)  # type: ignore[no-any-return]  # likewise
+
+
+def _suits_cudnn(
+    data: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> bool:
+    if weight is None or bias is None or data.dim() < 3 or not torch.backends.cudnn.enabled:
+        return False
+    if data.dtype == torch.float16:
+        return weight.dtype == torch.float32
+    return torch.bfloat16 not in (data.dtype, weight.dtype)
+
+
 _RMS_NORM_IS_CAST: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
     "aten::rms_norm", "AutocastCUDA"
 )
@@ -87,6 +115,7 @@ def _softmax(name: str) -> Callable[..., torch.Tensor]:
     return kernel
 
 
+emulate("batch_norm", _batch_norm)
 emulate("dropout", _dropout)
 emulate("mish_backward", _mish_backward)
 emulate("rms_norm", _rms_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
@@ -27,6 +28,17 @@ def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
         assert data.grad.shape == data.shape
         del result, data
     return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cudnn_normalizes_a_batch_without_gaps(dtype: torch.dtype) -> None:
+    """Steps first and channels last, as layers of sequences have them."""
+    tracer = CudaTracer(find_gpu("H200"))
+    with stage(tracer.gpu, tracer):
+        norm = torch.nn.BatchNorm1d(8, device="cuda")
+        result = norm(torch.randn(4, 16, 8, device="cuda", dtype=dtype).transpose(1, 2))
+        assert result.is_contiguous() is (dtype == torch.float32)
+        del norm, result
 
 
 def test_dropout_keeps_a_mask_of_bytes() -> None:
