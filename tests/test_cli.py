@@ -209,7 +209,7 @@ def test_a_level_means_the_modules_that_the_report_names(
     """A level that is not offered here, of a unit that this model lacks: the report's."""
     assert searched.code == 0
     report = json.loads((folder / "report.json").read_text())
-    setting, payload = "checkpointing.level", {"units": ["nowhere"], "buffers": False}
+    setting, payload = "checkpointing.level", {"units": ["nowhere"], "state": []}
     report["dimensions"][setting] = {"values": [0, 77], "payloads": [None, payload]}
     for trial in report["trials"]:
         if trial["number"] == report["best"]["number"]:
