@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    assert autofit.__version__.split(".")[0].isdigit()
+    assert autofit.__version__ == version("torch-autofit")
 
 
 def test_a_search_takes_what_the_contract_says() -> None:

@@ -22,14 +22,11 @@ class Calibration:
 
     Attributes:
         non_torch_bytes: what a process holds outside the allocator.
-        workspace_bytes: what cuBLAS takes for each thread that multiplies matrices; None: what
-            that architecture is known to take.
         residual_bytes: measured peak allocated less the predicted one, at the plan that was run
             (for convolutions, what cuDNN's choice of algorithms took beyond the prediction).
     """
 
     non_torch_bytes: int
-    workspace_bytes: int | None = None
     residual_bytes: int = 0
 
     @classmethod

@@ -170,7 +170,7 @@ def predict_as_meant(
             strategies=strategies,
             payloads=payloads,
             expandable_segments=expandable_segments(),
-            workspace_bytes=constants.workspace_bytes or configured_workspace_bytes(),
+            workspace_bytes=configured_workspace_bytes(),
         )
         breakdown = rehearsal.labels.at_peak(
             rehearsal.recording, expandable_segments=expandable_segments()

@@ -132,7 +132,6 @@ def test_everything_is_put_back() -> None:
     for module, names in zip(watched, before, strict=True):
         changed = {n for n, v in names.items() if vars(module).get(n) is not v}
         assert changed == set()
-    assert not torch.cuda.is_available() or torch.cuda.device_count() > 0
     assert not torch.ones(3).is_meta
 
 

@@ -21,9 +21,10 @@ import ctypes, os, signal, sys, time
 import torch
 from torch import nn
 
-def sleeps(): time.sleep(600)
-def holds_the_interpreter(): ctypes.PyDLL(None).sleep(600)
-def unties_itself(): ctypes.CDLL(None).prctl(1, 0); time.sleep(600)
+def says_so(): open(os.environ["HANGS"], "w").close()
+def sleeps(): says_so(); time.sleep(600)
+def holds_the_interpreter(): says_so(); ctypes.PyDLL(None).sleep(600)
+def unties_itself(): ctypes.CDLL(None).prctl(1, 0); sleeps()
 
 class Hangs(nn.Module):
     def __init__(self, way, above):
@@ -31,7 +32,6 @@ class Hangs(nn.Module):
         self.way, self.above, self.layer = way, above, nn.Linear(16, 16)
     def forward(self, inputs):
         if len(inputs) > self.above and "CALM" not in os.environ:
-            print("hanging", flush=True)
             self.way()
         return self.layer(inputs)
 """
@@ -76,7 +76,13 @@ finally:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def hangs(tmp_path: Path) -> Path:
+    """A file that is there once a worker hangs."""
+    return tmp_path / "hangs"
+
+
+@pytest.fixture
+def start(hangs: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Starts a script as a process of its own, and kills what is left of it."""
     started: list[subprocess.Popen[str]] = []
 
@@ -87,6 +93,7 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            env=os.environ | {"HANGS": str(hangs)},
         )
         started.append(process)
         return process
@@ -135,6 +142,7 @@ def test_a_parent_that_is_killed_leaves_no_worker_and_no_file(
     start: Any,
     running: Callable[[int], bool],
     script: str,
+    hangs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,8 +150,7 @@ def test_a_parent_that_is_killed_leaves_no_worker_and_no_file(
     parent = start(script)
     read_until(parent.stdout, "ready")
     (worker,) = children_of(parent.pid)
-    if script is not STARTS:
-        time.sleep(3.0)  # for the probe to have come to its hang
+    assert script is STARTS or wait_for(hangs.exists, SECONDS_TO_WAIT)
     assert running(worker)
     parent.kill()
     assert wait_for(lambda: not running(worker), SECONDS_A_WORKER_MAY_OUTLIVE_ITS_PARENT)
@@ -152,12 +159,12 @@ def test_a_parent_that_is_killed_leaves_no_worker_and_no_file(
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_ends_the_search_and_leaves_nothing(
-    start: Any, running: Callable[[int], bool], times: int
+    start: Any, running: Callable[[int], bool], hangs: Path, times: int
 ) -> None:
     parent = start(SEARCHES)
     read_until(parent.stdout, "ProbeStarted 1")
     (worker,) = children_of(parent.pid)
-    time.sleep(3.0)  # for the second probe to have come to its hang
+    assert wait_for(hangs.exists, SECONDS_TO_WAIT)
     for _ in range(times):
         parent.send_signal(signal.SIGINT)
     output = parent.communicate(timeout=SECONDS_TO_WAIT)[0]
