@@ -197,19 +197,28 @@ def _safe_softmax(args: Any, result: Any, gpu: Gpu) -> list[int]:
 
 
 def _embedding_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Sorted indices and partial sums by segments of at most 10 rows (Embedding.cu).
-
-    From 3073 indices on; below that, one kernel adds in place. The radix sort's own buffer is
-    its four arrays of indices.
-    """
-    indices, rows = args[1].numel(), args[2]
-    if indices <= 3072:
+    """Up to 3072 indices one kernel adds in place (Embedding.cu)."""
+    indices, rows, by_frequency = args[1], args[2], args[4]
+    if indices.numel() <= 3072 and not by_frequency:
         return []
-    width = prod(args[0].shape[args[1].dim() :])
-    segments = min(indices, rows)
-    partial = indices // 10 + segments
-    item = args[1].element_size()
-    sorting = [item * indices] * 4
+    return _sums_of_rows(indices, rows, prod(args[0].shape[indices.dim() :]))
+
+
+def _embedding_bag_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """As an embedding's, however few the indices are; not for the maximum (EmbeddingBag.cu)."""
+    indices, rows, mode = args[1], args[5], args[7]
+    return _sums_of_rows(indices, rows, args[0].size(1)) if mode != 2 else []
+
+
+def _sums_of_rows(indices: torch.Tensor, rows: int, width: int) -> list[int]:
+    """Sorted indices and partial sums by segments of at most 10 (EmbeddingBackwardKernel.cu).
+
+    The radix sort's own buffer is its four arrays of indices.
+    """
+    count, item = indices.numel(), indices.element_size()
+    segments = min(count, rows)
+    partial = count // 10 + segments
+    sorting = [item * count] * 4
     return [*sorting, item * segments, item * segments, item * partial, 4 * partial * width]
 
 
@@ -258,6 +267,7 @@ _RULES: dict[str, Rule] = {
     "_safe_softmax": _safe_softmax,
     "_softmax_backward_data": _softmax_backward,
     "embedding_dense_backward": _embedding_backward,
+    "_embedding_bag_dense_backward": _embedding_bag_backward,
     "_scaled_dot_product_cudnn_attention": lambda *_: [256],
     "_scaled_dot_product_cudnn_attention_backward": cudnn_attention_backward,
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,

@@ -34,6 +34,15 @@ def test_the_gradient_of_an_embedding_sums_segments() -> None:
     assert scratch_bytes("embedding_dense_backward", (*few, 512, -1, False), None, H200) == []
 
 
+def test_the_gradient_of_an_embedding_bag_sums_segments_however_few() -> None:
+    def sizes(mode: int) -> list[int]:
+        few = meta(64, 16), meta(640, dtype=torch.int64), None, None, None
+        return scratch_bytes("_embedding_bag_dense_backward", (*few, 99, False, mode), None, H200)
+
+    assert sizes(0) == [5120] * 4 + [792, 792, 8 * 163, 4 * 163 * 16]
+    assert sizes(2) == []
+
+
 @pytest.mark.parametrize(("batch", "recorded"), [(8, 8519936), (24, 25559296)])
 def test_the_backward_pass_of_cudnns_attention(batch: int, recorded: int) -> None:
     query = meta(batch, 8, 512, 64, dtype=BF16)
