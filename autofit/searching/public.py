@@ -20,11 +20,11 @@ from autofit.probing.prober import ProbeRequest, users_error
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
 from autofit.report.report import Report
+from autofit.searching.arguments import check_search_arguments
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.facts import SearchFacts
 from autofit.searching.foresight import predicted_lines
-from autofit.searching.limits import check_limits
 from autofit.searching.recording import difference_of, record_of
 from autofit.searching.store import Store
 from autofit.space import Space
@@ -103,7 +103,7 @@ def search(
         Exception: what the user's own code raised, as it was raised.
     """
     started = time.monotonic()
-    check_limits(
+    check_search_arguments(
         max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,

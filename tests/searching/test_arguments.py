@@ -9,7 +9,7 @@ import pytest
 from optuna.samplers import RandomSampler
 
 from autofit.errors import InvalidRequest
-from autofit.searching.limits import check_limits
+from autofit.searching.arguments import check_search_arguments
 
 GOOD: dict[str, Any] = {
     "max_micro_batch": 8,
@@ -22,8 +22,9 @@ GOOD: dict[str, Any] = {
 
 
 def test_what_means_something_passes() -> None:
-    check_limits(**GOOD)
-    check_limits(**dict.fromkeys(GOOD))
+    check_search_arguments(**GOOD)
+    check_search_arguments(**dict.fromkeys(GOOD))
+    check_search_arguments(**GOOD | {"progress": True})
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,8 @@ def test_what_means_something_passes() -> None:
         ("sampler", RandomSampler),
         ("study", ""),
         ("progress", 3),
-        ("progress", True),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
-        check_limits(**GOOD | {name: value})
+        check_search_arguments(**GOOD | {name: value})

@@ -1,4 +1,4 @@
-"""What bounds a search, where it is kept and who watches it, refused before it starts."""
+"""A search's own arguments, its limits and where it is kept, refused before it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import check_count
 
 
-def check_limits(
+def check_search_arguments(
     *,
     max_micro_batch: Any,
     max_probes: Any,
