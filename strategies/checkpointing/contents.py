@@ -33,6 +33,15 @@ def contents(
         yield from contents(inner, depth - 1, known)
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The value, if it is a tensor, or the tensors in such containers and objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    for _, kept in contents(value):
+        inner = kept.values() if isinstance(kept, dict) else kept
+        yield from (each for each in inner if isinstance(each, torch.Tensor))
+
+
 def refill(container: Any, then: Any) -> None:
     """In place: hooks and closures may hold the same container."""
     container.clear()

@@ -31,18 +31,20 @@ class Rewind:
 
     def __init__(self, holder: nn.Module, paths: Sequence[StatePath]) -> None:
         self._places = [_place(holder, *path) for path in paths]
-        self._then = [place.copy(place.get()) for place in self._places]
+        self._then = _copied([place.get() for place in self._places])
         self._live: list[Any] = []
 
     def __enter__(self) -> None:
         self._live = [place.get() for place in self._places]
-        for place, then in zip(self._places, self._then, strict=True):
-            place.put(place.copy(then))  # a second backward needs `then` once more
+        self._show(_copied(self._then))  # a second backward needs `then` once more
 
     def __exit__(self, *error: object) -> None:
-        for place, live in zip(self._places, self._live, strict=True):
-            place.put(live)
+        self._show(self._live)
         self._live = []
+
+    def _show(self, values: Sequence[Any]) -> None:
+        for place, value in zip(self._places, values, strict=True):
+            place.put(value)
 
 
 def generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
@@ -60,20 +62,28 @@ def generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any
 class _Place(NamedTuple):
     get: Callable[[], Any]
     put: Callable[[Any], Any]
-    copy: Callable[[Any], Any]
 
 
 def _place(holder: nn.Module, module: str, name: str) -> _Place:
     if name == PYTHON:
-        return _Place(random.getstate, random.setstate, _same)
+        return _of_generator(random.getstate, random.setstate)
     if name == NUMPY:
         numpy = sys.modules["numpy"]
-        return _Place(numpy.random.get_state, numpy.random.set_state, _same)
+        return _of_generator(numpy.random.get_state, numpy.random.set_state)
     owner = holder.get_submodule(module)
     kept: dict[str, Any] = owner._buffers if name in owner._buffers else vars(owner)
     if access := generator_access(kept.get(name)):
-        return _Place(*access, _same)
-    return _Place(partial(kept.get, name, ABSENT), partial(_put, kept, name), _copy)
+        return _of_generator(*access)
+    return _Place(partial(kept.get, name, ABSENT), partial(_put, kept, name))
+
+
+def _of_generator(get: Callable[[], Any], put: Callable[[Any], Any]) -> _Place:
+    """Its state in a function: what has no copy is not looked into."""
+    return _Place(lambda: partial(_itself, get()), lambda state: put(state()))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _put(kept: dict[str, Any], name: str, value: Any) -> None:
@@ -83,13 +93,13 @@ def _put(kept: dict[str, Any], name: str, value: Any) -> None:
         kept[name] = value
 
 
-def _copy(value: Any) -> Any:
-    """Containers and objects of the value's own, and a tensor if it is one; others are shared."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    tensors, nest = take_tensors(value)
-    return put_tensors(nest, tuple(tensors))
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """Containers, objects and tensors of their own; what several of them share, they share anew."""
+    tensors, nest = take_tensors(list(values))
+    copies = {id(tensor): _clone(tensor) for tensor in tensors}
+    copied: list[Any] = put_tensors(nest, tuple(copies[id(tensor)] for tensor in tensors))
+    return copied
 
 
-def _same(value: Any) -> Any:
-    return value
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .arguments import is_helper, is_the_users
-from .contents import CONTAINERS, contents, has_the_same, refill
+from .contents import CONTAINERS, contents, has_the_same, refill, tensors_in
 from .rewind import ABSENT, NUMPY, PYTHON, generator_access
 
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,9 +44,12 @@ class State:
         self._beside = [(put, kept) for _, kept, put in _beside(model)]
         in_modules = [v for _, attributes, _ in self._attributes for v in attributes.values()]
         beside = [value for _, kept in self._beside for value in kept.values()]
-        held = [value for value in in_modules if isinstance(value, torch.Tensor)]
-        self._buffers = [(b, b.detach().clone()) for b in (*model.buffers(), *held)]
-        self._contents = [c for value in (*in_modules, *beside) for c in contents(value)]
+        self._contents = [c for value in in_modules for c in contents(value)]
+        held = [tensor for value in in_modules for tensor in tensors_in(value)]
+        known = set(map(id, model.parameters()))
+        tensors = {id(t): t for t in (*model.buffers(), *held) if id(t) not in known}
+        self._buffers = {name: (t, t.detach().clone()) for name, t in tensors.items()}
+        self._contents += [c for value in beside for c in contents(value)]
         self._generators = [
             (access, access[0]()) for value in in_modules if (access := generator_access(value))
         ]
@@ -62,7 +65,7 @@ class State:
                 put(name, value)
         for container, then in self._contents:
             refill(container, then)
-        for buffer, values in self._buffers:
+        for buffer, values in self._buffers.values():
             buffer.data.copy_(values)
         for (_, set_state), state in self._generators:
             set_state(state)
@@ -77,14 +80,15 @@ class State:
 
         The others may be changed now and then, such as every tenth step.
         """
-        values_of = {id(buffer): values for buffer, values in self._buffers}
         before = {id(module): buffers for module, _, buffers in self._attributes}
         changed = set()
         for path, module in self._model.named_modules():
             kept = before.get(id(module), {})
-            values = {name: values_of.get(id(kept.get(name))) for name in module._buffers}
-            if not all(_same(module._buffers[name], values[name]) for name in values):
-                changed |= {f"{path}.{name}".lstrip(".") for name in values}
+            same = [
+                self._is_same(buffer, kept.get(name)) for name, buffer in module._buffers.items()
+            ]
+            if not all(same):
+                changed |= {f"{path}.{name}".lstrip(".") for name in module._buffers}
         return changed
 
     def changed_attributes(self) -> dict[str, Any]:
@@ -104,13 +108,18 @@ class State:
     def _is_as_before(self, value: Any, old: Any) -> bool:
         if value is not old and not (isinstance(value, _PLAIN) and value == old):
             return False
-        if isinstance(value, torch.Tensor):
-            return all(_same(value, values) for tensor, values in self._buffers if tensor is value)
+        if not all(self._is_same(tensor, tensor) for tensor in tensors_in(value)):
+            return False
         before = {id(container): then for container, then in self._contents}
         return not generator_access(value) and all(
             has_the_same(container, before.get(id(container), container))
             for container, _ in contents(value)
         )
+
+    def _is_same(self, tensor: torch.Tensor | None, old: torch.Tensor | None) -> bool:
+        """Whether a tensor has the values that an old one (which may be the same) had."""
+        kept = self._buffers.get(id(old))
+        return _same(tensor, kept[1] if kept else old)
 
 
 def seed_everything(seed: int) -> None:

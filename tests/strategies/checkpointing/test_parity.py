@@ -152,6 +152,20 @@ class RemembersTheLastStep(Clean):
         return x if before is None else torch.cat([x, before])[: len(x)] + before.mean()
 
 
+class AverageInADict(Clean):
+    """Which a part of it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"mean": torch.ones(WIDTH)}
+        vars(self.norm)["kept"] = self.kept
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept["mean"].mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        kept: dict[str, torch.Tensor] = vars(self.norm)["kept"]
+        return x * kept["mean"]
+
+
 class RarelyMoves(Clean):
     """A buffer that the first steps leave as it is, beside one that they move."""
 
@@ -204,6 +218,7 @@ FINE = [
     AverageInPlace,
     AverageReplaced,
     AverageInAnAttribute,
+    AverageInADict,
     NumpyRandom,
     PythonRandom,
     SometimesSkips,
