@@ -22,6 +22,9 @@ MOST_ELEMENTS = 2**23
 """Larger tensors are not followed: a rehearsal is to cost neither time nor memory."""
 _CONSTANTS = frozenset({"aten::arange", "aten::full", "aten::zeros", "aten::ones", "aten::eye"})
 
+_EMPTY_LIKE = "aten::empty_like"
+"""What it makes of known numbers is to be filled with others (a permutation is inverted so)."""
+
 
 class KnownValues:
     """The values of some meta tensors, by their storages."""
@@ -51,7 +54,8 @@ class KnownValues:
 
     def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """An operator's arguments with values in place of meta tensors; None: not all are known."""
-        if func.is_view or "empty" in func._schema.name:
+        name = func._schema.name
+        if func.is_view or ("empty" in name and name != _EMPTY_LIKE):
             return None  # shares its argument's storage, and so its values; or has none
         given = list(tensors_in((args, kwargs)))
         if not any(tensor.is_meta for tensor in given) and not _is_for_meta(func, given, kwargs):
@@ -91,7 +95,7 @@ class KnownValues:
             return
         with suppress(Exception):  # what the CPU cannot do stays unknown
             for tensor, values in zip(results, tensors_in(func(*real[0], **real[1])), strict=True):
-                self.learn(tensor, values)
+                self.learn(tensor, values.zero_() if func._schema.name == _EMPTY_LIKE else values)
 
     def _is_unknown(self, tensor: torch.Tensor) -> bool:
         """Of the host's tensors too, those that may be weights are not followed to the device."""

@@ -62,3 +62,14 @@ def test_packed_sequences() -> None:
         assert tuple(hidden.shape) == (1, 3, 8)
         output.data.sum().backward()
         del layer, packed, output, hidden
+
+
+def test_sequences_in_any_order_are_packed_and_padded_again() -> None:
+    tracer = CudaTracer(find_gpu("A100"))
+    with stage(tracer.gpu, tracer):
+        data, lengths = torch.randn(5, 3, 6, device="cuda"), torch.tensor([2, 5, 3])
+        packed = nn.utils.rnn.pack_padded_sequence(data, lengths, enforce_sorted=False)
+        padded, found = nn.utils.rnn.pad_packed_sequence(packed)
+        assert padded.shape == data.shape
+        assert torch.equal(found, lengths)
+        del data, packed, padded
