@@ -26,6 +26,7 @@ from autofit.prediction.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.gpus import Gpu
+from autofit.prediction.grouped import grouped_product
 from autofit.prediction.in_place import is_in_place
 from autofit.prediction.known import KnownValues
 from autofit.prediction.lacking import Lack, NeedsValues, asked_by_an_optimizer, is_lack
@@ -63,6 +64,7 @@ _IN_PLACE = frozenset(
 # fmt: on
 """They change values alone, and there are none: nothing is to be done, and quickly so."""
 _STAND_INS = {
+    "_grouped_mm": grouped_product,
     "_cudnn_rnn": cudnn_rnn,
     "_cudnn_rnn_backward": cudnn_rnn_backward,
     "_ctc_loss": ctc_loss,
