@@ -14,7 +14,7 @@ from .frontier import Placement, frontier, spread, thinned
 from .patch import owner_of
 from .survey import Times
 from .timeline import Timeline
-from .units import Unit
+from .units import Unit, make_of
 
 
 def make_dimension(
@@ -51,9 +51,7 @@ def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> 
     """Units of one make take the same time: that of all of them together, less noisy than each."""
     kinds: dict[Any, list[str]] = {}
     for unit in seconds:
-        parts = [model.get_submodule(part) for part in Unit.parse(unit).parts(model)]
-        make = tuple((type(part), sum(p.numel() for p in part.parameters())) for part in parts)
-        kinds.setdefault((make, timeline.gain(unit)), []).append(unit)
+        kinds.setdefault((make_of(unit, model), timeline.gain(unit)), []).append(unit)
     means = {tuple(alike): fmean(seconds[unit] for unit in alike) for alike in kinds.values()}
     return {unit: mean for alike, mean in means.items() for unit in alike}
 

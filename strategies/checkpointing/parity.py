@@ -8,21 +8,22 @@ a time, and halved where something differs, so a model with nothing wrong costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from autofit.strategy import TrainingView
 
 from .contents import altered, has_tensors
 from .patch import checkpointed
-from .remains import GRADIENT, LOSS, Noise, NotRepeatable, Remains, first_difference
+from .remains import LOSS, Noise, NotRepeatable, Remains, first_difference, gradients_into
 from .state import ATTRIBUTE, State, moved_since, seed_everything, traces
+from .units import Unit, make_of
 
 SEEDS = (0, 1, 2)
 MOST_STEPS = 300
@@ -30,6 +31,7 @@ MOST_STEPS = 300
 
 NO_OTHERS: Mapping[str, Any] = MappingProxyType({})
 
+_NEVER_RUN = "not tried: no step on a few samples ran it, or anything like it that may run twice"
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
 
 
@@ -83,6 +85,7 @@ class _Gate:
         self._seed = 0
         self._steps = 0
         self._always: frozenset[str] = frozenset()
+        self._called: set[nn.Module] = set()
         self._plain: Remains = {}
         self._noise = Noise(is_device_exact=training.device.type == "cpu")
 
@@ -93,6 +96,7 @@ class _Gate:
             self.start(seed)
             for layer in layers:
                 self.search([unit for unit in layer if unit not in self.parity.left_out])
+        self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
 
     def compare_within(self, layers: Sequence[Sequence[str]]) -> None:
         """Where a plain step does not fit: all outermost units against all but some of them."""
@@ -146,6 +150,15 @@ class _Gate:
         """Put the model and the random states back."""
         self._state.restore()
 
+    def _never_run(self, layers: Sequence[Sequence[str]]) -> set[str]:
+        """Units that every step skipped at random, unless one of their make was found harmless."""
+        model, units = self._training.model, [unit for layer in layers for unit in layer]
+        makes = {unit: make_of(unit, model) for unit in units}
+        ran = {unit for unit in units if self._called.intersection(_parts(unit, model))}
+        harmful = {makes[unit] for unit in self.parity.left_out}
+        harmless = {makes[unit] for unit in ran} - harmful
+        return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
+
     def _difference(self, units: Sequence[str]) -> str | None:
         """What a step with these units checkpointed does otherwise; None: nothing."""
         if self._steps >= MOST_STEPS:
@@ -192,39 +205,31 @@ class _Gate:
         placed = self._always ^ set(units)
         with (
             checkpointed(training.model, placed, self.parity.state),
-            _gradients_into(training, remains),
+            gradients_into(training, remains),
+            _calls_into(self._called, training.model),
         ):
             remains[LOSS] = training.step(self._batch).detach().clone()
         remains.update(traces(training.model))
         return remains
 
 
+def _parts(unit: str, model: nn.Module) -> list[nn.Module]:
+    return [model.get_submodule(part) for part in Unit.parse(unit).parts(model)]
+
+
 @contextmanager
-def _gradients_into(training: TrainingView, remains: Remains) -> Iterator[None]:
-    """Note the gradients in place of every update, so that the weights stay."""
+def _calls_into(called: set[nn.Module], model: nn.Module) -> Iterator[None]:
+    """Note the modules that run."""
 
-    updates = count(1)
+    def note(module: nn.Module, inputs: Any) -> None:
+        called.add(module)
 
-    def note(step: Callable[[], None]) -> None:  # not called: that is the point
-        update = next(updates)
-        for name, parameter in training.model.named_parameters():
-            if parameter.grad is not None:
-                key = f"{GRADIENT}{name}" + (f" at update {update}" if update > 1 else "")
-                remains[key] = _strided(parameter.grad.detach())
-
-    undo = training.wrap_optimizer_step(note)
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
     try:
         yield
     finally:
-        undo()
-
-
-def _strided(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy that compares: of a sparse gradient (an embedding's), the rows that have one."""
-    if gradient.layout == torch.sparse_coo:
-        gradient = gradient.coalesce()
-        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
-    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
+        for handle in handles:
+            handle.remove()
 
 
 def _first_line(error: Exception) -> str:

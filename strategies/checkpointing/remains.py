@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from math import sqrt
 from statistics import median
 from typing import Any
 
 import torch
+
+from autofit.strategy import TrainingView
 
 ROOM = 10
 """How many times further apart than two plain steps a checkpointed one may be."""
@@ -88,6 +92,34 @@ class Noise:
 
 def _is_trained_by(name: str) -> bool:
     return name == LOSS or name.startswith(GRADIENT)
+
+
+@contextmanager
+def gradients_into(training: TrainingView, remains: Remains) -> Iterator[None]:
+    """Note the gradients in place of every update, so that the weights stay."""
+
+    updates = count(1)
+
+    def note(step: Callable[[], None]) -> None:  # not called: that is the point
+        update = next(updates)
+        for name, parameter in training.model.named_parameters():
+            if parameter.grad is not None:
+                key = f"{GRADIENT}{name}" + (f" at update {update}" if update > 1 else "")
+                remains[key] = _strided(parameter.grad.detach())
+
+    undo = training.wrap_optimizer_step(note)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy that compares: of a sparse gradient (an embedding's), the rows that have one."""
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
 
 
 def first_difference(plain: Remains, remains: Remains, noise: Noise) -> str | None:

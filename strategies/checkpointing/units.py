@@ -7,6 +7,7 @@ flat `nn.Sequential` ("features[4:8]" is its children 4 to 7).
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
@@ -72,6 +73,12 @@ class Unit:
 
     def __str__(self) -> str:
         return self.module if self.run is None else f"{self.module}[{self.start}:{self.stop}]"
+
+
+def make_of(unit: str, model: nn.Module) -> Hashable:
+    """Equal for units of one make: the same kinds of modules with as many weights."""
+    parts = map(model.get_submodule, Unit.parse(unit).parts(model))
+    return tuple((type(part), sum(p.numel() for p in part.parameters())) for part in parts)
 
 
 def names_of_children(name: str, module: nn.Module) -> list[str]:

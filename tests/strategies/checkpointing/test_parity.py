@@ -409,6 +409,18 @@ def test_it_says_what_else_a_second_run_must_find_as_it_was(part: Callable[[str]
     assert found.state == {"blocks.0.calls", "blocks.2.calls", "Python's random state"}
 
 
+def test_units_that_never_ran_are_judged_by_their_like(part: Callable[[str], Any]) -> None:
+    class Skips(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Stack.forward(self, x) if len(self.blocks) < 3 else self.blocks[0](x).mean()
+
+    torch.manual_seed(0)
+    units = [f"blocks.{index}" for index in range(3)]
+    found = _gate(part, Skips([Clean, CountsInItsClass, Clean]), [units]).left_out
+    assert set(found) == {"blocks.1"}
+    assert "not tried" in found["blocks.1"]
+
+
 def _numpy_state() -> str:
     return str(np.random.get_state())
 
