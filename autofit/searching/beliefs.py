@@ -171,6 +171,17 @@ class Beliefs:
         return measured or bool(self._predicted_lines())
 
     @cached_property
+    def foretold(self) -> bool:
+        """Whether something was said beforehand of what every variant holds, by line or by hint."""
+        hinted = self._hints("bytes_per_sample")
+        values = {
+            (name, value)
+            for name, dimension in self.facts.space.dimensions.items()
+            for value in dimension.values[1:]
+        }
+        return values <= hinted.keys() or len(self._predicted_lines()) == len(self.variants)
+
+    @cached_property
     def room(self) -> Array:
         """(worlds, variants): the micro-batch that a probe just has room for, noise included."""
         noise = np.random.default_rng(self.seed + 2).standard_normal((WORLDS, 1))

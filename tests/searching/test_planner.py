@@ -18,7 +18,7 @@ from autofit.searching.confirming import best_of, confirm
 from autofit.searching.engine import run_search
 from autofit.searching.exclusions import exclusions_of
 from autofit.searching.facts import SearchFacts
-from autofit.searching.proposals import STRIDE
+from autofit.searching.proposals import STRIDE, oom_cost
 from autofit.units import GIB
 
 MakeRig = Callable[..., Any]
@@ -316,3 +316,26 @@ def test_with_predicted_lines_variants_start_near_their_ceilings_and_stay_below(
     assert result.oom_probes == 0
     assert result.probes < without.probes
     assert rig.speed(result.best.plan) > 0.97 * rig.optimum()
+
+
+@pytest.mark.parametrize(
+    ("told", "foretold"), [("nothing", False), ("some", False), ("hints", True), ("lines", True)]
+)
+def test_risks_are_weighed_in_proportion_only_where_memory_was_foretold(
+    rig: Any, told: str, foretold: bool
+) -> None:
+    facts: SearchFacts = rig.facts()
+    if told == "lines":
+        lines = {variant_key(settings): (1e9, 1e8) for settings in facts.space.variants()}
+        facts = replace(facts, predicted_lines=lines)
+    elif told != "nothing":
+        hinted = [*facts.space.dimensions][: None if told == "hints" else 1]
+        dimensions = {
+            name: replace(each, hints=dict.fromkeys(each.values[1:], Hint(bytes_per_sample=0.9)))
+            if name in hinted
+            else each
+            for name, each in facts.space.dimensions.items()
+        }
+        facts = replace(facts, space=replace(facts.space, dimensions=dimensions))
+    small, large = oom_cost(Beliefs(facts, ()), np.array([0.04, 0.36]))
+    assert large / small == pytest.approx(9 if foretold else 3)
