@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
-from sys import stderr
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autofit.command_process import stdout_for_results_only
 from autofit.errors import InvalidRequest, users_code
 from autofit.options import (
     AccumulationSteps,
@@ -27,6 +26,7 @@ from autofit.options import (
     Target,
     read_budget,
 )
+from autofit.printing import print_result
 from autofit.units import format_bytes
 from autofit.verdict import ASSUMED
 
@@ -56,7 +56,7 @@ def predict(
     options = PlanOptions(
         micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
-    with redirect_stdout(stderr):
+    with stdout_for_results_only():
         from autofit.target import load_target
 
         workload = load_target(target)
@@ -70,7 +70,7 @@ def predict(
             largest = prediction.largest_micro_batch
     if as_json:
         more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
-        typer.echo(json.dumps(prediction.to_dict() | more, indent=1))
+        print_result(json.dumps(prediction.to_dict() | more, indent=1))
         return
     low, high = prediction.interval
     rows = {
@@ -80,8 +80,8 @@ def predict(
         **{kind: format_bytes(size) for kind, size in prediction.breakdown.items()},
         "largest micro-batch": f"{largest or 'none'} on {prediction.gpu.name}",
     }
-    typer.echo(f"{prediction.plan} on {prediction.gpu.name}{ASSUMED * (gpu is None)}")
-    typer.echo("\n".join(f"  {label:<20}{text}" for label, text in rows.items()))
+    print_result(f"{prediction.plan} on {prediction.gpu.name}{ASSUMED * (gpu is None)}")
+    print_result("\n".join(f"  {label:<20}{text}" for label, text in rows.items()))
 
 
 def check(
@@ -128,7 +128,7 @@ def check(
     )
     tuned = options.report if report_file is not None else None
     allowed = read_fraction(max_regression)
-    with redirect_stdout(stderr):
+    with stdout_for_results_only():
         verdict = _verdict(
             target,
             options,
@@ -144,9 +144,9 @@ def check(
     _write_forms(target, verdict, regression, junit_xml, summary)
     if as_json:
         compared = {"regression": regression.to_dict() if regression else None}
-        typer.echo(json.dumps(verdict.to_dict() | compared, indent=1))
+        print_result(json.dumps(verdict.to_dict() | compared, indent=1))
     else:
-        typer.echo(str(verdict) + (f"; {regression}" if regression else ""))
+        print_result(str(verdict) + (f"; {regression}" if regression else ""))
     raise typer.Exit(_exit_code(verdict, regression))
 
 

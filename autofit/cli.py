@@ -7,11 +7,7 @@ Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload'
 from __future__ import annotations
 
 import json
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from autofit import capacity_commands
-from autofit.errors import AutofitError, InvalidRequest, is_users
+from autofit.command_process import ended_like_interrupted, exit_codes, stdout_for_results_only
+from autofit.errors import InvalidRequest
 from autofit.options import (
     AccumulationSteps,
     AsJson,
@@ -39,9 +36,6 @@ from autofit.options import (
 )
 from autofit.printing import exit_code, print_result, show_report, trial_line, trial_to_dict
 from autofit.units import format_bytes
-
-_INTERRUPTED = 130
-"""What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
 app = typer.Typer(
     add_completion=False,
@@ -97,7 +91,7 @@ def search(
     """Find the fastest plan that fits, and print the report."""
     for path in out or ():
         check_writable(path)
-    with _stdout_for_results_only():
+    with stdout_for_results_only():
         from autofit.target import load_target
 
         workload = load_target(target)  # a mistyped one is told before the rest is imported
@@ -107,7 +101,7 @@ def search(
             workload = replace(workload, global_batch=global_batch)
         if allow_resplit:
             workload = replace(workload, allow_resplit=True)
-        with _ended_like_interrupted():
+        with ended_like_interrupted():
             report = run(
                 workload,
                 vram_budget=read_budget(vram_budget),
@@ -151,7 +145,7 @@ def probe(
     options = PlanOptions(
         micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
-    with _stdout_for_results_only():
+    with stdout_for_results_only():
         from autofit.target import load_target
 
         workload = load_target(target)
@@ -200,7 +194,7 @@ def soak(
     searched = target or report.record.workload.get("target")
     if searched is None:
         raise InvalidRequest(f"{path} does not say what it was made of: give TARGET")
-    with _stdout_for_results_only():
+    with stdout_for_results_only():
         from autofit.target import load_target
 
         endured = report.soak(
@@ -244,51 +238,7 @@ def doctor(device: DeviceName = None) -> None:
 capacity_commands.register(app)
 
 
-@contextmanager
-def _ended_like_interrupted() -> Iterator[None]:
-    """A scheduler's SIGTERM is a Ctrl-C: what was measured by then is shown."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _stdout_for_results_only() -> Iterator[None]:
-    """What the user's own code prints goes to standard error, so that results can be piped."""
-    with redirect_stdout(sys.stderr):
-        yield
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Errors as messages and exit codes; a traceback only for the user's own code and for bugs."""
-    try:
-        yield
-    except AutofitError as error:
-        typer.echo(f"autofit: {error}", err=True)
-        sys.exit(error.exit_code)
-    except SystemExit as end:
-        if end.code == _INTERRUPTED:
-            typer.echo("autofit: interrupted before anything that fits was measured", err=True)
-        raise
-    except Exception as error:
-        _show_traceback(error)
-        sys.exit(3 if is_users(error) else 4)
-
-
-def _show_traceback(error: Exception) -> None:
-    """Where the user's code raised it; the way from a probe to here would only bury that."""
-    from autofit.probing.wire import WorkerTraceback
-
-    if is_users(error) and isinstance(error.__cause__, WorkerTraceback):
-        typer.echo(str(error.__cause__).strip(), err=True)
-    else:
-        traceback.print_exc()
-
-
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
-    with _exit_codes():
+    with exit_codes():
         run()

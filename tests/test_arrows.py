@@ -79,8 +79,15 @@ OWNERS = {
     "pandas": ("report/",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),
-    "typer": ("cli.py", "options.py", "printing.py", "capacity_commands.py"),
-    "rich": ("cli.py", "progress.py", "report/"),
+    "numpy": ("curves.py", "curve_fit.py", "curve_terms.py", "searching/"),
+    "typer": (
+        "cli.py",
+        "command_process.py",
+        "options.py",
+        "printing.py",
+        "capacity_commands.py",
+    ),
+    "rich": ("progress.py", "report/"),
 }
 
 
