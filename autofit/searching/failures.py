@@ -59,9 +59,20 @@ def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
         needed = f"needed {format_bytes(required)}"
     return NoFeasiblePlan(
         f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
-        f"{format_bytes(allowed)} were allowed; raise the VRAM budget, shorten the samples or "
-        "make the model smaller",
+        f"{format_bytes(allowed)} were allowed; {_ways_out(facts)}",
         plan=smallest.plan,
         required_bytes=required,
         allowed_bytes=allowed,
+    )
+
+
+def _ways_out(facts: SearchFacts) -> str:
+    ways = "raise the VRAM budget, shorten the samples or make the model smaller"
+    fixed = facts.space.only_micro_batch
+    if fixed is None or fixed == 1:
+        return ways
+    return (
+        f"no other micro-batch than {fixed} was tried, since split and whole gradients differ or "
+        "could not be compared: allow_resplit=True tries smaller ones, and so does loss_weight= "
+        f"where it makes the two equal; else {ways}"
     )

@@ -52,7 +52,12 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
         name: CategoricalDistribution(tuple(dimension.values))
         for name, dimension in space.dimensions.items()
     }
-    return settings | {MICRO_BATCH: IntDistribution(1, space.largest_micro_batch, log=True)}
+    largest = space.largest_micro_batch
+    if largest == space.global_batch and space.only_micro_batch is None:
+        # Sizes are rounded down to whole splits: so is what lies above the whole batch, which a
+        # sampler would else hit by that one number alone.
+        largest = 2 * largest - 1
+    return settings | {MICRO_BATCH: IntDistribution(1, largest, log=True)}
 
 
 def params_of(plan: Plan) -> dict[str, Any]:

@@ -64,13 +64,17 @@ class Case:
                 settings = self._with_allowed_others(first | {name: value}, dimension)
                 yield settings, payloads_of(self._dimensions, settings)
 
+    def is_plain(self, settings: Mapping[str, Scalar]) -> bool:
+        """Whether every setting is at its first value."""
+        return all(settings[name] == d.values[0] for name, d in self._dimensions.items())
+
     def problems(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Every way in which the strategy breaks its contract with these settings."""
-        is_first = all(settings[name] == d.values[0] for name, d in self._dimensions.items())
+        is_plain = self.is_plain(settings)
         return [
             *self._json_problems(),
-            *self._description_problems(settings, payloads, is_first),
-            *self._arithmetic_problems(settings, payloads, is_first),
+            *self._description_problems(settings, payloads, is_plain),
+            *self._arithmetic_problems(settings, payloads, is_plain),
             *self._leaving_problems(settings, payloads),
         ]
 
@@ -91,19 +95,19 @@ class Case:
                     yield f"{name} is not the same after JSON"
 
     def _description_problems(
-        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_first: bool
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_plain: bool
     ) -> Iterator[str]:
         lines = self._strategy.describe(settings, payloads)
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             yield f"describe must return a list of lines, got {lines!r}"
-        elif bool(lines) is is_first:
+        elif bool(lines) is is_plain:
             yield f"describe must have lines just where a value is not the first, got {lines}"
 
     def _arithmetic_problems(
-        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_first: bool
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_plain: bool
     ) -> Iterator[str]:
         run = self._steps(settings, payloads)
-        numerics = Numerics.EXACT if is_first else self._strategy.numerics
+        numerics = Numerics.EXACT if is_plain else self._strategy.numerics
         if not all(loss.isfinite() for loss in run.losses):
             yield f"losses are not finite: {run.losses}"
         elif numerics < Numerics.REDUCED_PRECISION:

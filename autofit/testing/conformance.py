@@ -46,25 +46,33 @@ def check_strategy(
             (on a CPU, slow types are emulated and TF32 changes nothing).
 
     Returns:
-        How many values were tried; a test may ask for more than none.
+        How many values were tried.
 
     Raises:
-        NotConformant: the strategy breaks its contract.
+        NotConformant: the strategy breaks its contract, or has nothing to choose for any of the
+            workloads, so that nothing could be tried.
         InvalidRequest: it is no strategy at all.
     """
     (checked,) = load_strategies([strategy])
     torch_device = torch.device(device)
     problems: list[str] = []
-    tried = 0
+    tried = changed = 0
     with _one_thread():
         for build in workloads:
             case = Case(checked, build, torch_device, capabilities)
             for settings, payloads in case.variants():
                 tried += 1
+                changed += not case.is_plain(settings)
                 found = case.problems(settings, payloads)
                 problems += [f"{build.__name__}, {settings}: {problem}" for problem in found]
     if problems:
         raise NotConformant("\n".join([f"strategy {checked.name!r}:", *problems]))
+    if not changed:
+        raise NotConformant(
+            f"strategy {checked.name!r} offers no value beside the plain one for "
+            f"{', '.join(build.__name__ for build in workloads)}, so nothing was tried: pass "
+            "workloads=[...], functions that build a Workload it is for"
+        )
     return tried
 
 

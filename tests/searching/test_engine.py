@@ -172,6 +172,12 @@ def test_nothing_fits_says_what_was_tried_needed_and_allowed(rig_of: MakeRig) ->
     assert caught.value.exit_code == 1
 
 
+def test_where_only_one_split_was_tried_the_way_to_others_is_named(rig_of: MakeRig) -> None:
+    other = rig_of(budget=GIB, global_batch=8, may_resplit=False)
+    with pytest.raises(NoFeasiblePlan, match=r"no other micro-batch than 4 .*allow_resplit=True"):
+        run_search(other.prober(), other.facts())
+
+
 def test_a_baseline_that_does_not_fit_is_climbed_down_from(rig_of: MakeRig) -> None:
     other = rig_of(budget=int(1.3 * GIB), sample_batch_size=64)
     result = run_search(other.prober(), other.facts())

@@ -166,3 +166,12 @@ def test_roundings_are_allowed_where_they_are_announced() -> None:
     strategy.numerics = Numerics.EXACT
     with pytest.raises(NotConformant, match=r"gradient of head\.weight"):
         check_strategy(strategy, workloads=[convolutions])
+
+
+@pytest.mark.parametrize("offered", [{}, {SETTING: Dimension([1])}])
+def test_a_strategy_that_had_nothing_to_choose_was_not_tried(
+    offered: dict[str, Dimension], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scaling, "dimensions", lambda self, context: offered)
+    with pytest.raises(NotConformant, match=r"nothing was tried: pass workloads"):
+        check_strategy(Scaling(), workloads=[convolutions])
