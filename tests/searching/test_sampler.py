@@ -6,6 +6,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
 from autofit.errors import InvalidRequest
@@ -104,10 +105,9 @@ def test_a_setting_that_may_not_vary_is_put_back(rig_of: Any) -> None:
 
 def test_another_sampler_tries_the_whole_batch_at_once_as_often_as_its_half(rig_of: Any) -> None:
     space = rig_of(global_batch=64).space
-    drawn = ledger.distributions(space)[ledger.MICRO_BATCH]
-    assert (drawn.low, drawn.high) == (1, 127)
+    assert ledger.distributions(space)[ledger.MICRO_BATCH] == IntDistribution(1, 127, log=True)
     assert ledger.plan_of(space.plain_settings | {ledger.MICRO_BATCH: 100}, space) == space.plan(
         64, space.plain_settings
     )
     bounded = rig_of(global_batch=64, max_micro_batch=16).space
-    assert ledger.distributions(bounded)[ledger.MICRO_BATCH].high == 16
+    assert ledger.distributions(bounded)[ledger.MICRO_BATCH] == IntDistribution(1, 16, log=True)
