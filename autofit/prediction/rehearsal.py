@@ -6,6 +6,7 @@ like it. From the second micro-batch on gradients are resident, so two stand for
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from autofit.training import Training
 from autofit.workload import Workload
 
 STEPS = 2
+_TWO_DEVICES = re.compile(r"on device (cpu|meta) is not on the expected device (cpu|meta)")
 _one_at_a_time = threading.RLock()
 EMULATED = (attention, autocast, cells, fused, recurrent)
 """Imported for what they register with `autofit.prediction.dispatch`."""
@@ -141,7 +143,10 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
 
 
 def _cannot_tell(lack: Lack) -> CannotTell:
-    return CannotTell(
-        f"memory cannot be predicted: {lack.reason} ({lack.line}). Run it with "
-        'autofit.probe, or method="probe", on a machine with the GPU'
-    )
+    way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
+    if _TWO_DEVICES.search(lack.reason):
+        way_out = (
+            "A tensor that is made on the CPU meets one of the batch or the model, as it would on a "
+            "GPU: make it where the batch lies, say with device=batch.device"
+        )
+    return CannotTell(f"memory cannot be predicted: {lack.reason} ({lack.line}). {way_out}")

@@ -362,3 +362,9 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
     with pytest.raises(KeyError, match="the user's") as caught:
         rehearse(workload(criterion=None, loss_fn=loss_fn), Plan(16), GPU)
     assert any("rehearsed" in note for note in caught.value.__notes__)
+
+
+def test_a_tensor_that_was_made_on_the_cpu_is_told_from_what_needs_a_gpu() -> None:
+    error = fails(lambda model, batch: model(batch + torch.randn(batch.shape)).mean())
+    assert "device=batch.device" in str(error)
+    assert "autofit.probe" not in str(error)
