@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,7 +129,7 @@ def check(
     )
     tuned = options.report if report_file is not None else None
     allowed = read_fraction(max_regression)
-    with stdout_for_results_only():
+    with stdout_for_results_only(), _errors_shown(target, junit_xml):
         verdict = _verdict(
             target,
             options,
@@ -236,6 +237,20 @@ def _write_forms(
                 file.write(markdown(target, verdict, regression))
     except OSError as error:
         raise InvalidRequest(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+@contextmanager
+def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
+    """What ends a check early is in its JUnit file too: a job that waits for one finds it."""
+    try:
+        yield
+    except Exception as error:
+        from autofit.capacity_forms import junit_xml_of_error
+
+        if junit_path is not None:
+            with suppress(OSError):  # the error itself says more
+                junit_path.write_text(junit_xml_of_error(target, error))
+        raise
 
 
 def _exit_code(verdict: Verdict, regression: Regression | None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from xml.etree import ElementTree
 
 from autofit.regression import Regression
@@ -11,24 +13,44 @@ from autofit.verdict import Verdict
 
 def junit_xml(name: str, verdict: Verdict, regression: Regression | None) -> str:
     """One test case, named after the target; a failure, or an error where it could not be told."""
-    failed = verdict.fits is False or (regression is not None and not regression.passed)
-    unknown = verdict.fits is None
+    said = "\n".join(str(part) for part in (verdict, regression) if part is not None)
+    if verdict.fits is None:
+        return _suite(name, said, "error", str(verdict), verdict.explain())
+    if regression is not None and not regression.passed:
+        return _suite(name, said, "failure", str(regression), verdict.explain())
+    if not verdict.fits:
+        return _suite(name, said, "failure", str(verdict), verdict.explain())
+    return _suite(name, said)
+
+
+def junit_xml_of_error(name: str, error: Exception) -> str:
+    """One test case that could not be tried, for a job that shows what it finds."""
+    text = "".join(traceback.format_exception(error))
+    return _suite(name, "", "error", f"{type(error).__name__}: {error}", text)
+
+
+def _suite(
+    name: str, said: str, problem: str | None = None, message: str = "", text: str = ""
+) -> str:
+    """A suite of one case; `problem` is "failure", "error" or None."""
     suite = ElementTree.Element(
         "testsuite",
         name="autofit check",
         tests="1",
-        failures=str(int(failed)),
-        errors=str(int(unknown)),
+        failures=str(int(problem == "failure")),
+        errors=str(int(problem == "error")),
     )
-    case = ElementTree.SubElement(suite, "testcase", classname="autofit.check", name=name)
-    if failed or unknown:
-        message = str(regression) if regression and not regression.passed else str(verdict)
-        problem = ElementTree.SubElement(case, "error" if unknown else "failure", message=message)
-        problem.text = verdict.explain()
-    said = "\n".join(str(part) for part in (verdict, regression) if part is not None)
-    ElementTree.SubElement(case, "system-out").text = said
+    case = ElementTree.SubElement(suite, "testcase", classname="autofit.check", name=_xml(name))
+    if problem is not None:
+        ElementTree.SubElement(case, problem, message=_xml(message)).text = _xml(text)
+    ElementTree.SubElement(case, "system-out").text = _xml(said)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _xml(text: str) -> str:
+    """The text without the control characters that XML has no way to write."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
 def markdown(name: str, verdict: Verdict, regression: Regression | None) -> str:

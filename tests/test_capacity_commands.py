@@ -29,6 +29,11 @@ class Branching(nn.Module):
     def forward(self, x):
         return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
 
+def broken():
+    def loss_fn(model, batch):
+        raise ValueError("no \\x07 loss")
+    return Workload(nn.Linear(8, 8), torch.randn(4, 8), loss_fn=loss_fn)
+
 def branching():
     return Workload(Branching, torch.randn(4, 8))
 """
@@ -186,3 +191,16 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     of_gpu.write_text(json.dumps(made | {"calibration": learned}))
     exact = json.loads(run(*of_report, "--method", "predict")[1])
     assert exact["required_bytes"] == named["required_bytes"] + 2**20
+
+
+def test_an_error_of_the_users_code_is_in_the_junit_file_too(target: str, tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    broken = target.replace(":make", ":broken")
+    result = CliRunner().invoke(app, ["check", broken, "--gpu", "L4", "--junit-xml", str(junit)])
+    assert isinstance(result.exception, ValueError)
+    suite = ElementTree.parse(junit).getroot()
+    error = suite.find("testcase/error")
+    assert suite.get("errors") == "1"
+    assert error is not None
+    assert error.get("message") == "ValueError: no ? loss"
+    assert "loss_fn" in str(error.text)

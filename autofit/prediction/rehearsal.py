@@ -146,7 +146,7 @@ def _cannot_tell(lack: Lack) -> CannotTell:
     way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
     if _TWO_DEVICES.search(lack.reason):
         way_out = (
-            "A tensor that is made on the CPU meets one of the batch or the model, as it would on a "
-            "GPU: make it where the batch lies, say with device=batch.device"
+            "A tensor made on the CPU meets one of the batch or the model, which fails on a GPU "
+            "too: make it where the batch lies, say with device=batch.device"
         )
     return CannotTell(f"memory cannot be predicted: {lack.reason} ({lack.line}). {way_out}")
