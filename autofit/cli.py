@@ -208,11 +208,19 @@ def soak(
 @app.command()
 def strategies() -> None:
     """List the installed strategies and how far each may change the arithmetic."""
-    from autofit.registry import load_strategies
+    from autofit.registry import installed_names, load_strategies
 
-    for strategy in load_strategies():
+    broken = None
+    for name in installed_names():
+        try:
+            (strategy,) = load_strategies([name])
+        except InvalidRequest as error:  # the others can be listed all the same
+            broken = error
+            continue
         summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]
         print_result(f"{strategy.name:<16}{strategy.numerics.name.lower():<20}{summary}")
+    if broken is not None:
+        raise broken
 
 
 @app.command()

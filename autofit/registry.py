@@ -116,7 +116,10 @@ def _by_name(name: str) -> Strategy:
     installed = _installed()
     if name not in installed:
         known = ", ".join(sorted(installed)) or "none: install torch-autofit first"
-        raise InvalidRequest(f"there is no strategy {name!r}; installed are: {known}")
+        raise InvalidRequest(
+            f"there is no strategy {name!r}; installed are: {known}; one that is not installed is "
+            "given as an object"
+        )
     return _load(installed[name])
 
 

@@ -41,6 +41,9 @@ class Training(AbstractContextManager["Training"]):
         batched: which tensors of a batch hold samples, where that is known better than
             `autofit.batching` can tell from their sizes.
 
+    Attributes:
+        model, optimizer, plan, device, recipe: as given; a train_step trains with them.
+
     Raises:
         InvalidRequest: the optimizer steps by a closure, and there is no train_step to call it.
     """
@@ -218,8 +221,11 @@ class Training(AbstractContextManager["Training"]):
         if name is None:
             return list(optimizers.values())
         if name not in optimizers:
-            names = ", ".join(optimizers) or "one, and it has no name"
-            raise InvalidRequest(f"there is no optimizer {name!r}; there are: {names}")
+            raise InvalidRequest(
+                f"there is no optimizer {name!r}; "
+                f"there are: {', '.join(optimizers) or 'one, and it has no name'}; "
+                f'several are given as optimizer={{"{name}": ..., ...}}'
+            )
         return [optimizers[name]]
 
     def _prepare_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -44,7 +44,7 @@ def check_size(size: int, said: object) -> int:
     if size >= MIB:
         return size
     is_bare = re.fullmatch(r"[1-9]\d*", str(said).strip())
-    meant = f"did you mean '{said}GiB'?" if is_bare else "sizes are written like '24GiB'"
+    meant = f"did you mean '{said}GiB'?" if is_bare else "write 1MiB or more"
     raise InvalidRequest(f"{said!r} is {size} bytes: {meant}")
 
 

@@ -47,7 +47,7 @@ class Report:
 
     @property
     def best(self) -> Trial:
-        """The plan to train with; it was run."""
+        """The trial of the plan to train with: `.plan`, `.samples_per_second`, `.measurement`."""
         return self.record.trial(self.record.best_number)
 
     @property
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def baseline(self) -> Trial:
-        """The user's own plan: every setting plain, the sample batch's own size."""
+        """The trial of the user's own plan: every setting plain, the sample batch's own size."""
         return self.record.trial(self.record.baseline_number)
 
     @property
@@ -76,7 +76,7 @@ class Report:
 
     @property
     def frontier(self) -> tuple[Trial, ...]:
-        """The plans worth choosing between by speed and memory, the fastest first."""
+        """Trials worth choosing between by speed and memory, the fastest first."""
         return frontier(self.record.trials)
 
     @property
