@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autofit import registry
 from autofit.cli import main
 
 SOURCE = '''
@@ -399,6 +401,18 @@ def test_ctrl_c_prints_the_report_of_what_was_measured(
     report = json.loads((folder / "cut_short.json").read_text())
     assert report["best"]["outcome"] == "ok"
     assert report["search"]["stopped_because"] == "interrupted"
+
+
+def test_a_plug_in_that_cannot_be_loaded_hides_no_other(
+    here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EntryPoint("broken", "there.is:none", registry.GROUP)
+    installed = registry._installed()
+    monkeypatch.setattr(registry, "_installed", lambda: {"broken": broken} | installed)
+    ran = here("strategies")
+    assert ran.code == 2
+    assert "precision" in ran.out
+    assert "broken" in ran.err
 
 
 def test_strategies_are_listed_with_how_far_they_go(here: Callable[..., Ran]) -> None:
