@@ -139,7 +139,8 @@ def _by_probe(
         seed=0,
         isolation="process",
     )
-    environment, plain = survey.environment, survey.space().plain_settings
+    environment, space = survey.environment, survey.space()
+    plain = {**space.fixed, **space.plain_settings}
     verdict = _by_trial(trial, survey.vram_budget_bytes)
     kind = environment.device.partition(":")[0]
     return replace(verdict, plan=trial.plan.without(plain), device=kind, gpu=environment.gpu)

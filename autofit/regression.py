@@ -81,7 +81,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
     try:
         before, plain = _told_before(content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(
             f"{os.fspath(path)} is neither a report nor what `autofit check --json` prints: {error}"
         ) from error
@@ -94,7 +94,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
     alike = [("required bytes", "required_bytes")] * (before.method == verdict.method)
     for quantity, name in (*alike, ("peak allocated bytes", "peak_allocated_bytes")):
         now, then = getattr(verdict, name), getattr(before, name)
-        if now is not None and then:
+        if now is not None and isinstance(then, int) and then > 0:
             return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
     raise InvalidRequest(
         f"{os.fspath(path)} and today's verdict have no figure in common to compare: today's was "
@@ -121,6 +121,8 @@ def read_fraction(text: str) -> float:
 
 def _told_before(content: Any) -> tuple[Verdict, Settings]:
     """The earlier verdict, that of a report's best plan, and which settings are known as plain."""
+    if not isinstance(content, dict):
+        raise TypeError(f"it holds a {type(content).__name__}")
     if "best" not in content:
         return Verdict.from_dict(content), {}
     record = Record.from_dict(content)

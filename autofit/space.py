@@ -37,8 +37,8 @@ class Space:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "max_micro_batch"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+            if (count := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(name, count))
 
     @property
     def baseline(self) -> Plan:

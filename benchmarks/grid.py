@@ -7,8 +7,8 @@ The grid runs every variant at every micro-batch up to its first that does not f
 best plans and the search's answer are measured again in turns, at their full accumulation, so that
 a drift of the machine's speed favours none of them. Prints Markdown.
 
-Where the device is lent for minutes, a part of the grid says something too, and what was left out
-is printed: some values of a setting, no small micro-batches, an end by the clock.
+Where there are only minutes, a part of the grid says something too, and what was left out is
+printed: some values of a setting, no small micro-batches, an end by the clock.
 
     ... --only checkpointing.level=0,4,8 --only precision.dtype=as_is,bfloat16 --smallest 4 \\
         --seconds 300
@@ -82,6 +82,14 @@ class Part:
     seconds: float
     turns: int
 
+    def check(self, space: Space) -> None:
+        """Refuse settings and values that the space has not, before minutes are spent on them."""
+        for name, values in self.only.items():
+            dimension = space.dimensions.get(name)
+            known = {str(value) for value in dimension.values} if dimension else set()
+            if not values <= known:
+                raise SystemExit(f"--only {name}: {sorted(values - known)} not in {sorted(known)}")
+
     def has(self, settings: Settings) -> bool:
         """Whether the variant belongs to it."""
         return all(str(settings[name]) in values for name, values in self.only.items())
@@ -139,6 +147,7 @@ def compare(
         workload, load_strategies(), device=device, vram_budget=budget, seed=seed
     ) as prober:
         began = time.monotonic()
+        part.check(space)
         measured = list(grid(prober, space, part))
         took = time.monotonic() - began
         fits = [(plan, m.step_time_s) for plan, m in measured if m.ok and m.step_time_s]

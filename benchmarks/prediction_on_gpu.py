@@ -88,7 +88,7 @@ def _row(name: str, prober: WorkerProber, workload: Workload, plan: Plan, gpu: G
 
 
 def _told(found: Sequence[Row], path: Path | None) -> None:
-    """After every row: a machine that is lent may be gone before the last."""
+    """After every row: a run that is cut off has told what it found."""
     row = found[-1]
     print(f"{row.name:28}{row.allocated_error:>+9.2%}  enough {row.enough}", flush=True)
     if path is not None:

@@ -110,7 +110,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         compare_with(verdict("probe", 1, 1), tmp_path / "absent.json", 0.05)
 
 
-@pytest.mark.parametrize("content", [[1000], "1000", 1000, None, {"best": 3}])
+@pytest.mark.parametrize(
+    "content", [[1000], ["best"], "1000", 1000, None, {"best": 3}, {"plan": {"settings": None}}]
+)
 def test_json_that_is_no_earlier_verdict_is_refused(tmp_path: Path, content: object) -> None:
     with pytest.raises(InvalidRequest, match=r"before\.json is neither a report nor"):
         compare_with(verdict("probe", 1, 1), written(tmp_path, content), 0.05)

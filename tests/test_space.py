@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
 from autofit.errors import InvalidRequest
@@ -108,3 +111,8 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
 def test_bounds_below_one_are_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} must be a whole number from 1, got 0"):
         Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number
+
+
+def test_counts_from_numpy_can_be_written_to_a_study() -> None:
+    space = Space({}, 2, max_micro_batch=np.int64(8), global_batch=np.int64(16))  # type: ignore[arg-type]  # they are no ints
+    assert json.loads(json.dumps([space.max_micro_batch, space.global_batch])) == [8, 16]

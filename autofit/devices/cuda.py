@@ -207,7 +207,7 @@ class CudaDevice:
         """The process id that NVML knows this process by: in a container it may be the host's.
 
         It is the one that grows as this process allocates, and that holds no more beside it than a
-        context may take: a sandbox can show all that run in it as one. None: it is not listed.
+        context may take: a container can show all that run in it as one. None: it is not listed.
         """
         before = self._nvml.bytes_by_process()
         if not before:

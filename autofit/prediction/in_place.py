@@ -26,9 +26,21 @@ _INTO_ZEROS = frozenset(
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward"
 
 
+_CAN_TELL = hasattr(torch.Tensor, "_use_count") and all(
+    hasattr(torch._C, name)
+    for name in ("_current_graph_task_id", "_current_autograd_node", "_storage_Use_Count")
+)
+"""Where torch lacks what this asks, additions take new memory, which errs on the high side."""
+
+
 def is_in_place(name: str, args: Any) -> bool:
     """Whether `aten::<name>`, which autograd calls here, writes to its first argument on CUDA."""
-    if torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor):
+    if (
+        not _CAN_TELL
+        or torch.is_grad_enabled()
+        or not args
+        or not isinstance(args[0], torch.Tensor)
+    ):
         return False
     if torch._C._current_graph_task_id() == -1:
         return False

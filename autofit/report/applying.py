@@ -122,7 +122,15 @@ def strategies_for(
 
 def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
     """What another model needs, and which of its modules a plan names, is not known."""
-    there, here = record.workload.get("parameters"), sum(p.numel() for p in model.parameters())
+    from torch.nn.parameter import is_lazy
+
+    parameters = list(model.parameters())
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise InvalidRequest(
+            "the model has parameters without a shape, as lazy modules do before their first "
+            "forward: run one batch through it before you hand it over"
+        )
+    there, here = record.workload.get("parameters"), sum(p.numel() for p in parameters)
     if there is not None and here != there:
         warnings.warn(
             f"this model has {here} parameters, and the one that was searched had {there}: the "

@@ -179,7 +179,8 @@ class Beliefs:
             for name, dimension in self.facts.space.dimensions.items()
             for value in dimension.values[1:]
         }
-        return values <= hinted.keys() or len(self._predicted_lines()) == len(self.variants)
+        by_hints = bool(values) and values <= hinted.keys()
+        return by_hints or len(self._predicted_lines()) == len(self.variants)
 
     @cached_property
     def room(self) -> Array:

@@ -227,7 +227,7 @@ def probe_and_survey(
 def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
     """What to tell of events; what shows them is imported for those who want to see it."""
     if progress is not True:
-        yield progress or None
+        yield None if progress is False else progress
         return
     from autofit.progress import ProgressLine
 

@@ -45,7 +45,7 @@ def test_without_one_it_is_what_is_free_less_a_margin() -> None:
         ("lots", "cannot read 'lots' as a size"),
         (24, "24 is 24 bytes: did you mean '24GiB'"),
         ("24", "'24' is 24 bytes: did you mean '24GiB'"),
-        ("900KiB", "921600 bytes: sizes are written like '24GiB'"),
+        ("900KiB", "921600 bytes: write 1MiB or more"),
         (1e-9, "is 85 bytes"),
         (0, "above zero bytes, got 0"),
         (-5, "above zero bytes, got -5"),

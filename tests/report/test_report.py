@@ -194,6 +194,15 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
     assert warned[0].filename == __file__
 
 
+def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -> None:
+    model = torch.nn.LazyLinear(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidRequest, match="run one batch through it"):
+        Report(replace(record, best_number=0)).apply(
+            model, optimizer, criterion=torch.nn.CrossEntropyLoss()
+        )
+
+
 def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
     shown = repr(Report(record))
     assert "2.11 times the baseline" in shown

@@ -319,7 +319,14 @@ def test_with_predicted_lines_variants_start_near_their_ceilings_and_stay_below(
 
 
 @pytest.mark.parametrize(
-    ("told", "foretold"), [("nothing", False), ("some", False), ("hints", True), ("lines", True)]
+    ("told", "foretold"),
+    [
+        ("nothing", False),
+        ("nothing of nothing", False),
+        ("some", False),
+        ("hints", True),
+        ("lines", True),
+    ],
 )
 def test_risks_are_weighed_in_proportion_only_where_memory_was_foretold(
     rig: Any, told: str, foretold: bool
@@ -328,6 +335,8 @@ def test_risks_are_weighed_in_proportion_only_where_memory_was_foretold(
     if told == "lines":
         lines = {variant_key(settings): (1e9, 1e8) for settings in facts.space.variants()}
         facts = replace(facts, predicted_lines=lines)
+    elif told == "nothing of nothing":
+        facts = replace(facts, space=replace(facts.space, dimensions={}))
     elif told != "nothing":
         hinted = [*facts.space.dimensions][: None if told == "hints" else 1]
         dimensions = {
