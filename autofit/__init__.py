@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from autofit.plan import Dimension, Hint, Plan
     from autofit.prediction.engine import Prediction, predict
     from autofit.report.report import Report, load
-    from autofit.searching.public import probe, search
+    from autofit.searching.public import search
+    from autofit.searching.single import probe
     from autofit.strategy import Numerics, Phase, Strategy
     from autofit.training import Training
     from autofit.verdict import Verdict
@@ -83,7 +84,8 @@ _HOMES = {
     "autofit.plan": ("Dimension", "Hint", "Plan"),
     "autofit.prediction.engine": ("Prediction", "predict"),
     "autofit.report.report": ("Report", "load"),
-    "autofit.searching.public": ("probe", "search"),
+    "autofit.searching.public": ("search",),
+    "autofit.searching.single": ("probe",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),
     "autofit.training": ("Training",),
     "autofit.verdict": ("Verdict",),

@@ -127,7 +127,7 @@ def _by_probe(
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
 ) -> Verdict:
-    from autofit.searching.public import probe_and_survey
+    from autofit.searching.single import probe_and_survey
 
     trial, survey = probe_and_survey(
         workload,

@@ -149,7 +149,7 @@ def probe(
         from autofit.target import load_target
 
         workload = load_target(target)
-        from autofit.searching.public import probe as run
+        from autofit.searching.single import probe as run
 
         trial = run(
             workload,
