@@ -10,13 +10,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_NOT_THE_USERS = ("torch", "builtins", "weakref", "threading", "functools")
-"""Objects of these packages hold no state of a model's, and some refuse to be copied."""
+_HOLDERS = {"collections", "types", "argparse", "random"}
+"""The standard library's namespaces, containers and generators, which are as good as the user's."""
+
+_NOT_THE_USERS = frozenset({"torch", *sys.stdlib_module_names}) - _HOLDERS
+"""Objects of these hold no state of a model's; loggers, say, belong to the whole process."""
+
+_Leaf = Callable[[Any], Any]
+
+_Known = dict[int, tuple[Any, Any]]
+"""What was copied, by its identity, which is its own for as long as it is kept here; its copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,40 +66,59 @@ def is_the_users(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _NOT_THE_USERS
 
 
-def _rebuilt(value: Any, leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any:
-    """A copy; what stands twice among `known`, or within itself, is copied once."""
-    if id(value) in known:
-        return known[id(value)]
+def _rebuilt(value: Any, leaf: _Leaf, known: _Known) -> Any:
+    """A copy; what stands twice, or within itself, is copied once."""
+    if isinstance(value, torch.Tensor | _Slot):
+        return leaf(value)
+    if value is None or isinstance(value, int | float | str):  # most of what there is
+        return value
+    if id(value) not in known:
+        try:
+            rebuilt = _copied(value, leaf, known)
+        except Exception:  # whatever a class does to refuse, its object is shared
+            rebuilt = value
+        known[id(value)] = value, rebuilt
+    return known[id(value)][1]
+
+
+def _copied(value: Any, leaf: _Leaf, known: _Known) -> Any:
+    if hasattr(type(value), "__del__"):  # which would run for the copy, too
+        return value
     if isinstance(value, tuple):
         each = [_rebuilt(item, leaf, known) for item in value]
         return value._make(each) if hasattr(value, "_make") else type(value)(each)
-    if isinstance(value, torch.Tensor | _Slot):
-        return leaf(value)
     if type(value) is list:
-        items = known[id(value)] = []
+        items: list[Any] = []
+        known[id(value)] = value, items
         items += [_rebuilt(item, leaf, known) for item in value]
         return items
     if isinstance(value, dict):
-        known[id(value)] = named = copy.copy(value)
+        named = copy.copy(value)
+        known[id(value)] = value, named
         for key, item in value.items():
             named[key] = _rebuilt(item, leaf, known)
         return named
     if isinstance(value, type) or not (dataclasses.is_dataclass(value) or is_helper(value)):
-        return leaf(value)
-    return _rebuilt_object(value, leaf, known)
-
-
-def _rebuilt_object(value: Any, leaf: Callable[[Any], Any], known: dict[int, Any]) -> Any:
-    try:
-        rebuilt = copy.copy(value)
-    except Exception:  # a lock, say: whatever a class does to refuse, its object is shared
-        rebuilt = value
-    known[id(value)] = rebuilt
-    if rebuilt is value:  # so is an enumeration's member
         return value
-    is_dataclass = dataclasses.is_dataclass(value)
-    names = [each.name for each in dataclasses.fields(value)] if is_dataclass else list(vars(value))
-    for name in names:
-        item = _rebuilt(getattr(value, name), leaf, known)
-        object.__setattr__(rebuilt, name, item)  # a frozen one refuses plain assignment
+    return _copied_object(value, leaf, known)
+
+
+def _copied_object(value: Any, leaf: _Leaf, known: _Known) -> Any:
+    """Attributes are read and written where they are kept, past properties and frozen classes."""
+    rebuilt = copy.copy(value)
+    kept = getattr(value, "__dict__", {})
+    if rebuilt is value or getattr(rebuilt, "__dict__", None) is kept:  # an enumeration's member
+        return value
+    known[id(value)] = value, rebuilt
+    for name, item in list(kept.items()):
+        vars(rebuilt)[name] = _rebuilt(item, leaf, known)
+    for name in _fields(value):
+        if name not in kept:  # but in a slot
+            object.__setattr__(rebuilt, name, _rebuilt(getattr(value, name), leaf, known))
     return rebuilt
+
+
+def _fields(value: Any) -> list[str]:
+    """Of a dataclass, those that are set."""
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return [field.name for field in fields if hasattr(value, field.name)]

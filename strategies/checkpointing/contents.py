@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ DEEPEST = 4
 
 
 def contents(
-    value: Any, depth: int = DEEPEST, known: set[int] | None = None
+    value: Any, depth: int = DEEPEST, known: set[int] | None = None, most: float = inf
 ) -> Iterator[tuple[Any, Any]]:
-    """Containers, and the attributes of helper objects, with a copy of what is in each."""
+    """Containers, and the attributes of helper objects, with a copy of what is in each.
+
+    Those with more members than `most` are passed over.
+    """
     known = set() if known is None else known
     if not depth or id(value) in known:
         return
@@ -28,9 +32,11 @@ def contents(
         return
     known.add(id(value))
     held = vars(value) if is_helper(value) else value
+    if len(held) > most:
+        return
     yield held, copy.copy(held)
     for inner in list(held.values() if isinstance(held, dict) else held):
-        yield from contents(inner, depth - 1, known)
+        yield from contents(inner, depth - 1, known, most)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import inf
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +26,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 ATTRIBUTE = "attribute "
 """What the names of traces in modules' attributes begin with."""
+
+MANY = 4096
+"""Members of a container beside the model; of larger ones (a data set) the length alone is seen."""
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -44,12 +48,13 @@ class State:
         self._beside = [(put, kept) for _, kept, put in _beside(model)]
         in_modules = [v for _, attributes, _ in self._attributes for v in attributes.values()]
         beside = [value for _, kept in self._beside for value in kept.values()]
-        self._contents = [c for value in in_modules for c in contents(value)]
+        found = [c for value in in_modules for c in contents(value)]
+        found += [c for value in beside for c in contents(value, most=MANY)]
+        self._contents = {id(container): (container, then) for container, then in found}
         held = [tensor for value in in_modules for tensor in tensors_in(value)]
         known = set(map(id, model.parameters()))
         tensors = {id(t): t for t in (*model.buffers(), *held) if id(t) not in known}
         self._buffers = {name: (t, t.detach().clone()) for name, t in tensors.items()}
-        self._contents += [c for value in beside for c in contents(value)]
         self._generators = [
             (access, access[0]()) for value in in_modules if (access := generator_access(value))
         ]
@@ -63,7 +68,7 @@ class State:
         for put, kept in self._beside:
             for name, value in kept.items():
                 put(name, value)
-        for container, then in self._contents:
+        for container, then in self._contents.values():
             refill(container, then)
         for buffer, values in self._buffers.values():
             buffer.data.copy_(values)
@@ -110,9 +115,8 @@ class State:
             return False
         if not all(self._is_same(tensor, tensor) for tensor in tensors_in(value)):
             return False
-        before = {id(container): then for container, then in self._contents}
         return not generator_access(value) and all(
-            has_the_same(container, before.get(id(container), container))
+            has_the_same(*self._contents.get(id(container), (container, container)))
             for container, _ in contents(value)
         )
 
@@ -159,17 +163,18 @@ def traces(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from _visible(ATTRIBUTE + f"{path}.{name}".lstrip("."), value)
     for where, kept, _ in _beside(model):
         for name, value in kept.items():
-            yield from _visible(f"{where}{name}", value)
+            yield from _visible(f"{where}{name}", value, MANY)
     yield from _random_states().items()
 
 
-def _visible(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _visible(name: str, value: Any, most: float = inf) -> Iterator[tuple[str, Any]]:
     """What compares in a plain value, a container, a generator, or a helper object."""
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, CONTAINERS):
         yield f"{name} (its length)", len(value)
-        yield f"{name} (its values)", _plain_values(value)
+        if len(value) <= most:
+            yield f"{name} (its values)", _plain_values(value)
     elif isinstance(value, torch.Tensor):
         yield name, value.detach().clone()
     elif access := generator_access(value):

@@ -91,7 +91,7 @@ class Checkpointing:
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
             return nullcontext()
-        return checkpointed(training.model, payload["units"], payload["state"])
+        return checkpointed(training.model, payload["units"], _state_of(payload))
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """The lines that do the same in a training script."""
@@ -101,7 +101,7 @@ class Checkpointing:
         return [
             "from autofit.strategies.checkpointing import checkpointed",
             f"units = {payload['units']}",
-            f"state = {payload['state']}",
+            f"state = {_state_of(payload)}",
             "with checkpointed(model, units, state):  # around the training loop",
         ]
 
@@ -111,6 +111,11 @@ class Checkpointing:
 
         parity: Parity = context.profile(run, SMALL)
         return parity
+
+
+def _state_of(payload: Mapping[str, Any]) -> Any:
+    """Reports and studies written before attributes were state have buffers alone."""
+    return payload["state"] if "state" in payload else payload["buffers"]
 
 
 def _notes(left_out: Mapping[str, str]) -> Iterator[str]:

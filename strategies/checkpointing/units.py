@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autofit.errors import InvalidRequest
 
@@ -76,9 +77,17 @@ class Unit:
 
 
 def make_of(unit: str, model: nn.Module) -> Hashable:
-    """Equal for units of one make: the same kinds of modules with as many weights."""
+    """Equal for units of one make: alike in all their modules, with weights of the same shapes."""
     parts = map(model.get_submodule, Unit.parse(unit).parts(model))
-    return tuple((type(part), sum(p.numel() for p in part.parameters())) for part in parts)
+    return tuple(tuple(map(_make_of_module, part.modules())) for part in parts)
+
+
+def _make_of_module(module: nn.Module) -> Hashable:
+    """Without its children; a parametrized module has a class of its own, which says nothing."""
+    named = module._parameters.items()
+    weights = tuple((name, p.shape, p.dtype) for name, p in named if p is not None)
+    children = tuple(module._modules)
+    return type_before_parametrizations(module), children, weights, module.extra_repr()
 
 
 def names_of_children(name: str, module: nn.Module) -> list[str]:

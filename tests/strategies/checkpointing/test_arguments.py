@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -97,9 +99,102 @@ class RefusesToBeCopied:
         raise TypeError("cannot be copied")
 
 
-@pytest.mark.parametrize("value", [Shared.ONE, RefusesToBeCopied(), nn.Linear(1, 1), Cache])
+class ReadOnly(dict[str, torch.Tensor]):
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        raise TypeError("read only")
+
+
+class Closes:
+    """What it holds is closed when an object of it goes."""
+
+    closed: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(1)
+
+    def __del__(self) -> None:
+        self.closed.append(id(self))
+
+
+class Process:
+    """All objects of it are one."""
+
+    def __new__(cls) -> Process:
+        process = super().__new__(cls)
+        process.__dict__ = cls.shared
+        return process
+
+    shared: ClassVar[dict[str, Any]] = {"held": torch.zeros(1)}
+
+
+UNCOPIED = [
+    Shared.ONE,
+    RefusesToBeCopied(),
+    nn.Linear(1, 1),
+    Cache,
+    ReadOnly(one=torch.zeros(1)),
+    Closes(),
+    Process(),
+    logging.getLogger("of.a.model"),
+]
+
+
+@pytest.mark.parametrize("value", UNCOPIED)
 def test_what_has_no_copy_is_handed_on(part: Callable[[str], Any], value: Any) -> None:
     arguments = part("arguments")
     tensors, nest = arguments.take_tensors([value])
-    assert tensors == []
-    assert arguments.put_tensors(nest, ())[0] is value
+    assert arguments.put_tensors(nest, tuple(tensors))[0] is value
+    assert not Closes.closed
+
+
+class Guarded:
+    """Its tensors stand behind a property that cannot be set and gives another list each time."""
+
+    def __init__(self) -> None:
+        vars(self)["layers"] = [torch.zeros(1), torch.ones(1)]
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        return list(vars(self)["layers"])
+
+
+@dataclass(slots=True)
+class Slotted:
+    """One of its fields is set later."""
+
+    tensor: torch.Tensor
+    later: torch.Tensor = field(init=False)
+
+
+def test_attributes_are_taken_from_where_they_are_kept(part: Callable[[str], Any]) -> None:
+    arguments = part("arguments")
+    tensors, nest = arguments.take_tensors([Guarded(), Slotted(torch.zeros(1))])
+    assert len(tensors) == 3
+    guarded, slotted = arguments.put_tensors(nest, tuple(tensor + 1 for tensor in tensors))
+    assert [float(layer) for layer in guarded.layers] == [1, 2]
+    assert float(slotted.tensor) == 1
+
+
+class Temporary:
+    pass
+
+
+class MadeWhenAskedFor(dict[str, Any]):
+    """Its values are gone when no one keeps them; `alive` says how many were kept."""
+
+    alive = 0
+
+    def items(self) -> Any:
+        made = []
+        for key in self:
+            value = Temporary()
+            made.append(weakref.ref(value))
+            yield key, value
+        type(self).alive = sum(ref() is not None for ref in made)
+
+
+def test_what_is_made_on_the_way_is_kept_as_long_as_it_is_known_by_its_identity(
+    part: Callable[[str], Any],
+) -> None:
+    part("arguments").take_tensors(MadeWhenAskedFor.fromkeys("abcdef"))
+    assert MadeWhenAskedFor.alive == 6

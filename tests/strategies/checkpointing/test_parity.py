@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from autofit.plan import Plan
 from autofit.recipe import Recipe
@@ -419,6 +420,35 @@ def test_units_that_never_ran_are_judged_by_their_like(part: Callable[[str], Any
     found = _gate(part, Skips([Clean, CountsInItsClass, Clean]), [units]).left_out
     assert set(found) == {"blocks.1"}
     assert "not tried" in found["blocks.1"]
+
+
+def test_units_with_unlike_children_are_not_alike(part: Callable[[str], Any]) -> None:
+    class SkipsTheLast(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[:-1]:
+                x = block(x)
+            return x.square().mean()
+
+    class Grows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    torch.manual_seed(0)
+    model = SkipsTheLast([])
+    kinds = (nn.Sigmoid, nn.Sigmoid, Grows)
+    model.blocks.extend(nn.Sequential(nn.Linear(WIDTH, WIDTH), kind()) for kind in kinds)
+    units = [f"blocks.{index}" for index in range(3)]
+    assert set(_gate(part, model, [units]).left_out) == {"blocks.2"}
+    model.blocks[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
+    assert _gate(part, model, [units]).left_out == {}
+
+
+@pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
+def test_parametrized_units_are_alike(part: Callable[[str], Any], norm: Any) -> None:
+    """Though each of their layers has a class of its own."""
+    model = nn.Sequential(*(nn.Sequential(norm(nn.Linear(2, 2)), nn.Tanh()) for _ in range(2)))
+    make_of = part("units").make_of
+    assert make_of("0", model) == make_of("1", model)
 
 
 def _numpy_state() -> str:

@@ -89,6 +89,20 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
         )
 
 
+def test_levels_of_earlier_reports_are_read(checkpointing: Strategy, levels: Dimension) -> None:
+    """What is called state now was buffers alone."""
+    model = attention().build_model()
+    (unit, *_) = levels.payloads[levels.values[-1]]["units"]
+    payloads = {SETTING: {"units": [unit], "buffers": []}}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan, cpu = Plan(2, settings={SETTING: 1}), torch.device("cpu")
+    with Training(
+        model, optimizer, Recipe(), plan, device=cpu, strategies=[checkpointing], payloads=payloads
+    ):
+        assert "forward" in vars(model.get_submodule(unit.partition("[")[0]))
+    assert "state = []" in checkpointing.describe({SETTING: 1}, payloads)
+
+
 @pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
 def test_weights_computed_in_the_forward_are_no_activations(
     checkpointing: Strategy, norm: Callable[[nn.Module], nn.Module]
