@@ -19,7 +19,13 @@ _INTERRUPTED = 130
 @contextmanager
 def ended_like_interrupted() -> Iterator[None]:
     """A scheduler's SIGTERM is a Ctrl-C: what was measured by then is shown."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(*_: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends in "&"
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

@@ -77,7 +77,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
     """
     try:
         content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
     try:
         before, plain = _told_before(content)
@@ -94,7 +94,12 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
     alike = [("required bytes", "required_bytes")] * (before.method == verdict.method)
     for quantity, name in (*alike, ("peak allocated bytes", "peak_allocated_bytes")):
         now, then = getattr(verdict, name), getattr(before, name)
-        if now is not None and isinstance(then, int) and then > 0:
+        if (
+            now is not None
+            and isinstance(then, int)
+            and not isinstance(then, bool)
+            and 0 < then < 2**63
+        ):
             return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
     raise InvalidRequest(
         f"{os.fspath(path)} and today's verdict have no figure in common to compare: today's was "

@@ -11,6 +11,7 @@ from autofit.errors import InvalidRequest
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
+_MOST_BYTES = 2**60
 _BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(
@@ -29,7 +30,10 @@ def parse_bytes(text: str) -> int:
         raise InvalidRequest(f"cannot read {text!r} as a size: write it like 24GiB, 512MiB or 80GB")
     prefix = match["prefix"].lower()
     table = _BINARY if match["form"].lower() == "ib" else _DECIMAL
-    size = int(float(match["number"]) * (table[prefix] if prefix else 1))
+    read = float(match["number"]) * (table[prefix] if prefix else 1)
+    if read >= _MOST_BYTES:
+        raise InvalidRequest(f"no device has as much memory as {text[:40]!r}")
+    size = int(read)
     if size <= 0:
         raise InvalidRequest(f"a size must be above zero, got {text!r}")
     return size
@@ -41,6 +45,8 @@ def check_size(size: int, said: object) -> int:
     Raises:
         InvalidRequest: it is below 1 MiB; `said` is how it was written.
     """
+    if size >= _MOST_BYTES:
+        raise InvalidRequest(f"no device has as much memory as {str(said)[:40]} bytes")
     if size >= MIB:
         return size
     is_bare = re.fullmatch(r"[1-9]\d{0,2}", str(said).strip())

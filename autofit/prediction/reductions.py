@@ -52,7 +52,16 @@ class Reduction:
 
     @property
     def along_fastest(self) -> bool:
-        return self.outputs == 1 or self.fastest in self.dims
+        """Whether the reduced elements lie closer together; of an expanded number, none do."""
+        reduced, kept = (
+            [
+                s
+                for at, s in enumerate(self.strides)
+                if self.shape[at] > 1 and (at in self.dims) is is_in
+            ]
+            for is_in in (True, False)
+        )
+        return not kept or (bool(reduced) and min(reduced) < min(kept))
 
     @property
     def is_one_run(self) -> bool:

@@ -157,7 +157,7 @@ class Record:
             )
         try:
             return cls._from_known(data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidRequest(f"this is no complete autofit report: {error!r}") from error
 
     @classmethod

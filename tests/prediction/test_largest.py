@@ -35,6 +35,21 @@ def test_steps_in_the_line_do_not_mislead() -> None:
     assert need(found) <= 20_000 < need(found + 30)
 
 
+@pytest.mark.parametrize("start", [1, 8, 10**6, 10**10])
+@pytest.mark.parametrize("sample_bytes", [40, 160, 10_000])
+def test_long_steps_hide_no_larger_micro_batch(start: int, sample_bytes: int) -> None:
+    """A small model's needs stay the same until the allocator takes another segment of 2 MiB."""
+
+    def need(n: int) -> int:
+        return 600 * 2**20 + -(-sample_bytes * n // 2**21) * 2**21
+
+    budget = 22 * 2**30
+    found, _ = looks(need, budget, start)
+    largest = (budget - 600 * 2**20) // sample_bytes
+    assert found is not None
+    assert 0.998 * largest < found <= largest
+
+
 def test_nothing_fits() -> None:
     assert looks(lambda n: 1000 + n, 1000, 16)[0] is None
 

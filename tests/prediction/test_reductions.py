@@ -31,6 +31,16 @@ def test_the_gradient_of_a_convolutions_bias() -> None:
     assert scratch_of_reduction(reduction, H200) == [2176, 128]
 
 
+@pytest.mark.parametrize(
+    ("strides", "along"), [((0, 0), False), ((0, 1), True), ((1, 0), False), ((1, 4096), True)]
+)
+def test_the_gradient_of_a_mean_is_one_number_expanded(
+    strides: tuple[int, int], along: bool
+) -> None:
+    """TensorIterator puts reduced dimensions first where strides do not tell them apart."""
+    assert Reduction((4096, 512), strides, frozenset({0})).along_fastest is along
+
+
 def test_a_small_reduction_needs_no_buffer() -> None:
     assert scratch_of_reduction(Reduction((8, 8), (8, 1), frozenset({0})), H200) == []
 
