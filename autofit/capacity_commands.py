@@ -142,12 +142,12 @@ def check(
         )
     told = verdict.required_bytes is not None  # else the verdict says why there is no figure
     regression = compare_with(verdict, against, allowed) if against and told else None
-    _write_forms(target, verdict, regression, junit_xml, summary)
     if as_json:
         compared = {"regression": regression.to_dict() if regression else None}
         print_result(json.dumps(verdict.to_dict() | compared, indent=1))
     else:
         print_result(str(verdict) + (f"; {regression}" if regression else ""))
+    _write_forms(target, verdict, regression, junit_xml, summary)
     raise typer.Exit(_exit_code(verdict, regression))
 
 
@@ -236,7 +236,8 @@ def _write_forms(
             with Path(page).open("a") as file:
                 file.write(markdown(target, verdict, regression))
     except OSError as error:
-        raise InvalidRequest(f"cannot write {error.filename}: {error.strerror}") from error
+        where = error.filename or " or ".join(str(path) for path in (junit_path, page) if path)
+        raise InvalidRequest(f"cannot write {where}: {error.strerror}") from error
 
 
 @contextmanager

@@ -75,6 +75,7 @@ class Training(AbstractContextManager["Training"]):
         self._loss_scale = LossScale()
         self.has_split = False
         """Whether any step so far asked for its micro-batches, as a train_step need not."""
+        self._ended = False
         self._applied = ExitStack()
         self._apply(strategies, payloads or {})
 
@@ -93,6 +94,7 @@ class Training(AbstractContextManager["Training"]):
     def undo(self) -> None:
         """Give model and optimizer back as the strategies found them; once is enough."""
         self._applied.close()
+        self._ended = True
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -122,7 +124,12 @@ class Training(AbstractContextManager["Training"]):
 
         Returns:
             The detached mean loss, a scalar tensor on the device.
+
+        Raises:
+            InvalidRequest: the training was undone, and would go on without its plan.
         """
+        if self._ended:
+            raise InvalidRequest("this training has ended: make another with report.apply(...)")
         self.zero_grad()
         if self.recipe.train_step is not None:
             return self._users_step(self.recipe.train_step, batch)

@@ -50,7 +50,7 @@ def check_size(size: int, said: object) -> int:
     if size >= MIB:
         return size
     is_bare = re.fullmatch(r"[1-9]\d{0,2}", str(said).strip())
-    meant = f"did you mean '{said}GiB'?" if is_bare else "write 1MiB or more"
+    meant = f"did you mean '{said}GiB'?" if is_bare else "write 1MiB or more, such as '24GiB'"
     raise InvalidRequest(f"{said!r} is {size} bytes: {meant}")
 
 

@@ -370,9 +370,16 @@ def test_a_device_that_is_not_there_exits_with_4(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "inherited"),
+    [
+        (signal.SIGINT, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_IGN),  # as a script's shell starts what ends in "&"
+    ],
+)
 def test_ctrl_c_prints_the_report_of_what_was_measured(
-    folder: Path, number: signal.Signals
+    folder: Path, number: signal.Signals, inherited: signal.Handlers
 ) -> None:
     command = [
         sys.executable, "-m", "autofit", "search", "models.py:slow", "--device", "cpu",
@@ -385,6 +392,7 @@ def test_ctrl_c_prints_the_report_of_what_was_measured(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
     )
     try:
         assert process.stderr is not None

@@ -525,8 +525,8 @@ def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_back
     ]
     training.undo()
     assert told[-1] == "undo early"
-    training.step(_classes(4))
-    assert told[-1] == "undo early"
+    with pytest.raises(InvalidRequest, match="has ended"):
+        training.step(_classes(4))
 
 
 def test_strategies_already_applied_are_undone_where_a_later_one_raises() -> None:

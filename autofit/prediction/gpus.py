@@ -105,7 +105,24 @@ _TABLE = [
     Gpu("RTX 5090", _gib(31.4), (12, 0), 170),
     Gpu("RTX PRO 6000", _gib(94.0), (12, 0), 188),
 ]
-_ALIASES = {"v100": "V100-16GB", "a100": "A100-40GB", "h100sxm": "H100", "rtxa6000": "A6000"}
+_ALIASES = {
+    "v100": "V100-16GB",
+    "v100pcie16gb": "V100-16GB",
+    "v100pcie32gb": "V100-32GB",
+    "a100": "A100-40GB",
+    "a100pcie40gb": "A100-40GB",
+    "a10080gbpcie": "A100-80GB",
+    "h100sxm": "H100",
+    "h10080gb": "H100",
+    "gh200480gb": "GH200",
+    "h200nvl": "H200",
+    "rtxa4000": "A4000",
+    "rtxa5000": "A5000",
+    "rtxa6000": "A6000",
+    "rtx6000adageneration": "RTX 6000 Ada",
+}
+"""What drivers call them, where that is not the table's name."""
+_FORM_FACTORS = re.compile(r"sxm\d|hbm\de?")
 _UNNAMED = Gpu("GPU", 0, (9, 0), 132)
 
 
@@ -164,4 +181,4 @@ def _by_key(key: str) -> Gpu:
 def _key(name: str) -> str:
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
     letters = letters.removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
-    return letters.replace("sxm4", "").replace("sxm5", "")
+    return _FORM_FACTORS.sub("", letters)

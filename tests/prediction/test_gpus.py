@@ -11,6 +11,28 @@ from autofit.prediction.gpus import find_gpu
 from autofit.units import GIB, MIB
 
 
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla V100-PCIE-32GB", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200"),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives_it(driver: str, name: str) -> None:
+    assert find_gpu(driver).name == name
+
+
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090"])
 def test_a_name_is_found_however_it_is_written(name: str) -> None:
     assert find_gpu(name).name == "RTX 4090"
