@@ -85,6 +85,10 @@ def _flags() -> Iterator[Flag]:
     yield Flag("umask", _umask, os.umask)
     yield Flag("sys.path", lambda: list(sys.path), lambda value: sys.path.__init__(value))  # type: ignore[misc]  # replaces the contents of the live list
     yield Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+    yield Flag("gc.threshold", gc.get_threshold, lambda value: gc.set_threshold(*value))
+    yield Flag("sys.recursionlimit", sys.getrecursionlimit, sys.setrecursionlimit)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield Flag("numpy.errors", numpy.geterr, lambda value: numpy.seterr(**value))
     yield from _signal_handlers()
 
 
@@ -123,6 +127,7 @@ _ATTRIBUTES = (
     "torch.backends.cudnn.fp32_precision",
     "torch.backends.cudnn.conv.fp32_precision",
     "torch.backends.cudnn.rnn.fp32_precision",
+    "torch.backends.mkldnn.enabled",
     "torch.backends.mkldnn.fp32_precision",
     "torch.backends.mkldnn.matmul.fp32_precision",
     "torch.backends.mkldnn.conv.fp32_precision",
@@ -147,6 +152,12 @@ def _attribute(path: str) -> Flag:
 def _torch_modes() -> Iterator[Flag]:
     yield Flag("torch.grad_mode", torch.is_grad_enabled, torch.set_grad_enabled)
     yield Flag("torch.default_device", torch.get_default_device, _write_default_device)
+    yield _attribute("torch.distributions.Distribution._validate_args")
+    yield Flag(
+        "torch.overwrite_module_params_on_conversion",
+        torch.__future__.get_overwrite_module_params_on_conversion,
+        torch.__future__.set_overwrite_module_params_on_conversion,
+    )
     yield Flag(
         "torch.anomaly_mode",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),

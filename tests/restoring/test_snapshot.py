@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.restoring import process_state
 from autofit.restoring.snapshot import (
     Snapshot,
     differences,
@@ -388,3 +389,22 @@ def test_both_names_of_tf32_come_back(part: str) -> None:
     with preserved({}):
         setattr(owner, name, "ieee" if name == "fp32_precision" else not cudnn.allow_tf32)
     assert (cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.backends.mkldnn.set_flags(False),  # type: ignore[no-untyped-call]  # torch left it so
+        lambda: torch.distributions.Distribution.set_default_validate_args(False),
+        lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
+        lambda: numpy.seterr(all="raise"),
+        lambda: gc.set_threshold(5, 5, 5),
+        lambda: sys.setrecursionlimit(5000),
+    ],
+)
+def test_what_else_a_process_is_told_once_is_put_back(change: Callable[[], object]) -> None:
+    before = process_state.take()
+    with preserved({}):
+        change()
+        assert process_state.take() != before
+    assert process_state.take() == before
