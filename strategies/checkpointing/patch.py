@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from autofit.errors import InvalidRequest
+
 from .recompute import recomputed
 from .rewind import NUMPY, PYTHON, StatePath
 from .units import Unit
@@ -40,7 +42,7 @@ def checkpointed(
             buffers and attributes of the model's modules, and random states as `rewind` names them.
 
     Raises:
-        InvalidRequest: the model has no such unit.
+        InvalidRequest: the model has no such unit, or another training has it checkpointed.
     """
     patched: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
@@ -82,6 +84,11 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
 
 
 def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
+    if _FORWARD in holder.__dict__:
+        raise InvalidRequest(
+            f"the model's {type(holder).__name__} is checkpointed by another training that has not "
+            "ended: leave that first, by its `with` block or its undo()"
+        )
     plain = holder.forward
     holder.__dict__[_FORWARD] = plain
     holder.__dict__[_RUNS] = runs

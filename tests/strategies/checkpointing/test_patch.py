@@ -340,3 +340,14 @@ def test_buffers_are_shown_as_before_and_changed_once(checkpointed: Checkpointed
     with checkpointed(holder, ["inner"], ["inner.average"]):
         assert all(map(torch.equal, plain, train(model)))
     assert torch.equal(model.average, twin.average)
+
+
+def test_a_model_is_checkpointed_by_one_training_at_a_time(
+    model: Net, checkpointed: Checkpointed
+) -> None:
+    with checkpointed(model, UNITS):
+        with pytest.raises(InvalidRequest, match="another training"), checkpointed(model, UNITS):
+            pass
+        model(torch.randn(4, 8)).sum().backward()
+    with checkpointed(model, UNITS):
+        model(torch.randn(4, 8)).sum().backward()
