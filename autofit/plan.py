@@ -74,6 +74,11 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
+def unlike(settings: Settings, others: Settings) -> dict[str, Scalar]:
+    """Those of the settings that the others lack or have with another value."""
+    return {name: value for name, value in settings.items() if value != others.get(name)}
+
+
 @dataclass(frozen=True)
 class Plan:
     """A variant plus batch geometry.
@@ -144,8 +149,7 @@ class Plan:
 
     def without(self, settings: Settings) -> Plan:
         """The same batch geometry, less those settings that have just these values."""
-        kept = {name: value for name, value in self.settings.items() if value != settings.get(name)}
-        return replace(self, settings=kept)
+        return replace(self, settings=unlike(self.settings, settings))
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of a plan."""

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.measurement import Role, Trial
-from autofit.plan import Plan, Settings
+from autofit.plan import Plan, Settings, unlike
 from autofit.searching.events import (
     Confirming,
     Event,
@@ -145,11 +145,8 @@ class _Words:
         return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(trial)}"
 
     def _plan(self, plan: Plan) -> str:
-        settings = (
-            f"{name}={value}"
-            for name, value in plan.settings.items()
-            if value != self._plain.get(name)
-        )
+        changed = unlike(plan.settings, self._plain)
+        settings = (f"{name}={value}" for name, value in changed.items())
         return ", ".join([f"{plan.micro_batch} x {plan.accumulation_steps}", *settings])
 
 

@@ -29,7 +29,7 @@ from datetime import date
 
 from autofit import Plan, Report, Workload, search
 from autofit.measurement import Measurement
-from autofit.plan import Settings
+from autofit.plan import Settings, unlike
 from autofit.probing.client import WorkerProber
 from autofit.probing.prober import ProbeRequest
 from autofit.registry import load_strategies
@@ -187,8 +187,7 @@ def standing(
 
 
 def _words(plan: Plan, space: Space) -> str:
-    plain: Settings = space.plain_settings
-    changed = [f"{k}={v}" for k, v in plan.settings.items() if v != plain[k]]
+    changed = [f"{k}={v}" for k, v in unlike(plan.settings, space.plain_settings).items()]
     return ", ".join([f"micro-batch {plan.micro_batch} x {plan.accumulation_steps}", *changed])
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,9 @@ from autofit.memory.blocks import Block
 from autofit.memory.replay import Event, Recording
 from autofit.memory.storages import storages_of, tensors_in
 from autofit.units import format_bytes
+
+Order: TypeAlias = list[int | torch.Tensor | None]
+"""What is allocated when; see `MemoryTracer.allocate_in_order`."""
 
 _FOREIGN = 0
 

@@ -8,17 +8,16 @@ aten/src/ATen/native/RNN.cpp, the kernels in native/cuda/RNN.cu).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from autofit.memory.tracer import Order
 from autofit.prediction import autocast
 from autofit.prediction.dispatch import beneath, emulate
 
 aten: Any = torch.ops.aten
 
-Order: TypeAlias = list[int | torch.Tensor | None]
-"""What is allocated when; see `MemoryTracer.allocate_in_order`."""
 _KEPT_BY_GRU = 5
 """Values that a GRU cell's kernel keeps for each sample and hidden unit."""
 

@@ -6,12 +6,11 @@ the other (`_grouped_mm_cuda` of cuda/GroupedBlas.cpp).
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-Order: TypeAlias = list[int | torch.Tensor | None]
-"""What is allocated when; see `MemoryTracer.allocate_in_order`."""
+from autofit.memory.tracer import Order
 
 
 def grouped_product(args: Any) -> tuple[torch.Tensor, Order]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from autofit.memory.tracer import Order
 from autofit.prediction.dispatch import beneath, emulate
 
 aten: Any = torch.ops.aten
-
-Order: TypeAlias = list[int | torch.Tensor | None]
-"""What is allocated when; see `MemoryTracer.allocate_in_order`."""
 
 
 def _ctc_loss(

@@ -9,10 +9,11 @@ LSTM trainings: for each layer its gates and cell states, and the outputs betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from autofit.memory.tracer import Order
 from autofit.prediction import autocast
 from autofit.prediction.dispatch import beneath, emulate
 
@@ -90,10 +91,6 @@ def _flattened(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torc
         casts.append(cast.copy_(weight))
         offset += weight.numel()
     return casts
-
-
-Order: TypeAlias = list[int | torch.Tensor | None]
-"""What is allocated when; see `MemoryTracer.allocate_in_order`."""
 
 
 def cudnn_rnn(args: Any) -> tuple[Any, Order]:

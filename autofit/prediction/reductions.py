@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from autofit.prediction.gpus import Gpu
 
@@ -53,15 +53,19 @@ class Reduction:
     @property
     def along_fastest(self) -> bool:
         """Whether the reduced elements lie closer together; of an expanded number, none do."""
-        reduced, kept = (
-            [
-                s
-                for at, s in enumerate(self.strides)
-                if self.shape[at] > 1 and (at in self.dims) is is_in
-            ]
-            for is_in in (True, False)
+        kept = self._least_stride(reduced=False)
+        return kept == inf or self._least_stride(reduced=True) < kept
+
+    def _least_stride(self, *, reduced: bool) -> float:
+        """Of the dimensions that are reduced, or of those kept; infinite where there is none."""
+        return min(
+            (
+                stride
+                for at, (stride, size) in enumerate(zip(self.strides, self.shape, strict=True))
+                if size > 1 and (at in self.dims) is reduced
+            ),
+            default=inf,
         )
-        return not kept or (bool(reduced) and min(reduced) < min(kept))
 
     @property
     def is_one_run(self) -> bool:

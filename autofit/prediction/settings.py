@@ -108,10 +108,7 @@ class _Context:
         return self._device.capabilities
 
     def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
-        workload = self._fresh()
-        with self._bench.training(workload, Plan(micro_batch)) as training:
-            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
-            return run(training, batch)
+        return self._bench.profile(run, micro_batch)
 
     def note(self, text: str) -> None:
         """Kept for the message where the plan asks for more than was offered."""

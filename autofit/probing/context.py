@@ -43,10 +43,7 @@ class BenchContext:
     def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
         self.close()
         self._bench.reclaim()
-        workload = self._bench.fresh_workload()
-        with self._bench.training(workload, Plan(micro_batch)) as training:
-            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
-            return run(training, batch)
+        return self._bench.profile(run, micro_batch)
 
     def note(self, text: str) -> None:
         self._notes.append(text)

@@ -57,6 +57,13 @@ class Workbench:
             batched=workload.batched_places,
         )
 
+    def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
+        """What `run(training, batch)` returns of a plain training, as strategies ask for it."""
+        workload = self.fresh_workload()
+        with self.training(workload, Plan(micro_batch)) as training:
+            ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
+            return run(training, batch)
+
     def _placed(self, recipe: Recipe) -> Recipe:
         """A loss that is a module may hold tensors (the weights of its classes, say)."""
         modules: dict[str, Any] = {

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.measurement import Role, Trial
-from autofit.plan import Plan, Settings
+from autofit.plan import Plan, Settings, unlike
 from autofit.report.record import Record
 from autofit.report.speeds import against_baseline, measured_faster
 from autofit.units import format_bytes, format_rate, format_seconds
@@ -182,9 +182,8 @@ def _split(plan: Plan) -> str:
 
 def _settings(settings: Settings, record: Record) -> str:
     """The settings that are not at their first value."""
-    plain = record.plain_settings
-    changed = [f"{name}={value}" for name, value in settings.items() if value != plain.get(name)]
-    return ", ".join(changed) or "plain"
+    changed = unlike(settings, record.plain_settings)
+    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "plain"
 
 
 def _interval(trial: Trial) -> str:
