@@ -12,8 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofit.capacity import check
-    from autofit.endurance import Endurance
+    from autofit.checks.check import check
+    from autofit.checks.soak import Endurance
+    from autofit.checks.verdict import Verdict
     from autofit.errors import (
         AutofitError,
         CannotTell,
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     )
     from autofit.measurement import Measurement, Outcome, Role, Trial
     from autofit.plan import Dimension, Hint, Plan
-    from autofit.prediction.engine import Prediction, predict
+    from autofit.prediction.predict import Prediction, predict
+    from autofit.probing.probe import probe
     from autofit.report.report import Report, load
-    from autofit.searching.public import search
-    from autofit.searching.single import probe
+    from autofit.searching.search import search
     from autofit.strategy import Numerics, Phase, Strategy
-    from autofit.training import Training
-    from autofit.verdict import Verdict
-    from autofit.workload import Workload
+    from autofit.training.training import Training
+    from autofit.training.workload import Workload
 
 __all__ = [
     "AutofitError",
@@ -68,8 +68,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "autofit.capacity": ("check",),
-    "autofit.endurance": ("Endurance",),
+    "autofit.checks.check": ("check",),
+    "autofit.checks.soak": ("Endurance",),
     "autofit.errors": (
         "AutofitError",
         "CannotTell",
@@ -82,14 +82,14 @@ _HOMES = {
     ),
     "autofit.measurement": ("Measurement", "Outcome", "Role", "Trial"),
     "autofit.plan": ("Dimension", "Hint", "Plan"),
-    "autofit.prediction.engine": ("Prediction", "predict"),
+    "autofit.prediction.predict": ("Prediction", "predict"),
     "autofit.report.report": ("Report", "load"),
-    "autofit.searching.public": ("search",),
-    "autofit.searching.single": ("probe",),
+    "autofit.searching.search": ("search",),
+    "autofit.probing.probe": ("probe",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),
-    "autofit.training": ("Training",),
-    "autofit.verdict": ("Verdict",),
-    "autofit.workload": ("Workload",),
+    "autofit.training.training": ("Training",),
+    "autofit.checks.verdict": ("Verdict",),
+    "autofit.training.workload": ("Workload",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,6 +1,6 @@
 """`python -m autofit` is the command line."""
 
-from autofit.cli import main
+from autofit.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from autofit.checks.verdict import Verdict
     from autofit.plan import Plan, Scalar
-    from autofit.verdict import Verdict
-    from autofit.workload import Workload
+    from autofit.training.workload import Workload
 
 Checker = Callable[..., "Verdict"]
 
@@ -67,7 +67,7 @@ def autofit_check(request: pytest.FixtureRequest) -> Checker:
         **options: Any,
     ) -> Verdict:
         __tracebackhide__ = True
-        from autofit.capacity import check
+        from autofit.checks.check import check
 
         verdict = check(
             workload,

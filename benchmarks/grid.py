@@ -28,14 +28,14 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 
 from autofit import Plan, Report, Workload, search
+from autofit.cli.target import load_target
 from autofit.measurement import Measurement
 from autofit.plan import Settings, unlike
-from autofit.probing.client import WorkerProber
 from autofit.probing.prober import ProbeRequest
+from autofit.probing.worker_client import WorkerProber
 from autofit.registry import load_strategies
 from autofit.searching.events import Event, ProbeFinished, ProbeStarted
 from autofit.space import Space
-from autofit.target import load_target
 from autofit.units import format_bytes, format_seconds
 
 FINALISTS = 8

@@ -34,8 +34,8 @@ from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Plan
 from autofit.registry import load_strategies
 from autofit.testing.context import PlainContext
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 from benchmarks.workloads import GPT
 
 BUDGETS = 20

@@ -35,8 +35,8 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from autofit.errors import NoFeasiblePlan
 from autofit.measurement import Role, Trial
-from autofit.searching.beliefs import Beliefs
-from autofit.searching.confirming import best_of
+from autofit.planning.confirmation import best_of
+from autofit.planning.posterior import Beliefs
 from autofit.searching.engine import run_search
 from benchmarks.simulated_devices import Device, draw_device
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 from autofit.memory.replay import Recording, replay, required_bytes
-from autofit.prediction.cuda_tracer import CudaTracer
-from autofit.prediction.engine import margin_bytes
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.dry_run import STEPS, stage
 from autofit.prediction.gpus import find_gpu
-from autofit.prediction.rehearsal import STEPS, stage
+from autofit.prediction.predict import margin_bytes
 from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
 from benchmarks.traces.trainings import TRAININGS
 

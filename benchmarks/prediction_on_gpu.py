@@ -23,11 +23,11 @@ import torch
 
 from autofit import Plan, Workload, predict
 from autofit.devices.cuda import CudaDevice
-from autofit.prediction.calibration import Calibration
 from autofit.prediction.gpus import Gpu
-from autofit.prediction.lines import gpu_of
-from autofit.probing.client import WorkerProber
+from autofit.prediction.memory_lines import gpu_of
+from autofit.prediction.predict import Calibration
 from autofit.probing.prober import ProbeRequest
+from autofit.probing.worker_client import WorkerProber
 from autofit.registry import load_strategies
 from benchmarks.prediction_models import WORKLOADS
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autofit.plan import Dimension, Hint, Plan, Scalar, Settings, VariantKey, variant_key
-from autofit.searching.facts import SearchFacts
+from autofit.planning.search_spec import SearchFacts
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
 
-from autofit.restoring import process_state
+from autofit.snapshot import process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +34,6 @@ def _quick_collections() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _computing_as_before() -> Iterator[None]:
     """A flag of torch's that a test leaves changed would change the fingerprints of later tests."""
-    before = process_state.computing()
+    before = process.computing()
     yield
-    process_state.restore(before)
+    process.restore(before)

@@ -1,4 +1,4 @@
-"""Who may import whom, read off the source file by file.
+"""Who may import whom, read off the source.
 
 A room is a package of `autofit`, or a module beside them. Imports under TYPE_CHECKING are for
 readers and type checkers and point anywhere.
@@ -11,10 +11,9 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from importlib.metadata import entry_points, requires
 from pathlib import Path
-
-import pytest
 
 import autofit
 from autofit.registry import GROUP
@@ -23,54 +22,45 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "autofit"
 STRATEGIES = ROOT / "strategies"
 
-WORDS = {"errors", "units", "plan", "measurement", "space", "strategy"}
-"""The vocabulary: everything may use it."""
-WORKLOAD = {"batching", "recipe", "optimizers", "workload"}
-TRAINING = WORKLOAD | {"training", "devices", "memory", "fingerprint"}
+VOCABULARY = {"errors", "units", "plan", "measurement", "space", "strategy"}
+"""Every room above the vocabulary may import it."""
+TRAINING = {"training", "devices", "memory", "snapshot", "equivalence"}
 ALLOWED = {
     "errors": set(),
+    "interrupts": set(),
     "units": {"errors"},
     "plan": {"errors"},
     "measurement": {"plan", "units", "errors"},
     "space": {"plan", "units", "errors"},
     "strategy": {"plan"},
-    "registry": WORDS,
-    "batching": WORDS,
-    "recipe": WORDS | {"batching"},
-    "optimizers": WORDS | {"batching"},
-    "workload": WORDS | {"batching", "recipe", "optimizers"},
-    "casts": set(),
-    "loss_scale": set(),
-    "memory": WORDS,
-    "devices": WORDS | {"memory"},
-    "fingerprint": WORDS | WORKLOAD | {"devices"},
-    "training": WORDS | WORKLOAD | {"casts", "loss_scale", "devices", "memory"},
-    "restoring": WORDS | WORKLOAD,
-    "curve_fit": set(),
-    "curve_terms": WORDS | {"curve_fit"},
-    "curves": WORDS | {"curve_fit", "curve_terms"},
-    "probing": WORDS | TRAINING | {"restoring", "registry"},
-    "report": WORDS | {"curves", "registry"},
-    "prediction": WORDS | TRAINING | {"probing", "restoring", "registry", "curves"},
-    "searching": WORDS
+    "registry": VOCABULARY,
+    "planning": VOCABULARY,
+    "memory": VOCABULARY,
+    "devices": VOCABULARY | {"memory"},
+    "training": VOCABULARY | {"devices", "memory"},
+    "snapshot": VOCABULARY | {"interrupts", "training"},
+    "equivalence": VOCABULARY | {"snapshot", "training"},
+    "probing": VOCABULARY | TRAINING | {"interrupts", "registry"},
+    "prediction": VOCABULARY | TRAINING | {"probing", "registry"},
+    "report": VOCABULARY | {"registry"},
+    "searching": VOCABULARY
     | TRAINING
-    | {"probing", "restoring", "prediction", "report", "curves", "registry"},
-    "testing": WORDS | TRAINING | {"probing", "restoring", "curves", "registry"},
+    | {"interrupts", "planning", "prediction", "probing", "registry", "report"},
+    "checks": VOCABULARY | TRAINING | {"prediction", "probing", "registry", "report"},
+    "testing": VOCABULARY | TRAINING | {"probing", "registry"},
 }
 """Room -> the rooms it may import. A room that is not here is at the surface: it may import all,
 and nobody imports it but the surface."""
 
 ON_DEMAND = {
-    "report": {
-        ("training", "apply"),
-        ("recipe", "_recipe"),
-        ("recipe", "_warn_of_a_stand_in"),
-        ("optimizers", "_check_live"),
-        ("endurance", "soak"),
-    },
-    "searching": {("progress", "_shown")},
+    ("report", "training", "apply"),
+    ("report", "training", "_recipe"),
+    ("report", "training", "_warn_of_a_stand_in"),
+    ("report", "training", "_check_live"),
+    ("report", "checks", "soak"),
+    ("searching", "cli", "_shown"),
 }
-"""What a room reaches beside those, and in which function: only when its user asks for it."""
+"""(room, the room it reaches beside those, the function that does so when its user asks for it)."""
 
 OWNERS = {
     "optuna": ("searching/",),
@@ -79,145 +69,160 @@ OWNERS = {
     "pandas": ("report/",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),
-    "numpy": ("curves.py", "curve_fit.py", "curve_terms.py", "searching/"),
-    "typer": (
-        "cli.py",
-        "command_process.py",
-        "options.py",
-        "printing.py",
-        "capacity_commands.py",
-    ),
-    "rich": ("progress.py", "report/"),
+    "numpy": ("planning/", "searching/result.py"),
+    "typer": ("cli/",),
+    "rich": ("cli/progress.py", "report/"),
 }
+"""A dependency -> the only places that import it."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's module, and the function it stands in (None: at the top)."""
+    """One import statement: where it stands, what it imports, the function around it if any."""
 
+    path: Path
     module: str
     function: str | None
 
+    @property
+    def room(self) -> str:
+        return self.path.relative_to(CORE).parts[0].removesuffix(".py")
 
-def imports_of(path: Path) -> list[Import]:
-    found: list[Import] = []
+    @property
+    def reached(self) -> str | None:
+        """autofit.probing.worker_client -> probing; None for what is not part of autofit."""
+        parts = self.module.split(".")
+        return parts[1] if parts[0] == "autofit" and len(parts) > 1 else None
 
-    def visit(node: ast.AST, function: str | None) -> None:
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)} imports {self.module}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    def visit(node: ast.AST, function: str | None) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, function) for alias in node.names)
+            yield from (Import(path, alias.name, function) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found.append(Import(module, function))
-            if module == "autofit":
-                found.extend(Import(f"autofit.{alias.name}", function) for alias in node.names)
+            yield Import(path, module, function)
+            # `from autofit import plan` and `from autofit.memory import replay` name modules
+            if module.partition(".")[0] == "autofit":
+                yield from (Import(path, f"{module}.{a.name}", function) for a in node.names)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             return
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node.name
         for child in ast.iter_child_nodes(node):
-            visit(child, function)
+            yield from visit(child, function)
 
-    visit(ast.parse(path.read_text()), None)
-    return found
-
-
-def files_under(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts)
+    return visit(ast.parse(path.read_text()), None)
 
 
-def room_of(module: str) -> str | None:
-    """autofit.probing.client -> probing; None for what is no part of autofit."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "autofit" and len(parts) > 1 else None
+def files_under(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def imports_under(folder: Path) -> list[Import]:
+    return [one for path in files_under(folder) for one in imports_of(path)]
 
 
-core_files = pytest.mark.parametrize("path", list(files_under(CORE)), ids=name_of)
-strategy_files = pytest.mark.parametrize("path", list(files_under(STRATEGIES)), ids=name_of)
+ROOMS = {path.name.removesuffix(".py") for path in CORE.iterdir() if path.name != "__pycache__"}
 
 
-@core_files
-def test_a_room_imports_only_the_rooms_below_it(path: Path) -> None:
-    room = path.relative_to(CORE).parts[0].removesuffix(".py")
-    imported = {room_of(one.module) for one in imports_of(path)} - {None, room}
-    imported -= {reached for reached, _ in ON_DEMAND.get(room, ())}  # see the next test
-    rooms = {path.name.removesuffix(".py") for path in CORE.iterdir()}
-    allowed = ALLOWED.get(room, rooms)
-    assert imported & rooms <= allowed, f"{name_of(path)} may not import {imported - allowed}"
+def test_a_room_imports_only_the_rooms_below_it() -> None:
+    upward = [
+        str(one)
+        for one in imports_under(CORE)
+        if one.reached in ROOMS - {one.room} - ALLOWED.get(one.room, ROOMS)
+        and (one.room, one.reached, one.function) not in ON_DEMAND
+    ]
+    assert upward == []
 
 
-@pytest.mark.parametrize("room", ON_DEMAND)
-def test_a_training_and_its_display_are_reached_only_on_demand(room: str) -> None:
-    rooms = {reached for reached, _ in ON_DEMAND[room]}
-    reaching = {
-        (room_of(one.module), one.function)
-        for path in files_under(CORE / room)
-        for one in imports_of(path)
-        if room_of(one.module) in rooms
+def test_what_is_reached_on_demand_is_all_still_reached() -> None:
+    reached = {(one.room, one.reached, one.function) for one in imports_under(CORE)}
+    assert reached >= ON_DEMAND
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files_under(CORE)
     }
-    assert reaching == ON_DEMAND[room]
+    needs = {
+        name: {one.module for one in imports_of(path) if not one.function} & set(modules) - {name}
+        for name, path in modules.items()
+    }
+    order = list(TopologicalSorter(needs).static_order())  # raises CycleError, which names it
+    assert set(order) == set(modules)
 
 
-@core_files
-def test_each_dependency_has_one_owner(path: Path) -> None:
-    here = path.relative_to(CORE).as_posix()
-    for one in imports_of(path):
-        owners = OWNERS.get(one.module.partition(".")[0])
-        assert owners is None or here.startswith(owners), f"{here} imports {one.module}"
+def test_each_dependency_has_one_owner() -> None:
+    strangers = [
+        str(one)
+        for one in imports_under(CORE)
+        if (owners := OWNERS.get(one.module.partition(".")[0]))
+        and not one.path.relative_to(CORE).as_posix().startswith(owners)
+    ]
+    assert strangers == []
 
 
-@core_files
-def test_nothing_is_imported_that_the_distribution_does_not_ask_for(path: Path) -> None:
+def test_nothing_is_imported_that_the_distribution_does_not_ask_for() -> None:
     asked_for = {re.split(r"[^\w-]", line)[0] for line in requires("torch-autofit") or ()}
     modules = {"nvidia-ml-py": "pynvml"}
     known = {modules.get(name, name) for name in asked_for} | {"pytest", "autofit"}
-    imported = {one.module.partition(".")[0] for one in imports_of(path)} - {""}
+    imported = {one.module.partition(".")[0] for one in imports_under(CORE)} - {""}
     assert imported <= known | set(sys.stdlib_module_names)
 
 
-@core_files
-def test_the_core_neither_imports_nor_names_a_strategy(path: Path) -> None:
-    assert "strategies" not in {room_of(one.module) for one in imports_of(path)}
-    names = [entry.name for entry in entry_points(group=GROUP)]
+def test_the_core_neither_imports_nor_names_a_strategy() -> None:
+    assert "strategies" not in {one.reached for one in imports_under(CORE)}
+    names = {entry.name for entry in entry_points(group=GROUP)} - {
+        "optimizer"
+    }  # a workload's field
     assert names, "no strategy is installed: install the project first"
-    own_words = {"optimizer"}  # a field of every workload
-    for text in strings_of(path):
-        named = [n for n in names if n not in own_words and (text == n or text.startswith(f"{n}."))]
-        assert not named, f"{name_of(path)} names the strategy {named[0]!r} in {text!r}"
+    named = [
+        f"{path.relative_to(ROOT)}: {text!r}"
+        for path in files_under(CORE)
+        for text in strings_of(path)
+        if any(text == name or text.startswith(f"{name}.") for name in names)
+    ]
+    assert named == []
 
 
-@strategy_files
-def test_a_strategy_sees_the_contract_and_torch_alone(path: Path) -> None:
-    allowed = {"autofit.strategy", "autofit.plan", "autofit.errors", "torch"}
-    for one in imports_of(path):
-        top = one.module.partition(".")[0]
-        if top in sys.stdlib_module_names or one.module.startswith("autofit.strategies."):
-            continue
+def test_a_strategy_sees_the_contract_and_torch_alone() -> None:
+    allowed = {"autofit.strategy", "autofit.plan", "autofit.errors"}
+    strangers = []
+    for one in imports_under(STRATEGIES):
         depth = len(one.module) - len(one.module.lstrip("."))
+        top = one.module.partition(".")[0]
         if depth:  # relative: it must stay among the strategies
-            assert depth <= len(path.relative_to(STRATEGIES).parts)
-            continue
-        module = "torch" if top == "torch" else one.module
-        assert module in allowed, f"{name_of(path)} imports {one.module}"
+            is_known = depth <= len(one.path.relative_to(STRATEGIES).parts)
+        else:
+            is_known = (
+                top in sys.stdlib_module_names | {"torch"}
+                or one.module.startswith("autofit.strategies.")
+                or one.module in allowed
+                or one.module.rpartition(".")[0] in allowed
+            )
+        if not is_known:
+            strangers.append(f"{one.path.relative_to(ROOT)} imports {one.module}")
+    assert strangers == []
 
 
-@core_files
-def test_no_module_bears_the_name_of_a_public_function(path: Path) -> None:
+def test_nothing_beside_the_rooms_bears_the_name_of_a_public_function() -> None:
+    """`autofit.search` stays the function whatever was imported before."""
     functions = {name for name in autofit.__all__ if name.islower()}
     assert {"search", "probe", "load"} <= functions
-    assert path.stem not in functions
-    assert path.parent.name not in functions
+    assert not functions & ROOMS
 
 
 def test_the_table_of_arrows_has_no_dead_rooms() -> None:
-    assert set(ALLOWED) <= {path.name.removesuffix(".py") for path in CORE.iterdir()}
+    assert set(ALLOWED) <= ROOMS
 
 
 def strings_of(path: Path) -> Iterator[str]:
-    """Every string constant that is no docstring."""
+    """Every string constant that is not a docstring."""
     tree = ast.parse(path.read_text())
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -14,11 +14,11 @@ from torch import nn
 import autofit
 from autofit.measurement import Role
 from autofit.plan import Scalar, variant_key
-from autofit.probing.opening import open_prober
+from autofit.probing.isolation import open_prober
 from autofit.probing.prober import ProbeRequest, WorkloadProber
 from autofit.registry import installed_names, load_strategies
-from autofit.restoring.snapshot import differences, digest
-from autofit.searching.foresight import predicted_lines
+from autofit.searching.predicted_lines import predicted_lines
+from autofit.snapshot.snapshot import differences, digest
 from autofit.testing import check_strategy
 from autofit.units import parse_bytes
 

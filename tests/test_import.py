@@ -28,7 +28,7 @@ def test_importing_autofit_loads_nothing_beyond_python_itself() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import autofit.cli",
+        "import autofit.cli.main",
         "import autofit.pytest_plugin",
         "import autofit; autofit.Plan(8); autofit.load",
         "from autofit import registry; registry.installed_names()",

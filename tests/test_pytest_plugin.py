@@ -13,7 +13,7 @@ pytest_plugins = ["pytester"]
 WORKLOAD = """
     import torch
     from torch import nn
-    from autofit.workload import Workload
+    from autofit.training.workload import Workload
 
     def make_workload():
         model = lambda: nn.Sequential(nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from autofit.devices.base import Environment, MemoryReading
-from autofit.devices.nvml import Nvml, device_uuid
-from autofit.devices.share import CONTEXT_BYTES, Share, who_grew
+from autofit.devices.nvml import CONTEXT_BYTES, Nvml, Share, device_uuid, who_grew
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
 

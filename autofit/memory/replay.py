@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
-from autofit.memory.blocks import (
-    OWN_SEGMENT_ROUNDING_BYTES,
-    ROUNDING_BYTES,
-    Block,
-    round_up,
-)
+from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES, ROUNDING_BYTES, Block, round_up
 
 Event: TypeAlias = tuple[int, int]
 """(id, bytes) for an allocation, ids being whole numbers from 1, and (-id, 0) for its release."""

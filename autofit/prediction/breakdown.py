@@ -13,11 +13,11 @@ import torch
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.blocks import Block
 from autofit.memory.replay import STEPS, Recording
-from autofit.memory.storages import tensors_in
-from autofit.optimizers import by_name
-from autofit.prediction.cuda_tracer import CudaTracer
-from autofit.prediction.lacking import Lack
-from autofit.training import Training
+from autofit.memory.tracer import tensors_in
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.cuda.unsupported import Lack
+from autofit.training.optimizers import by_name
+from autofit.training.training import Training
 
 KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries")
 

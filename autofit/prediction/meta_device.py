@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from autofit.devices.base import Environment, MemoryReading
-from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.cuda.known_values import is_number
+from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.gpus import Gpu
-from autofit.prediction.known import is_number
 from autofit.strategy import Capabilities
 
 

@@ -2,7 +2,7 @@
 
 Model and optimizer are trained in place and put back from a snapshot, before each probe and at the
 end. A hang, a crash or a poisoned device context here is the whole process's; a worker process
-(`autofit.probing.client`) survives all three.
+(`autofit.probing.worker_client`) survives all three.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from autofit.devices.base import budget_bytes
 from autofit.devices.lock import DeviceLock
 from autofit.devices.open import open_device
+from autofit.equivalence.gradients import Comparison
 from autofit.errors import DeviceUnavailable, mark_users, users_code
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.probing.comparison import Comparison
+from autofit.probing.messages import WorkerTraceback
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import Survey
-from autofit.probing.wire import WorkerTraceback
-from autofit.restoring.reach import live_objects
-from autofit.restoring.snapshot import Snapshot
+from autofit.snapshot.reachability import live_objects
+from autofit.snapshot.snapshot import Snapshot
 from autofit.strategy import Strategy
-from autofit.workload import Workload
+from autofit.training.workload import Workload
 
 
 class InProcessProber(AbstractContextManager["InProcessProber"]):

@@ -1,6 +1,6 @@
 """One plan, stepped on a device: warm-up, timed steps, and what was seen of them.
 
-How many steps are timed is said in `autofit.probing.patience`. Peaks are over warm-up and timed
+How many steps are timed is said in `autofit.probing.prober`. Peaks are over warm-up and timed
 steps together, since the optimizer's state appears in the first step and the peak often in the
 second.
 """
@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autofit.batching import Batch, map_tensors
 from autofit.devices.base import Device, Mark, MemoryReading
+from autofit.errors import collect_garbage
 from autofit.measurement import Measurement, Outcome
-from autofit.probing.growth import Growth, bytes_per_step, growth
-from autofit.probing.patience import enough_steps
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.scrub import collect
-from autofit.training import Training
+from autofit.probing.leak import Growth, bytes_per_step, growth
+from autofit.probing.prober import ProbeRequest, enough_steps
+from autofit.training.batch import Batch, map_tensors
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 from autofit.units import format_bytes
-from autofit.workload import Workload
 
 WARM_UP_STEPS = 2
 MOST_WARM_UP_STEPS = 24
@@ -153,7 +152,7 @@ def _growth(device: Device, window: _Window) -> Growth | None:
     boundaries = window.boundary_bytes[first:]
     if bytes_per_step(boundaries) is None:
         return None
-    collect()
+    collect_garbage()
     return growth(boundaries, device.allocated_bytes())
 
 

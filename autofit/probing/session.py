@@ -12,27 +12,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.devices.base import Device, MemoryReading
+from autofit.equivalence.gradients import Comparison, compare_plans
+from autofit.errors import release_exception
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.probing.comparison import Comparison
-from autofit.probing.doubt import (
+from autofit.probing.faults import (
+    Fault,
+    fault_of,
     has_moved,
     is_explained,
     memory_was_short,
     only_libraries_went_over,
+    settle,
     spilled,
 )
-from autofit.probing.faults import Fault, fault_of, settle
-from autofit.probing.lookover import look_over
 from autofit.probing.measure import measure
-from autofit.probing.plan_comparison import compare_plans
 from autofit.probing.prober import ProbeRequest
-from autofit.probing.scrub import scrub
-from autofit.probing.survey import Survey
-from autofit.probing.workbench import Workbench
+from autofit.probing.survey import Survey, look_over
 from autofit.strategy import Strategy
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.builder import Workbench
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 RETAINED_BYTES = 8 * 2**20
 """More than this still allocated after a probe was cleaned up: the next one needs a new worker."""
@@ -168,7 +168,7 @@ class Session:
         except BaseException as error:  # a SystemExit of the user's is the user's error too
             raised, text, fault = error, traceback.format_exc(), fault_of(error)
         # Outside the except block nothing keeps the failing frames alive but the traceback.
-        scrub(raised)
+        release_exception(raised)
         return None, fault, (raised, text)
 
     def _measure(self, request: ProbeRequest) -> Measurement:
@@ -208,7 +208,7 @@ class Session:
         try:
             return self._device.foreign_bytes()
         except Exception as error:
-            scrub(error)
+            release_exception(error)
             return None
 
     def _retained(self, before: MemoryReading) -> int:
@@ -216,7 +216,7 @@ class Session:
         try:
             return self._device.read().allocated_bytes - before.allocated_bytes
         except Exception as error:
-            scrub(error)
+            release_exception(error)
             return 0
 
     def _health_fault(self) -> Fault | None:

@@ -1,6 +1,6 @@
 """The worker process: holds the device and the model, and does as it is told until told to stop.
 
-It never outlives its parent (`autofit.probing.lifeline`), and it answers on a pipe of its own, so
+It never outlives its parent (`autofit.probing.process_lifetime`), and it answers on a pipe of its own, so
 user code may print what it likes.
 """
 
@@ -23,10 +23,10 @@ from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
 from autofit.plan import Plan
 from autofit.probing.faults import fault_of
-from autofit.probing.payload import read_payload
+from autofit.probing.messages import STACK_SIGNAL, exception_to_dict, request_from_dict, send
+from autofit.probing.serialization import read_payload
 from autofit.probing.session import Session
-from autofit.probing.wire import STACK_SIGNAL, exception_to_dict, request_from_dict, send
-from autofit.restoring import process_state
+from autofit.snapshot import process
 
 
 def main(requests_fd: int, replies_fd: int) -> None:
@@ -65,7 +65,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
 def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(message["payload"])
     payload = read_payload(path)
-    process_state.restore(payload.computing)
+    process.restore(payload.computing)
     device = _open_device(message["device"])
     budget = budget_bytes(
         message["vram_budget"], total_bytes=device.total_bytes, free_bytes=device.free_bytes

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 from autofit.errors import InvalidRequest
 from autofit.measurement import Trial
 from autofit.plan import Plan
-from autofit.report import applying
-from autofit.report.frontier import frontier
-from autofit.report.record import Record
+from autofit.report import apply
+from autofit.report.record import Record, frontier
 from autofit.report.text import WIDTH, headline, render
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from autofit.endurance import Endurance
+    from autofit.checks.soak import Endurance
     from autofit.strategy import Strategy
-    from autofit.training import Training
-    from autofit.workload import Workload
+    from autofit.training.training import Training
+    from autofit.training.workload import Workload
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,7 +162,7 @@ class Report:
             "before_step": before_step,
             "train_step": train_step,
         }
-        return applying.apply(
+        return apply.apply(
             self.record,
             model,
             optimizer,
@@ -185,9 +184,9 @@ class Report:
 
         Args:
             workload: what was searched; a loaded report has to be told.
-            steps, device, isolation, and what is raised: as for `autofit.endurance.soak`.
+            steps, device, isolation, and what is raised: as for `autofit.checks.soak.soak`.
         """
-        from autofit.endurance import soak
+        from autofit.checks.soak import soak
 
         trained = workload or self.workload
         if trained is None:

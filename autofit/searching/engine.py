@@ -7,23 +7,90 @@ of the user's own code on the plain workload reaches the user as it was raised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 from optuna.samplers import BaseSampler
 
-from autofit.measurement import Role, Trial
-from autofit.probing.prober import Prober
-from autofit.restoring.interrupts import Interrupts, interrupts_remembered
-from autofit.searching import confirming, events, failures, ledger, planner
-from autofit.searching.allowance import Allowance
-from autofit.searching.beliefs import Beliefs
-from autofit.searching.facts import SearchFacts
-from autofit.searching.result import INTERRUPTED, SearchResult
-from autofit.searching.running import run_plan
+from autofit.interrupts import Interrupts, interrupts_remembered
+from autofit.measurement import (
+    Measurement,
+    Outcome,
+    Role,
+    Trial,
+    fastest_of,
+    oom_probes_of,
+    probes_of,
+)
+from autofit.plan import Plan
+from autofit.planning import confirmation, planner
+from autofit.planning.posterior import Beliefs
+from autofit.planning.search_spec import SearchFacts
+from autofit.probing.prober import Prober, ProbeRequest
+from autofit.searching import events, result, trial_codec
+from autofit.searching.limits import Allowance
+from autofit.searching.result import INTERRUPTED, SearchResult, skips
 from autofit.searching.sampler import OnePlan, PlannerSampler
-from autofit.searching.skips import skips
-from autofit.searching.store import Store
-from autofit.searching.tally import fastest_of, oom_probes_of, probes_of
+from autofit.searching.study import Store
+from autofit.space import Space
+
+# One plan of a search, run in a worker that suits it, and whose fault it is where it fails.
+
+
+def run_plan(
+    plan: Plan,
+    role: Role,
+    *,
+    prober: Prober,
+    space: Space,
+    trials: Sequence[Trial],
+    expected_seconds: float | None,
+) -> Measurement:
+    """Run a plan as its role asks; an error that the plan itself brings about is `unsupported`.
+
+    Args:
+        plan: what to run.
+        role: a confirmation is run in full, and has no rate to beat.
+        prober: runs it.
+        space: the search space that the plan is of.
+        trials: what was run before.
+        expected_seconds: what the probe is expected to take; None: unknown.
+    """
+    confirmed = role is Role.CONFIRMED
+    leader = None if confirmed else fastest_of(trials)
+    request = ProbeRequest(
+        plan,
+        payloads=space.payloads(plan.settings),
+        incumbent_samples_per_second=leader.samples_per_second if leader else None,
+        full_accumulation=confirmed,
+        expected_seconds=expected_seconds,
+    )
+    alone = space.needs_fresh_worker(plan.settings)
+    measurement = _probe_alone(prober, request) if alone else prober.probe(request)
+    if measurement.outcome is Outcome.USER_ERROR and not _is_plain(plan, space, trials):
+        return replace(measurement, outcome=Outcome.UNSUPPORTED)
+    return measurement
+
+
+def _probe_alone(prober: Prober, request: ProbeRequest) -> Measurement:
+    """Probe in a worker that ran nothing before and runs nothing after."""
+    prober.renew()
+    measurement = prober.probe(request)
+    prober.renew()
+    return measurement
+
+
+def _is_plain(plan: Plan, space: Space, trials: Sequence[Trial]) -> bool:
+    """Whether what happens to this plan happens to the user's own training.
+
+    Once the baseline has run, a larger micro-batch that raises is that plan's own affair.
+    """
+    baseline = space.baseline
+    if any(trial.ok and trial.plan == baseline for trial in trials):
+        return False
+    return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
+
 
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
@@ -113,9 +180,9 @@ class _Search:
             if not any(trial.ok for trial in self._trials):
                 raise
             stopped_because = INTERRUPTED
-        best = confirming.best_of(self._beliefs)
+        best = confirmation.best_of(self._beliefs)
         if best is None:
-            raise failures.nothing_fits(self._facts, self._trials)
+            raise result.nothing_fits(self._facts, self._trials)
         return SearchResult(
             self._facts,
             self._trials,
@@ -176,7 +243,7 @@ class _Search:
         """
         begun = False
         while True:
-            plan = confirming.confirm(self._beliefs)
+            plan = confirmation.confirm(self._beliefs)
             if plan is None or self._may_not_probe():
                 return True
             if not begun:
@@ -196,7 +263,7 @@ class _Search:
         """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
         self._interrupts.check()
         with self._store.asking(sampler) as asked:
-            plan = ledger.plan_of(asked.params, self._facts.space)
+            plan = trial_codec.plan_of(asked.params, self._facts.space)
             forecast = planner.forecast(self._beliefs, plan)
             veto = None
             if self._may_veto and sampler is self._foreign_sampler:
@@ -219,7 +286,7 @@ class _Search:
         self._beliefs = self._beliefs.after(self._trials)
         finished = events.Vetoed if veto is not None else events.ProbeFinished
         self._tell(finished(self._trials[-1], self._progress()))
-        error = failures.hopeless(self._trials[-1], self._prober)
+        error = result.hopeless(self._trials[-1], self._prober)
         if error is not None:
             raise error
         return veto is None

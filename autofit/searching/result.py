@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
 
-from autofit.measurement import Trial
-from autofit.report.record import Skipped
-from autofit.searching.facts import SearchFacts
-from autofit.searching.tally import oom_probes_of, probes_of
+import numpy as np
+
+from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
+from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
+from autofit.plan import Plan, Scalar, settings_of
+from autofit.planning.feasibility import Counts
+from autofit.planning.planner import ceilings, leading
+from autofit.planning.posterior import Beliefs
+from autofit.planning.search_spec import SearchFacts
+from autofit.probing.prober import Prober, WorkloadProber, users_error
+from autofit.probing.survey import Survey
+from autofit.report.record import Record, SearchSummary, Skipped
+from autofit.searching.predicted_lines import learned
+from autofit.strategy import Strategy
+from autofit.training.workload import Workload
+from autofit.units import format_bytes, format_rate
 
 INTERRUPTED = "interrupted"
 """Why a search stopped that Ctrl-C ended."""
@@ -43,3 +60,234 @@ class SearchResult:
     def oom_probes(self) -> int:
         """Probes that ran out of memory."""
         return oom_probes_of(self.trials)
+
+
+# A plan as the lines that a user would write to train with it.
+
+
+def paste_lines(
+    plan: Plan, strategies: Sequence[Strategy], payloads: Mapping[str, Any]
+) -> list[str]:
+    """Batch geometry first, then what each strategy says of its settings."""
+    lines = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
+    if plan.accumulation_steps > 1:
+        lines.append(
+            f"accumulation_steps = {plan.accumulation_steps}  # micro-batches in one "
+            f"optimizer step of {plan.samples_per_step} samples; "
+            "weight each loss by its share of the samples"
+        )
+    for strategy in strategies:
+        settings = settings_of(strategy.name, plan.settings)
+        if settings:
+            lines += strategy.describe(settings, settings_of(strategy.name, payloads))
+    return lines
+
+
+# The errors that a search ends with: the user's own, and that nothing can be returned.
+
+
+def hopeless(trial: Trial, prober: Prober) -> BaseException | None:
+    """What is wrong with the plain workload itself, after its trial; None where nothing is."""
+    outcome, detail = trial.measurement.outcome, trial.measurement.detail
+    if (error := users_error(prober, trial.measurement)) is not None:
+        return error
+    if trial.role is not Role.BASELINE:
+        return None
+    if outcome is Outcome.NONFINITE:
+        return WorkloadFailed(
+            f"the loss of the plain workload is not finite ({detail or trial.plan}): check the "
+            "sample batch, the loss and the learning rate before looking for a faster plan"
+        )
+    if outcome is Outcome.LEAK:
+        return WorkloadFailed(
+            f"the plain workload holds more memory after every step ({detail or trial.plan}): "
+            "no plan can fit for long; look for a loss or an output that is kept with its graph"
+        )
+    return None
+
+
+def _size(trial: Trial) -> tuple[int, float]:
+    """What the smallest plan is told by: micro-batch, then the bytes held, where they are known."""
+    held = trial.measurement.held_bytes
+    return trial.plan.micro_batch, math.inf if held is None else held
+
+
+def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
+    """What to say when not one plan that was tried can be returned."""
+    tried = probes_of(trials)
+    about_memory = [trial for trial in tried if trial.measurement.outcome.about_memory]
+    if not about_memory:
+        last = tried[-1]
+        return WorkloadFailed(
+            f"not one plan could be run; the last, {last.plan}, ended "
+            f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
+        )
+    smallest = min(about_memory, key=_size)
+    required, allowed = smallest.measurement.held_bytes, facts.vram_budget_bytes
+    if required is None:
+        needed = "ran out of memory"
+    elif required <= allowed:  # its peak before it asked for what there was not
+        needed = f"held {format_bytes(required)} and asked for more"
+    else:
+        needed = f"needed {format_bytes(required)}"
+    return NoFeasiblePlan(
+        f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
+        f"{format_bytes(allowed)} were allowed; {_ways_out(facts)}",
+        plan=smallest.plan,
+        required_bytes=required,
+        allowed_bytes=allowed,
+    )
+
+
+def _ways_out(facts: SearchFacts) -> str:
+    ways = "raise the VRAM budget, shorten the samples or make the model smaller"
+    fixed = facts.space.only_micro_batch
+    if fixed is None or fixed == 1:
+        return ways
+    return (
+        f"no other micro-batch than {fixed} was tried, since split and whole gradients differ or "
+        "could not be compared: allow_resplit=True tries smaller ones, and so does loss_weight= "
+        f"where it makes the two equal; else {ways}"
+    )
+
+
+# What a search leaves behind: survey and result as the record that a report is a view of.
+
+_FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "train_step")
+"""The user's functions, whose code no report holds: it says which there were."""
+
+
+def record_of(
+    survey: Survey,
+    result: SearchResult,
+    strategies: tuple[Strategy, ...],
+    workload: Workload,
+    difference: Mapping[str, Any] | None,
+    seconds: float,
+) -> Record:
+    """What the report shows.
+
+    Args:
+        survey: of the workload, with what prediction had to note.
+        result: of the search.
+        strategies: those that the search was given.
+        workload: what was searched.
+        difference: see `difference_of`.
+        seconds: what all of it took, the worker's start included.
+    """
+    space = result.facts.space
+    return Record(
+        version=version("torch-autofit"),
+        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        environment=asdict(survey.environment),
+        workload={
+            "fingerprint": survey.fingerprint,
+            "parameters": survey.parameters,
+            "parameter_bytes": survey.parameter_bytes,
+            "global_batch": survey.global_batch,
+            "sample_batch_size": survey.sample_batch_size,
+            "may_resplit": survey.may_resplit,
+            "loss": survey.loss,
+            "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
+            "clip_grad_norm": workload.clip_grad_norm,
+            "sample_shapes": dict(survey.sample_shapes),
+        },
+        vram_budget_bytes=result.facts.vram_budget_bytes,
+        search=SearchSummary(
+            probes=result.probes,
+            oom_probes=result.oom_probes,
+            seconds=seconds,
+            stopped_because=result.stopped_because,
+            seed=result.facts.seed,
+        ),
+        dimensions=space.dimensions,
+        trials=result.trials,
+        best_number=result.best.number,
+        baseline_number=result.baseline.number,
+        skipped=result.skipped,
+        paste={
+            trial.number: paste_lines(trial.plan, strategies, space.payloads(trial.plan.settings))
+            for trial in result.trials
+        },
+        notes=(*survey.notes, *_not_split(result.best)),
+        difference=difference,
+        calibration=learned(workload, survey, space, strategies, result.baseline),
+    )
+
+
+def _not_split(best: Trial) -> Iterator[str]:
+    """A train_step is told how to split, and may do otherwise."""
+    plan, run = best.plan, best.measurement.micro_batches_run
+    if plan.accumulation_steps > 1 and run == 1:
+        yield (
+            f"train_step never called training.micro_batches: unless it splits the batch itself, "
+            f"all {plan.samples_per_step} samples of a step ran at once, and not as "
+            f"{plan.micro_batch} x {plan.accumulation_steps}"
+        )
+
+
+def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, Any] | None:
+    """How far the best plan's loss and gradients are from the baseline's; None where not told."""
+    best, baseline = result.best.plan, result.baseline.plan
+    if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
+        return None
+    payloads = [result.facts.space.payloads(plan.settings) for plan in (baseline, best)]
+    samples = min(best.samples_per_step, baseline.samples_per_step)
+    try:
+        compared = prober.compare(baseline, best, payloads, samples).to_dict()
+    except (Exception, KeyboardInterrupt):  # train_step, full memory, impatience: do without
+        return None
+    finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
+    return compared if finite else None
+
+
+# What a search left out, in words that a person can check.
+
+
+def skips(beliefs: Beliefs) -> tuple[Skipped, ...]:
+    """What was set aside, then each value of a setting that was never run."""
+    blamed = [Skipped(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
+    size: Counts = np.median(ceilings(beliefs), axis=0).astype(np.int64)
+    run = {pair for trial in beliefs.probes for pair in trial.plan.variant}
+    never = [
+        Skipped({name: value}, why)
+        for name, dimension in beliefs.facts.space.dimensions.items()
+        for value in dimension.values
+        if (name, value) not in run and (why := _why_not(beliefs, name, value, size))
+    ]
+    return (*blamed, *never)
+
+
+def _why_not(beliefs: Beliefs, name: str, value: Scalar, size: Counts) -> str | None:
+    """Why that value was not run; None where what was set aside says so already.
+
+    `size` is the largest micro-batch that each variant is expected to have room for.
+    """
+    having = [settings[name] == value for settings in beliefs.variants]
+    variants = np.flatnonzero(np.array(having) & beliefs.usable)
+    leader = leading(beliefs)
+    if not len(variants):
+        return None
+    fitting = variants[size[variants] >= 1]
+    if not len(fitting) or leader is None:
+        return _too_large(beliefs, variants)
+    predicted = np.median(beliefs.speeds(size), axis=0)
+    best, ahead = float(predicted[fitting].max()), float(np.median(beliefs.speed(leader.plan)))
+    words = (
+        f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
+        f"{format_rate(np.exp(ahead))}"
+    )
+    return words if best <= ahead else f"not tried before the search stopped: {words}"
+
+
+def _too_large(beliefs: Beliefs, variants: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
+    """What the leanest of those variants would hold at its smallest micro-batch."""
+    space = beliefs.facts.space
+    plans = [space.plan(int(beliefs.sizes.smallest[i]), beliefs.variants[i]) for i in variants]
+    held, plan = min(
+        ((float(np.median(beliefs.held(plan))), plan) for plan in plans), key=lambda pair: pair[0]
+    )
+    return (
+        f"predicted to hold {format_bytes(held)} at micro-batch {plan.micro_batch} where "
+        f"{format_bytes(beliefs.facts.vram_budget_bytes)} are allowed"
+    )

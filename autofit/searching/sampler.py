@@ -16,8 +16,9 @@ from optuna.trial import FrozenTrial
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
-from autofit.searching import confirming, ledger, planner
-from autofit.searching.beliefs import Beliefs
+from autofit.planning import confirmation, planner
+from autofit.planning.posterior import Beliefs
+from autofit.searching import trial_codec
 
 
 class _PlanSampler(BaseSampler):
@@ -32,7 +33,7 @@ class _PlanSampler(BaseSampler):
         trial: FrozenTrial,
     ) -> dict[str, BaseDistribution]:
         """All settings and the micro-batch."""
-        return ledger.distributions(ledger.facts_of(study).space)
+        return trial_codec.distributions(trial_codec.facts_of(study).space)
 
     def sample_relative(
         self,
@@ -41,7 +42,7 @@ class _PlanSampler(BaseSampler):
         search_space: dict[str, BaseDistribution],
     ) -> dict[str, Any]:
         """The plan's parameters."""
-        return ledger.params_of(self._plan(study))
+        return trial_codec.params_of(self._plan(study))
 
     def sample_independent(
         self,
@@ -72,9 +73,9 @@ class PlannerSampler(_PlanSampler):
     """autofit's planner; once nothing can be expected to win, it repeats the best plan."""
 
     def _plan(self, study: Study) -> Plan:
-        beliefs = Beliefs(ledger.facts_of(study), ledger.trials_of(study))
+        beliefs = Beliefs(trial_codec.facts_of(study), trial_codec.trials_of(study))
         plan = planner.decide(beliefs).plan
         if plan is not None:
             return plan
-        best = confirming.best_of(beliefs)
+        best = confirmation.best_of(beliefs)
         return beliefs.facts.space.baseline if best is None else best.plan

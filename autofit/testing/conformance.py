@@ -13,16 +13,212 @@ payloads survive JSON; a training script can be told what to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
-from autofit.registry import load_strategies
-from autofit.strategy import Capabilities, Strategy
-from autofit.testing.case import Case
+from autofit.equivalence.runs import Run, copies, differences_between, gradients_of
+from autofit.plan import Dimension, Plan, Scalar, payloads_of
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.snapshot.snapshot import Digest, differences, digest
+from autofit.strategy import Capabilities, Numerics, Strategy
+from autofit.testing.context import PlainContext
 from autofit.testing.samples import attention, convolutions
-from autofit.workload import Workload
+from autofit.training.optimizers import Optimizers
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+# One strategy on one workload: what it offers there, and where it breaks its contract.
+
+_STEPS_COMPARED = 3
+_MOST_VALUES = 5
+"""Of a setting with more values than these beside the first, some in equal distances are tried."""
+
+_ROUNDING_TOLERANCE = 1e-4
+"""Largest difference of a ROUNDING strategy's losses and gradients, relative to their size."""
+_EMPTIED = "_backward_hooks keys: absent became ()"
+"""A tensor keeps the container of its hooks after the last of them was taken away."""
+
+
+class Case:
+    """One strategy on one workload.
+
+    Args:
+        strategy: what is tested.
+        build: makes the workload, alike each time.
+        device: where to train.
+        capabilities: what the device can do; None: everything.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        build: Callable[[], Workload],
+        device: torch.device,
+        capabilities: Capabilities | None,
+    ) -> None:
+        self._strategy = strategy
+        self._build = build
+        self._device = device
+        context = PlainContext(build, device, capabilities)
+        self._dimensions = collect_dimensions([strategy], context)
+        self._plain = self._steps({}, {})
+
+    def variants(self) -> Iterator[tuple[dict[str, Scalar], dict[str, Any]]]:
+        """The first values, then other values of each setting beside the others' first."""
+        first = {name: dimension.values[0] for name, dimension in self._dimensions.items()}
+        if not first:
+            return
+        yield first, payloads_of(self._dimensions, first)
+        for name, dimension in self._dimensions.items():
+            for value in _spread(dimension.values[1:]):
+                settings = self._with_allowed_others(first | {name: value}, dimension)
+                yield settings, payloads_of(self._dimensions, settings)
+
+    def is_plain(self, settings: Mapping[str, Scalar]) -> bool:
+        """Whether every setting is at its first value."""
+        return all(settings[name] == d.values[0] for name, d in self._dimensions.items())
+
+    def problems(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Every way in which the strategy breaks its contract with these settings."""
+        is_plain = self.is_plain(settings)
+        return [
+            *self._json_problems(),
+            *self._description_problems(settings, payloads, is_plain),
+            *self._arithmetic_problems(settings, payloads, is_plain),
+            *self._leaving_problems(settings, payloads),
+        ]
+
+    def _with_allowed_others(
+        self, settings: dict[str, Scalar], dimension: Dimension
+    ) -> dict[str, Scalar]:
+        needed = {name: values[0] for name, values in (dimension.when or {}).items()}
+        return settings | {name: value for name, value in needed.items() if name in settings}
+
+    def _json_problems(self) -> Iterator[str]:
+        for name, dimension in self._dimensions.items():
+            try:
+                back = Dimension.from_dict(json.loads(json.dumps(dimension.to_dict())))
+            except TypeError as error:
+                yield f"{name} cannot be written as JSON: {error}"
+            else:
+                if back.to_dict() != dimension.to_dict():
+                    yield f"{name} is not the same after JSON"
+
+    def _description_problems(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_plain: bool
+    ) -> Iterator[str]:
+        lines = self._strategy.describe(settings, payloads)
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            yield f"describe must return a list of lines, got {lines!r}"
+        elif bool(lines) is is_plain:
+            yield f"describe must have lines just where a value is not the first, got {lines}"
+
+    def _arithmetic_problems(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_plain: bool
+    ) -> Iterator[str]:
+        run = self._steps(settings, payloads)
+        numerics = Numerics.EXACT if is_plain else self._strategy.numerics
+        if not all(loss.isfinite() for loss in run.losses):
+            yield f"losses are not finite: {run.losses}"
+        elif numerics < Numerics.REDUCED_PRECISION:
+            tolerance = 0.0 if numerics is Numerics.EXACT else _ROUNDING_TOLERANCE
+            yield from differences_between(self._plain, run, tolerance)
+
+    def _leaving_problems(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """What is left behind by no step at all, by one step, and by one that raised."""
+        for line in self._left(settings, payloads, lambda training, batch: None):
+            yield f"left behind: {line}"
+        for body in (_one_step, _a_step_that_raises):
+            for line in self._left(settings, payloads, body):
+                if not _is_training(line):
+                    yield f"left behind by {body.__name__.strip('_').replace('_', ' ')}: {line}"
+
+    def _left(
+        self,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+        body: Callable[[Training, Any], None],
+    ) -> list[str]:
+        workload, model, optimizer = self._fresh()
+        batch = workload.batch(workload.sample_batch_size)
+        plan = Plan(workload.sample_batch_size)
+        with Training(model, optimizer, workload.recipe, plan, device=self._device) as training:
+            before = _state(model, optimizer)
+            with suppress(_Deliberate), self._strategy.apply(training, settings, payloads):
+                body(training, batch)
+            left = differences(before, _state(model, optimizer))
+        return [line for line in left if not line.endswith(_EMPTIED)]
+
+    def _steps(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> Run:
+        workload, model, optimizer = self._fresh()
+        plan = Plan(workload.sample_batch_size, settings=settings)
+        losses: list[torch.Tensor] = []
+        gradients: list[dict[str, torch.Tensor]] = []
+
+        def recorded(step: Callable[[], None]) -> None:
+            gradients.append(gradients_of(model))
+            step()
+
+        training = Training(
+            model,
+            optimizer,
+            workload.recipe,
+            plan,
+            device=self._device,
+            strategies=[self._strategy],
+            payloads=payloads,
+        )
+        with training:
+            undo = training.wrap_optimizer_step(recorded)
+            torch.manual_seed(1)
+            for _ in range(_STEPS_COMPARED):
+                losses.append(training.step(workload.batch(workload.sample_batch_size)))
+            undo()
+        return Run(losses, gradients, copies(model.state_dict()))
+
+    def _fresh(self) -> tuple[Workload, torch.nn.Module, Optimizers]:
+        workload = self._build()
+        model = workload.build_model().to(self._device)
+        return workload, model, workload.build_optimizer(model)
+
+
+def _spread(values: Sequence[Scalar]) -> list[Scalar]:
+    """At most _MOST_VALUES of them, both ends included."""
+    if len(values) <= _MOST_VALUES:
+        return list(values)
+    last = len(values) - 1
+    return [values[round(number * last / (_MOST_VALUES - 1))] for number in range(_MOST_VALUES)]
+
+
+class _Deliberate(Exception):
+    """Raised to see what a failing training leaves behind."""
+
+
+def _one_step(training: Training, batch: Any) -> None:
+    training.step(batch)
+
+
+def _a_step_that_raises(training: Training, batch: Any) -> None:
+    with training.context():
+        training.accumulate(batch)
+        raise _Deliberate
+
+
+def _state(model: torch.nn.Module, optimizer: Optimizers) -> Digest:
+    model.zero_grad(set_to_none=True)
+    return digest({"model": model, "optimizer": optimizer})
+
+
+def _is_training(difference: str) -> bool:
+    """Whether a training itself changes this: values, optimizer state, random states."""
+    place = difference.split(":")[0]
+    return place.endswith((" values", " gradient")) or "random" in place or ".state" in place
 
 
 class NotConformant(AssertionError):

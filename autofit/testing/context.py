@@ -9,8 +9,8 @@ import torch
 
 from autofit.plan import Plan
 from autofit.strategy import Capabilities, TrainingView
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 
 class PlainContext:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autofit.workload import Workload
+from autofit.training.workload import Workload
 
 
 def convolutions() -> Workload:

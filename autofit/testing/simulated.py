@@ -17,8 +17,7 @@ from typing import TypeAlias
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.probing.patience import enough_steps
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.prober import ProbeRequest, enough_steps
 
 PlanFunction: TypeAlias = Callable[[Plan], float]
 

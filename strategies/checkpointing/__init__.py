@@ -1,6 +1,6 @@
 """Activation checkpointing: which parts of a model recompute their activations in the backward."""
 
-from .patch import checkpointed
+from .checkpointed import checkpointed
 from .strategy import Checkpointing
 
 __all__ = ["Checkpointing", "checkpointed"]

@@ -19,10 +19,9 @@ from torch import nn
 
 from autofit.strategy import TrainingView
 
-from .contents import altered, has_tensors
-from .patch import checkpointed
-from .remains import LOSS, Noise, NotRepeatable, Remains, first_difference, gradients_into
-from .state import ATTRIBUTE, State, moved_since, seed_everything, traces
+from .checkpointed import checkpointed
+from .state import ATTRIBUTE, State, altered, has_tensors, moved_since, seed_everything, traces
+from .step_diff import LOSS, Noise, NotRepeatable, Remains, first_difference, gradients_into
 from .units import Unit, make_of
 
 SEEDS = (0, 1, 2)

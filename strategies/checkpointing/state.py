@@ -6,20 +6,182 @@ step left: gradients, parameters, buffers, whatever Python can see in the module
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .arguments import is_helper, is_the_users
-from .contents import CONTAINERS, contents, has_the_same, refill, tensors_in
-from .rewind import ABSENT, NUMPY, PYTHON, generator_access
+from .tensor_tree import is_helper, is_the_users, put_tensors, take_tensors
+
+# What is in containers and in objects of the user's own: kept, put back, compared, altered.
+
+CONTAINERS = (list, dict, set, deque, OrderedDict)
+
+DEEPEST = 4
+"""Levels of containers and objects within an attribute that are looked into."""
+
+
+def contents(
+    value: Any, depth: int = DEEPEST, known: set[int] | None = None, most: float = inf
+) -> Iterator[tuple[Any, Any]]:
+    """Containers, and the attributes of helper objects, with a copy of what is in each.
+
+    Those with more members than `most` are passed over.
+    """
+    known = set() if known is None else known
+    if not depth or id(value) in known:
+        return
+    if type(value) not in CONTAINERS and not is_helper(value):
+        return
+    known.add(id(value))
+    held = vars(value) if is_helper(value) else value
+    if len(held) > most:
+        return
+    yield held, copy.copy(held)
+    for inner in list(held.values() if isinstance(held, dict) else held):
+        yield from contents(inner, depth - 1, known, most)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The value, if it is a tensor, or the tensors in such containers and objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    for _, kept in contents(value):
+        inner = kept.values() if isinstance(kept, dict) else kept
+        yield from (each for each in inner if isinstance(each, torch.Tensor))
+
+
+def refill(container: Any, then: Any) -> None:
+    """In place: hooks and closures may hold the same container."""
+    container.clear()
+    if hasattr(container, "update"):
+        container.update(then)
+    else:
+        container.extend(then)
+
+
+def has_the_same(container: Any, then: Any) -> bool:
+    """The very same things in it, in their order; values need not compare."""
+    if isinstance(container, dict):
+        same_keys = list(container) == list(then)
+        return same_keys and has_the_same(list(container.values()), list(then.values()))
+    return len(container) == len(then) and all(
+        one is other for one, other in zip(container, then, strict=True)
+    )
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there are tensors in an attribute's value, at any depth."""
+    return bool(take_tensors(value)[0])
+
+
+def altered(value: Any) -> Any:
+    """A copy of such a value whose tensors are others, of the same shapes and types."""
+    tensors, nest = take_tensors(value)
+    plain = [tensor.detach() for tensor in tensors]
+    return put_tensors(nest, tuple(~t if t.dtype == torch.bool else t + 1 for t in plain))
+
+
+# Shows the second run of a unit what the first one found, and leaves what is live alone.
+#
+# What is shown has a name: a buffer or an attribute of a module its dotted one, the random states of
+# Python and numpy (torch's are kept by torch) those below.
+
+StatePath = tuple[str, str]
+"""Dotted name of a module below the one that is run, and its buffer's or attribute's name."""
+
+PYTHON, NUMPY = "Python's random state", "numpy's random state"
+
+ABSENT = object()
+"""In place of an attribute that is not there."""
+
+
+class Rewind:
+    """Shows state below a module as it is when this is made; the live one comes back after."""
+
+    def __init__(self, holder: nn.Module, paths: Sequence[StatePath]) -> None:
+        self._places = [_place(holder, *path) for path in paths]
+        self._then = _copied([place.get() for place in self._places])
+        self._live: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._live = [place.get() for place in self._places]
+        self._show(_copied(self._then))  # a second backward needs `then` once more
+
+    def __exit__(self, *error: object) -> None:
+        self._show(self._live)
+        self._live = []
+
+    def _show(self, values: Sequence[Any]) -> None:
+        for place, value in zip(self._places, values, strict=True):
+            place.put(value)
+
+
+def generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to get and set the state of a random number generator; None: it is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    bits = getattr(value, "bit_generator", None)  # numpy's, which need not be installed
+    if bits is not None and hasattr(bits, "state"):
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
+
+
+class _Place(NamedTuple):
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+def _place(holder: nn.Module, module: str, name: str) -> _Place:
+    if name == PYTHON:
+        return _of_generator(random.getstate, random.setstate)
+    if name == NUMPY:
+        numpy = sys.modules["numpy"]
+        return _of_generator(numpy.random.get_state, numpy.random.set_state)
+    owner = holder.get_submodule(module)
+    kept: dict[str, Any] = owner._buffers if name in owner._buffers else vars(owner)
+    if access := generator_access(kept.get(name)):
+        return _of_generator(*access)
+    return _Place(partial(kept.get, name, ABSENT), partial(_put, kept, name))
+
+
+def _of_generator(get: Callable[[], Any], put: Callable[[Any], Any]) -> _Place:
+    """Its state in a function: what has no copy is not looked into."""
+    return _Place(lambda: partial(_itself, get()), lambda state: put(state()))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _put(kept: dict[str, Any], name: str, value: Any) -> None:
+    if value is ABSENT:
+        kept.pop(name, None)
+    else:
+        kept[name] = value
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """Containers, objects and tensors of their own; what several of them share, they share anew."""
+    tensors, nest = take_tensors(list(values))
+    copies = {id(tensor): _clone(tensor) for tensor in tensors}
+    copied: list[Any] = put_tensors(nest, tuple(copies[id(tensor)] for tensor in tensors))
+    return copied
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
 
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

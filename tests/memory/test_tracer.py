@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import Block
 from autofit.memory.replay import replay
-from autofit.memory.tracer import MemoryTracer
+from autofit.memory.tracer import MemoryTracer, storages_of, tensors_in
 from autofit.units import MIB
 
 
@@ -316,3 +316,19 @@ def test_tensor_subclasses_count_their_inner_tensors() -> None:
         assert tracer.allocator.allocated_bytes == 2048
         del pair, doubled
     assert tracer.allocator.allocated_bytes == 0
+
+
+def test_tensors_at_any_depth() -> None:
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert list(tensors_in({"x": [a, (b, None)], "y": {"z": c}, "n": 3})) == [a, b, c]
+
+
+def test_a_view_has_the_storage_of_its_base() -> None:
+    base = torch.ones(10)
+    assert storages_of(base[2:5])[0]._cdata == storages_of(base)[0]._cdata
+
+
+def test_a_sparse_tensor_has_one_for_each_part() -> None:
+    dense = torch.eye(4)
+    assert [s.nbytes() for s in storages_of(dense.to_sparse())] == [2 * 4 * 8, 4 * 4]
+    assert len(storages_of(dense.to_sparse_csr())) == 3

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from autofit.prediction.cuda_tracer import CudaTracer
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.dry_run import STEPS, stage
 from autofit.prediction.gpus import find_gpu
-from autofit.prediction.rehearsal import STEPS, stage
 from benchmarks.traces.recorded import recorded_trainings
 from benchmarks.traces.trainings import TRAININGS
 

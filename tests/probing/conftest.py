@@ -16,10 +16,9 @@ from torch import nn
 from autofit.devices.open import open_device
 from autofit.measurement import Measurement
 from autofit.plan import Plan
-from autofit.probing.client import WorkerProber
-from autofit.probing.deadlines import Deadlines
 from autofit.probing.prober import ProbeRequest
-from autofit.workload import Workload
+from autofit.probing.worker_client import Deadlines, WorkerProber
+from autofit.training.workload import Workload
 
 CALM = 2
 """A micro-batch at which a `Minefield` behaves."""

@@ -19,11 +19,10 @@ from torch import nn
 from autofit.devices.nvml import Nvml, device_uuid
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.probing.client import WorkerProber
-from autofit.probing.deadlines import Deadlines
 from autofit.probing.prober import ProbeRequest
+from autofit.probing.worker_client import Deadlines, WorkerProber
+from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
-from autofit.workload import Workload
 
 pytestmark = pytest.mark.cuda
 
@@ -56,9 +55,9 @@ INNOCENT = """
 import torch
 from torch import nn
 from autofit.plan import Plan
-from autofit.probing.client import WorkerProber
+from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
-from autofit.workload import Workload
+from autofit.training.workload import Workload
 
 with WorkerProber(Workload(nn.Linear(16, 16), torch.ones(2, 16)), device="cuda") as prober:
     print(prober.probe(ProbeRequest(Plan(2))).outcome, torch._C._cuda_hasPrimaryContext(0))
@@ -68,9 +67,9 @@ KILLED = """
 import torch
 from torch import nn
 from autofit.plan import Plan
-from autofit.probing.client import WorkerProber
+from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
-from autofit.workload import Workload
+from autofit.training.workload import Workload
 
 class Hangs(nn.Module):
     def __init__(self):

@@ -25,8 +25,8 @@ from torch import nn
 import autofit
 from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.measurement import Outcome
-from autofit.probing.worker_deaths import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
-from autofit.workload import Workload
+from autofit.probing.worker_client import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
+from autofit.training.workload import Workload
 
 CALM = 2
 SECONDS_TO_HANG = 600

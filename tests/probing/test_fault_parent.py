@@ -38,9 +38,9 @@ class Hangs(nn.Module):
 
 PROBES = """
 from autofit.plan import Plan
-from autofit.probing.client import WorkerProber
+from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
-from autofit.workload import Workload
+from autofit.training.workload import Workload
 
 workload = Workload(Hangs({way}, above=1), torch.ones(2, 16))
 with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
@@ -49,15 +49,15 @@ with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
 """
 
 STARTS = """
-import autofit.probing.process
-process = autofit.probing.process.WorkerProcess()
+import autofit.probing.worker_process
+process = autofit.probing.worker_process.WorkerProcess()
 print("ready", flush=True)
 time.sleep(600)
 """
 
 SEARCHES = """
 import autofit
-from autofit.restoring.snapshot import differences, digest
+from autofit.snapshot.snapshot import (differences, digest)
 
 model = Hangs(sleeps, above=2)
 torch.manual_seed(3)

@@ -16,8 +16,8 @@ from autofit.measurement import Outcome
 from autofit.plan import Plan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
+from autofit.training.workload import Workload
 from autofit.units import MIB
-from autofit.workload import Workload
 
 BUDGET = 64 * MIB
 LIBRARIES = 16 * MIB

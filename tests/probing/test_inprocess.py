@@ -20,8 +20,8 @@ from autofit.plan import Plan
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
 from autofit.registry import load_strategies
-from autofit.restoring.snapshot import Snapshot, differences, digest
-from autofit.workload import Workload
+from autofit.snapshot.snapshot import Snapshot, differences, digest
+from autofit.training.workload import Workload
 
 
 class Net(nn.Module):

@@ -13,12 +13,11 @@ from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.measure import measure
-from autofit.probing.patience import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.workbench import Workbench
+from autofit.probing.prober import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS, ProbeRequest
 from autofit.registry import load_strategies
+from autofit.training.builder import Workbench
+from autofit.training.workload import Workload
 from autofit.units import format_bytes
-from autofit.workload import Workload
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import autofit
 from autofit.measurement import Outcome
-from autofit.restoring.snapshot import differences, digest, preserved
+from autofit.snapshot.snapshot import differences, digest, preserved
 
 BATCH = 4
 

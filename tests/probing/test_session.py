@@ -16,9 +16,9 @@ from autofit.measurement import Outcome
 from autofit.plan import Plan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
-from autofit.probing.workbench import Workbench
 from autofit.registry import load_strategies
-from autofit.workload import Workload
+from autofit.training.builder import Workbench
+from autofit.training.workload import Workload
 
 MIB = 2**20
 

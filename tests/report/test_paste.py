@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from autofit.plan import Dimension, Plan, Scalar
-from autofit.report.paste import paste_lines
+from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 

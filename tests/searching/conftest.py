@@ -9,7 +9,7 @@ import pytest
 
 from autofit.measurement import Measurement
 from autofit.plan import Dimension, Plan
-from autofit.searching.facts import SearchFacts
+from autofit.planning.search_spec import SearchFacts
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 

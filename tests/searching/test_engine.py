@@ -21,7 +21,7 @@ from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
 from autofit.searching.sampler import PlannerSampler
-from autofit.searching.store import Store
+from autofit.searching.study import Store
 
 MakeRig = Callable[..., Any]
 GIB = 2**30

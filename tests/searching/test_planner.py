@@ -12,13 +12,13 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Dimension, Hint, Plan, Scalar, variant_key
-from autofit.searching import planner
-from autofit.searching.beliefs import Beliefs
-from autofit.searching.confirming import best_of, confirm
+from autofit.planning import planner
+from autofit.planning.confirmation import best_of, confirm
+from autofit.planning.feasibility import exclusions_of
+from autofit.planning.planner import STRIDE, oom_cost
+from autofit.planning.posterior import Beliefs
+from autofit.planning.search_spec import SearchFacts
 from autofit.searching.engine import run_search
-from autofit.searching.exclusions import exclusions_of
-from autofit.searching.facts import SearchFacts
-from autofit.searching.proposals import STRIDE, oom_cost
 from autofit.units import GIB
 
 MakeRig = Callable[..., Any]

@@ -12,21 +12,22 @@ from optuna.trial import TrialState
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.searching import ledger, planner
-from autofit.searching.beliefs import Beliefs
+from autofit.planning import planner
+from autofit.planning.posterior import Beliefs
+from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.sampler import OnePlan, PlannerSampler
-from autofit.searching.store import Store
+from autofit.searching.study import Store
 
 
 def test_any_process_with_the_study_asks_for_the_planners_plan(rig: Any) -> None:
     with Store.open(None, {}) as store:
         run_search(rig.prober(), rig.facts(), store=store, max_probes=4)
         store.study.sampler = PlannerSampler()
-        asked = store.study.ask(ledger.distributions(rig.space))
+        asked = store.study.ask(trial_codec.distributions(rig.space))
         decided = planner.decide(Beliefs(rig.facts(), store.trials)).plan
     assert decided is not None
-    assert asked.params == ledger.params_of(decided)
+    assert asked.params == trial_codec.params_of(decided)
 
 
 def test_a_finished_planner_repeats_the_best_plan(rig_of: Any) -> None:
@@ -35,8 +36,8 @@ def test_a_finished_planner_repeats_the_best_plan(rig_of: Any) -> None:
         result = run_search(small.prober(), small.facts(), store=store)
         assert planner.decide(Beliefs(small.facts(), store.trials)).plan is None
         store.study.sampler = PlannerSampler()
-        asked = store.study.ask(ledger.distributions(small.space))
-    assert asked.params == ledger.params_of(result.best.plan)
+        asked = store.study.ask(trial_codec.distributions(small.space))
+    assert asked.params == trial_codec.params_of(result.best.plan)
 
 
 def test_a_plan_has_no_other_parameters(rig: Any) -> None:
@@ -91,7 +92,7 @@ def test_trials_of_an_older_study_are_read() -> None:
     study = optuna.create_study()
     told = optuna.trial.create_trial(value=40.0, user_attrs={"autofit_trial": record})
     study.add_trial(told)
-    assert ledger.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
+    assert trial_codec.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
 
 
 def test_a_setting_that_may_not_vary_is_put_back(rig_of: Any) -> None:
@@ -99,15 +100,19 @@ def test_a_setting_that_may_not_vary_is_put_back(rig_of: Any) -> None:
 
     inner = Dimension((0, 1), when={"outer": [True]})
     space = rig_of(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
-    plan = ledger.plan_of({"outer": False, "inner": 1, "micro_batch": 8}, space)
+    plan = trial_codec.plan_of({"outer": False, "inner": 1, "micro_batch": 8}, space)
     assert plan.settings == {"outer": False, "inner": 0}
 
 
 def test_another_sampler_tries_the_whole_batch_at_once_as_often_as_its_half(rig_of: Any) -> None:
     space = rig_of(global_batch=64).space
-    assert ledger.distributions(space)[ledger.MICRO_BATCH] == IntDistribution(1, 127, log=True)
-    assert ledger.plan_of(space.plain_settings | {ledger.MICRO_BATCH: 100}, space) == space.plan(
-        64, space.plain_settings
+    assert trial_codec.distributions(space)[trial_codec.MICRO_BATCH] == IntDistribution(
+        1, 127, log=True
     )
+    assert trial_codec.plan_of(
+        space.plain_settings | {trial_codec.MICRO_BATCH: 100}, space
+    ) == space.plan(64, space.plain_settings)
     bounded = rig_of(global_batch=64, max_micro_batch=16).space
-    assert ledger.distributions(bounded)[ledger.MICRO_BATCH] == IntDistribution(1, 16, log=True)
+    assert trial_codec.distributions(bounded)[trial_codec.MICRO_BATCH] == IntDistribution(
+        1, 16, log=True
+    )

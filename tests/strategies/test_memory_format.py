@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from autofit.plan import Plan
-from autofit.recipe import Recipe
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities, Strategy
-from autofit.training import Training
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
 
 SETTINGS = {"memory_format.layout": "channels_last"}
 

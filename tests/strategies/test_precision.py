@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autofit.plan import Plan
-from autofit.recipe import Recipe
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities, Strategy
-from autofit.training import Training
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
 
 EVERYTHING = Capabilities("cuda", bfloat16=True, float16=True, tf32=True)
 

@@ -18,8 +18,8 @@ from autofit.plan import Dimension, Plan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.testing.context import PlainContext
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 SETTING = "checkpointing.level"
 

@@ -10,8 +10,8 @@ import torch
 
 from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Dimension
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 Build = Callable[[], Workload]
 STEPS = 3

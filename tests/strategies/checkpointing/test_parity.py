@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from autofit.plan import Plan
-from autofit.recipe import Recipe
 from autofit.strategy import Strategy
 from autofit.testing.context import PlainContext
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 WIDTH = 8
 

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan
-from autofit.recipe import Recipe
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.testing.context import PlainContext
 from autofit.testing.samples import attention, convolutions
-from autofit.training import Training
-from autofit.workload import Workload
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 SETTING = "checkpointing.level"
 

@@ -1,0 +1,163 @@
+"""`autofit.check`: does this workload train within this VRAM budget?
+
+Told by a real probe where there is a GPU, and by prediction where there is none. A verdict of
+True is meant to be relied on: a probe ran within the budget, or the prediction fits with its
+margin. False is said where it ran out, or where the prediction does not fit with its margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from autofit.checks.verdict import Verdict
+from autofit.devices.base import budget_bytes
+from autofit.errors import CannotTell, InvalidRequest
+from autofit.measurement import Outcome, Trial
+from autofit.plan import Plan
+from autofit.prediction.gpus import Gpu, find_gpu
+from autofit.prediction.predict import Calibration, Prediction, predict
+from autofit.strategy import Strategy
+from autofit.training.workload import Workload, check_arguments
+
+Method = Literal["auto", "probe", "predict"]
+METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
+
+
+def check(
+    workload: Workload,
+    *,
+    plan: Plan | None = None,
+    vram_budget: str | float | None = None,
+    gpu: str | int | Gpu | None = None,
+    method: str = "auto",
+    device: str | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    payloads: Mapping[str, Any] | None = None,
+    calibration: Calibration | Mapping[str, Any] | None = None,
+) -> Verdict:
+    """Tell whether a plan trains within a VRAM budget.
+
+    Args:
+        workload: what is trained.
+        plan: what to check; None: the baseline.
+        vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all of the GPU that is named,
+            or what is free on the one that is there.
+        gpu: which GPU to predict for, as for `predict`.
+        method: "probe" runs it on the device that is here; "predict" needs none; "auto" probes
+            where there is a GPU, unless another was named.
+        device: where to probe; None: cuda where there is one.
+        strategies, payloads, calibration: as for `predict`.
+
+    Raises:
+        InvalidRequest: an argument that cannot mean anything.
+        DeviceUnavailable: method="probe", and there is no such device.
+        Exception: what the user's own code raised.
+    """
+    check_arguments(workload, plan, payloads)
+    learned = Calibration.of(calibration)
+    found = find_gpu(gpu)
+    if will_probe(method, gpu, device):
+        return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
+    budget = budget_bytes(
+        1.0 if vram_budget is None else vram_budget,
+        total_bytes=found.total_bytes,
+        free_bytes=found.total_bytes,
+    )
+    unknown = Verdict(
+        None,
+        plan or workload.plan(),
+        "predict",
+        budget,
+        device="cuda",
+        gpu=found.name,
+        gpu_assumed=gpu is None,
+    )
+    try:
+        prediction = predict(
+            workload,
+            plan=plan,
+            gpu=gpu,
+            strategies=strategies,
+            payloads=payloads,
+            calibration=learned,
+        )
+    except CannotTell as error:
+        return replace(unknown, detail=str(error))
+    return _by_prediction(prediction, unknown)
+
+
+def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:
+    """Whether a check that is asked for like this runs the plan.
+
+    Raises:
+        InvalidRequest: there is no such method.
+    """
+    if method not in METHODS:
+        raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if method == "auto":
+        return gpu is None and (device is not None or torch.cuda.is_available())
+    return method == "probe"
+
+
+def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
+    budget = unknown.vram_budget_bytes
+    fits = prediction.fits(budget)
+    return replace(
+        unknown,
+        fits=fits,
+        plan=prediction.plan,
+        required_bytes=prediction.required_bytes,
+        margin_bytes=prediction.interval[1] - prediction.required_bytes,
+        breakdown=prediction.breakdown,
+        largest_micro_batch=None if fits else prediction.largest_micro_batch_within(budget),
+        peak_allocated_bytes=prediction.peak_allocated_bytes,
+    )
+
+
+def _by_probe(
+    workload: Workload,
+    plan: Plan | None,
+    vram_budget: str | float | None,
+    device: str | None,
+    strategies: Iterable[str | Strategy] | None,
+    payloads: Mapping[str, Any] | None,
+) -> Verdict:
+    from autofit.probing.probe import probe_and_survey
+
+    trial, survey = probe_and_survey(
+        workload,
+        plan,
+        strategies,
+        payloads,
+        device=device,
+        vram_budget=vram_budget,
+        seed=0,
+        isolation="process",
+    )
+    environment, space = survey.environment, survey.space()
+    plain = {**space.fixed, **space.plain_settings}
+    verdict = _by_trial(trial, survey.vram_budget_bytes)
+    kind = environment.device.partition(":")[0]
+    return replace(verdict, plan=trial.plan.without(plain), device=kind, gpu=environment.gpu)
+
+
+def _by_trial(trial: Trial, budget: int) -> Verdict:
+    measured = trial.measurement
+    fits: bool | None = None
+    if measured.outcome is Outcome.OK or measured.outcome.about_memory:
+        fits = measured.ok
+    required = measured.held_bytes if measured.ok else None
+    detail = measured.detail or (None if measured.ok else f"the probe ended as {measured.outcome}")
+    return Verdict(
+        fits,
+        trial.plan,
+        "probe",
+        budget,
+        required,
+        detail=detail,
+        peak_allocated_bytes=measured.peak_allocated_bytes if measured.ok else None,
+    )

@@ -1,0 +1,259 @@
+"""`autofit predict` and `autofit check`: what a training needs, and whether that fits."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autofit.checks.verdict import ASSUMED
+from autofit.cli.console import print_result, stdout_for_results_only
+from autofit.cli.options import (
+    AccumulationSteps,
+    AsJson,
+    Budget,
+    DeviceName,
+    GlobalBatch,
+    MicroBatch,
+    PlanFile,
+    PlanOptions,
+    SettingsGiven,
+    StrategyNames,
+    Target,
+    read_budget,
+)
+from autofit.errors import InvalidRequest, users_code
+from autofit.units import format_bytes
+
+if TYPE_CHECKING:
+    from autofit.checks.regression import Regression
+    from autofit.checks.verdict import Verdict
+    from autofit.report.report import Report
+
+GpuName = Annotated[
+    str | None, typer.Option("--gpu", help="predict for this one: L4, A100-80GB, or a size")
+]
+_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
+
+
+def predict(
+    target: Target,
+    gpu: GpuName = None,
+    micro_batch: MicroBatch = None,
+    accumulation_steps: AccumulationSteps = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_file: PlanFile = None,
+    strategies: StrategyNames = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a plan would need on a GPU, without one."""
+    options = PlanOptions(
+        micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
+    )
+    with stdout_for_results_only():
+        from autofit.cli.target import load_target
+
+        workload = load_target(target)
+        from autofit.prediction.predict import predict as run
+
+        plan = options.plan(workload)
+        with users_code():
+            prediction = run(
+                workload, plan=plan, gpu=gpu, strategies=strategies, payloads=options.payloads
+            )
+            largest = prediction.largest_micro_batch
+    if as_json:
+        more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
+        print_result(json.dumps(prediction.to_dict() | more, indent=1))
+        return
+    low, high = prediction.interval
+    rows = {
+        "required": f"{format_bytes(prediction.required_bytes)} "
+        f"({format_bytes(low)} to {format_bytes(high)})",
+        "peak allocated": format_bytes(prediction.peak_allocated_bytes),
+        **{kind: format_bytes(size) for kind, size in prediction.breakdown.items()},
+        "largest micro-batch": f"{largest or 'none'} on {prediction.gpu.name}",
+    }
+    print_result(f"{prediction.plan} on {prediction.gpu.name}{ASSUMED * (gpu is None)}")
+    print_result("\n".join(f"  {label:<20}{text}" for label, text in rows.items()))
+
+
+def check(
+    target: Target,
+    vram_budget: Budget = None,
+    gpu: GpuName = None,
+    method: Annotated[
+        str, typer.Option(help="probe, predict, or auto: probe where there is a GPU")
+    ] = "auto",
+    micro_batch: MicroBatch = None,
+    accumulation_steps: AccumulationSteps = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_file: PlanFile = None,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", help="plan, budget and GPU of this report")
+    ] = None,
+    device: DeviceName = None,
+    strategies: StrategyNames = None,
+    against: Annotated[
+        Path | None, typer.Option(help="an earlier report, or what check --json printed")
+    ] = None,
+    max_regression: Annotated[
+        str, typer.Option(help="how much more it may need than in --against")
+    ] = "5%",
+    junit_xml: Annotated[Path | None, typer.Option(help="write a JUnit XML file")] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(help=f"append Markdown to this file; default: ${_SUMMARY_VARIABLE}"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a plan trains within a VRAM budget: 0 yes, 1 no, 5 could not be told."""
+    from autofit.checks.regression import compare_with, read_fraction
+
+    if report_file is not None and plan_file is not None:
+        raise InvalidRequest("--report says all that --plan does, and more: leave --plan out")
+    options = PlanOptions(
+        micro_batch,
+        accumulation_steps,
+        global_batch,
+        tuple(setting or ()),
+        report_file or plan_file,
+    )
+    tuned = options.report if report_file is not None else None
+    allowed = read_fraction(max_regression)
+    with stdout_for_results_only(), _errors_shown(target, junit_xml):
+        verdict = _verdict(
+            target,
+            options,
+            tuned,
+            vram_budget=read_budget(vram_budget),
+            gpu=gpu,
+            method=method,
+            device=device,
+            strategies=strategies,
+        )
+    told = verdict.required_bytes is not None  # else the verdict says why there is no figure
+    regression = compare_with(verdict, against, allowed) if against and told else None
+    if as_json:
+        compared = {"regression": regression.to_dict() if regression else None}
+        print_result(json.dumps(verdict.to_dict() | compared, indent=1))
+    else:
+        print_result(str(verdict) + (f"; {regression}" if regression else ""))
+    _write_forms(target, verdict, regression, junit_xml, summary)
+    raise typer.Exit(_exit_code(verdict, regression))
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands to the command line."""
+    commands: list[Callable[..., Any]] = [predict, check]
+    for command in commands:
+        app.command()(command)
+
+
+def _verdict(
+    target: str, options: PlanOptions, tuned: Report | None, *, strategies: Any, **how: Any
+) -> Verdict:
+    from autofit.cli.target import load_target
+
+    workload = load_target(target)
+    from autofit.checks.check import check as run
+
+    if tuned is not None:
+        how |= _as_tuned(tuned, **how)
+    plan = options.plan(workload)
+    with users_code():
+        return run(workload, plan=plan, payloads=options.payloads, strategies=strategies, **how)
+
+
+def _as_tuned(
+    tuned: Report,
+    *,
+    vram_budget: str | float | None,
+    gpu: str | None,
+    method: str,
+    device: str | None,
+) -> dict[str, Any]:
+    """Budget and GPU of a report where no others are asked for, and what was learned of that GPU.
+
+    What was tuned on the CPU is probed there again: no context of a GPU counts in its budget.
+
+    Raises:
+        InvalidRequest: a budget of the CPU is to be held against a prediction for a GPU.
+    """
+    from autofit.checks.check import will_probe
+
+    on_cpu = tuned.record.environment.get("device") == "cpu"
+    if on_cpu and method != "predict" and gpu is None and device is None:
+        device = "cpu"
+    probes = will_probe(method, gpu, device)
+    if vram_budget is None and on_cpu and not (probes and device == "cpu"):
+        raise InvalidRequest(
+            f"the report was made on the CPU, and its budget of "
+            f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
+            "takes: give --vram-budget, or neither --gpu, --method predict nor --device"
+        )
+    # To name the report's GPU is to ask for a prediction: not where a probe can tell.
+    return {
+        "vram_budget": tuned.record.vram_budget_bytes if vram_budget is None else vram_budget,
+        "gpu": gpu if gpu or probes or on_cpu else _gpu_of(tuned),
+        "device": device,
+        "calibration": tuned.calibration if gpu in (None, _gpu_of(tuned)) else None,
+    }
+
+
+def _gpu_of(tuned: Report) -> str | int:
+    """The GPU that a report was made on, as a prediction names it."""
+    from autofit.prediction.gpus import find_gpu
+
+    try:
+        return find_gpu(tuned.record.environment.get("gpu")).name
+    except InvalidRequest:  # one that the table does not know: its size says enough
+        return int(tuned.record.environment["total_bytes"])
+
+
+def _write_forms(
+    target: str,
+    verdict: Verdict,
+    regression: Regression | None,
+    junit_path: Path | None,
+    summary_path: Path | None,
+) -> None:
+    from autofit.checks.ci_formats import junit_xml, markdown
+
+    page = summary_path or os.environ.get(_SUMMARY_VARIABLE)
+    try:
+        if junit_path is not None:
+            junit_path.write_text(junit_xml(target, verdict, regression))
+        if page:
+            with Path(page).open("a") as file:
+                file.write(markdown(target, verdict, regression))
+    except OSError as error:
+        where = error.filename or " or ".join(str(path) for path in (junit_path, page) if path)
+        raise InvalidRequest(f"cannot write {where}: {error.strerror}") from error
+
+
+@contextmanager
+def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
+    """What ends a check early is in its JUnit file too: a job that waits for one finds it."""
+    try:
+        yield
+    except Exception as error:
+        from autofit.checks.ci_formats import junit_xml_of_error
+
+        if junit_path is not None:
+            with suppress(OSError):  # the error itself says more
+                junit_path.write_text(junit_xml_of_error(target, error))
+        raise
+
+
+def _exit_code(verdict: Verdict, regression: Regression | None) -> int:
+    if verdict.fits is None:
+        return 5
+    return 0 if verdict.fits and (regression is None or regression.passed) else 1

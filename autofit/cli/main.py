@@ -1,0 +1,260 @@
+"""The command line. Progress goes to standard error, the result to standard output.
+
+Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
+4 the device or the worker failed; 5 could not be told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autofit.cli import capacity
+from autofit.cli.console import (
+    ended_like_interrupted,
+    exit_code,
+    exit_codes,
+    print_result,
+    show_report,
+    stdout_for_results_only,
+    trial_line,
+    trial_to_dict,
+)
+from autofit.cli.options import (
+    AccumulationSteps,
+    AsJson,
+    Budget,
+    DeviceName,
+    GlobalBatch,
+    Isolation,
+    MicroBatch,
+    PlanFile,
+    PlanOptions,
+    Seed,
+    SettingsGiven,
+    StrategyNames,
+    Target,
+    check_writable,
+    read_budget,
+)
+from autofit.errors import InvalidRequest
+from autofit.units import format_bytes
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Finds, by running it, the fastest way to train a PyTorch model within a VRAM budget.",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print_result(f"autofit {version('torch-autofit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def search(
+    target: Target,
+    vram_budget: Budget = None,
+    global_batch: GlobalBatch = None,
+    device: DeviceName = None,
+    strategies: StrategyNames = None,
+    numerics: Annotated[
+        str, typer.Option(help="exact, rounding or reduced_precision: how far plans may go")
+    ] = "reduced_precision",
+    allow_resplit: Annotated[
+        bool, typer.Option(help="change the accumulation even where that changes the gradients")
+    ] = False,
+    max_micro_batch: Annotated[int | None, typer.Option(min=1, help="the largest to try")] = None,
+    max_probes: Annotated[int | None, typer.Option(min=1, help="the most plans to run")] = None,
+    timeout: Annotated[float | None, typer.Option(help="seconds until it stops")] = None,
+    study: Annotated[
+        str | None, typer.Option(help="a file or Optuna storage URL to stop and resume with")
+    ] = None,
+    seed: Seed = 0,
+    isolation: Isolation = "process",
+    out: Annotated[
+        list[Path] | None, typer.Option(help="write the report: .json, .txt or .csv")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest plan that fits, and print the report."""
+    for path in out or ():
+        check_writable(path)
+    with stdout_for_results_only():
+        from autofit.cli.target import load_target
+
+        workload = load_target(target)  # a mistyped one is told before the rest is imported
+        from autofit.searching.search import search as run
+
+        if global_batch is not None:
+            workload = replace(workload, global_batch=global_batch)
+        if allow_resplit:
+            workload = replace(workload, allow_resplit=True)
+        with ended_like_interrupted():
+            report = run(
+                workload,
+                vram_budget=read_budget(vram_budget),
+                device=device,
+                strategies=strategies,
+                numerics=numerics,
+                max_micro_batch=max_micro_batch,
+                max_probes=max_probes,
+                timeout=timeout,
+                study=study,
+                seed=seed,
+                isolation=isolation,
+                progress=True,
+            )
+    report = replace(
+        report, record=replace(report.record, workload={**report.record.workload, "target": target})
+    )
+    try:
+        for path in out or ():
+            report.save(path)
+    finally:  # a disk that has filled up meanwhile must not cost the answer
+        show_report(report, as_json)
+
+
+@app.command()
+def probe(
+    target: Target,
+    micro_batch: MicroBatch = None,
+    accumulation_steps: AccumulationSteps = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_file: PlanFile = None,
+    vram_budget: Budget = None,
+    device: DeviceName = None,
+    strategies: StrategyNames = None,
+    seed: Seed = 0,
+    isolation: Isolation = "process",
+    as_json: AsJson = False,
+) -> None:
+    """Run one plan, and say what it needs and how fast it is."""
+    options = PlanOptions(
+        micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
+    )
+    with stdout_for_results_only():
+        from autofit.cli.target import load_target
+
+        workload = load_target(target)
+        from autofit.probing.probe import probe as run
+
+        trial = run(
+            workload,
+            plan=options.plan(workload),
+            vram_budget=read_budget(vram_budget),
+            device=device,
+            strategies=strategies,
+            payloads=options.payloads,
+            seed=seed,
+            isolation=isolation,
+        )
+    print_result(json.dumps(trial_to_dict(trial), indent=1) if as_json else trial_line(trial))
+    raise typer.Exit(exit_code(trial.measurement.outcome))
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
+    as_json: AsJson = False,
+) -> None:
+    """Show a saved report; needs no GPU and no torch."""
+    from autofit.report.report import load
+
+    show_report(load(path), as_json)
+
+
+@app.command()
+def soak(
+    path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="default: what the report was made of")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=8, help="optimizer steps to train")] = 200,
+    device: DeviceName = None,
+    isolation: Isolation = "process",
+    as_json: AsJson = False,
+) -> None:
+    """Train a report's best plan for longer; exits with 1 where it strays from the report."""
+    from autofit.report.report import load
+
+    report = load(path)
+    searched = target or report.record.workload.get("target")
+    if searched is None:
+        raise InvalidRequest(f"{path} does not say what it was made of: give TARGET")
+    with stdout_for_results_only():
+        from autofit.cli.target import load_target
+
+        endured = report.soak(
+            load_target(searched), steps=steps, device=device, isolation=isolation
+        )
+    print_result(json.dumps(endured.to_dict(), indent=1) if as_json else str(endured))
+    if not endured.held:
+        raise typer.Exit(1)
+
+
+@app.command()
+def strategies() -> None:
+    """List the installed strategies and how far each may change the arithmetic."""
+    from autofit.registry import installed_names, load_strategies
+
+    broken = None
+    for name in installed_names():
+        try:
+            (strategy,) = load_strategies([name])
+        except InvalidRequest as error:  # the others can be listed all the same
+            broken = error
+            continue
+        summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]
+        print_result(f"{strategy.name:<16}{strategy.numerics.name.lower():<20}{summary}")
+    if broken is not None:
+        raise broken
+
+
+@app.command()
+def doctor(device: DeviceName = None) -> None:
+    """Say what autofit finds here: versions, device, memory, strategies."""
+    import importlib.metadata
+
+    from autofit.devices.open import open_device
+    from autofit.registry import installed_names
+
+    opened = open_device(device)
+    for name, value in vars(opened.environment).items():
+        shown = format_bytes(value) if name == "total_bytes" else value
+        print_result(f"{name:<16}{'-' if shown is None else shown}")
+    print_result(f"{'free':<16}{format_bytes(opened.free_bytes)}")
+    offers = [name for name, has in vars(opened.capabilities).items() if has is True]
+    print_result(f"{'native types':<16}{', '.join(['float32', *offers])}")
+    print_result(f"{'strategies':<16}{', '.join(installed_names())}")
+    for package in ("torch-autofit", "optuna", "cloudpickle"):
+        print_result(f"{package:<16}{importlib.metadata.version(package)}")
+
+
+capacity.register(app)
+
+
+def main(run: Callable[[], Any] = app) -> None:
+    """Entry point of the `autofit` command."""
+    with exit_codes():
+        run()

@@ -1,0 +1,132 @@
+"""The options of the command line: what each is called, and what its text means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Scalar
+
+if TYPE_CHECKING:
+    from autofit.plan import Plan
+    from autofit.report.report import Report
+    from autofit.training.workload import Workload
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="path/to/file.py:name or package.module:name, a Workload or a function that makes one",
+    ),
+]
+Budget = Annotated[
+    str | None, typer.Option(help="24GiB, bytes, or a fraction of the device such as 0.5")
+]
+DeviceName = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any")]
+StrategyNames = Annotated[
+    list[str] | None, typer.Option("--strategies", help="use only these (may be repeated)")
+]
+Seed = Annotated[int, typer.Option(help="of everything random")]
+Isolation = Annotated[str, typer.Option(help="process or inprocess")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+MicroBatch = Annotated[int | None, typer.Option(min=1, help="samples in one forward and backward")]
+AccumulationSteps = Annotated[
+    int | None, typer.Option(min=1, help="micro-batches in one optimizer step")
+]
+GlobalBatch = Annotated[int | None, typer.Option(min=1, help="samples in one optimizer step")]
+SettingsGiven = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="a setting, as strategy.name=value (may be repeated)"),
+]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the plan of this report")]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options that say which plan to run.
+
+    Raises:
+        InvalidRequest: they contradict each other, or a setting cannot be read.
+    """
+
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+    global_batch: int | None = None
+    settings: tuple[str, ...] = ()
+    plan_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan_file is not None and self._says_something:
+            raise InvalidRequest("--plan says all of it: leave the other plan options out")
+        for text in self.settings:
+            _read_setting(text)
+
+    @property
+    def _says_something(self) -> bool:
+        counts = (self.micro_batch, self.accumulation_steps, self.global_batch)
+        return bool(self.settings) or any(count is not None for count in counts)
+
+    @cached_property
+    def report(self) -> Report | None:
+        """The report that the plan is taken from."""
+        if self.plan_file is None:
+            return None
+        from autofit.report.report import load
+
+        return load(self.plan_file)
+
+    @property
+    def payloads(self) -> dict[str, Any] | None:
+        """What the report says its plan's settings mean: here they might mean something else."""
+        if self.report is None:
+            return None
+        return self.report.record.payloads(self.report.best.plan.settings)
+
+    def plan(self, workload: Workload) -> Plan | None:
+        """The plan; what they leave out is the workload's own, and None where they say nothing.
+
+        Raises:
+            InvalidRequest: the counts make no plan, or the report cannot be read.
+        """
+        if self.report is not None:
+            return self.report.best_without_plain_settings
+        if not self._says_something:
+            return None
+        settings = dict(_read_setting(text) for text in self.settings)
+        return workload.plan(self.micro_batch, self.accumulation_steps, self.global_batch, settings)
+
+
+def read_budget(text: str | None) -> str | float | None:
+    """Digits are bytes, digits with a point a fraction; the rest the device reads."""
+    if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
+        return text
+    return float(text) if "." in text else int(text)
+
+
+def check_writable(path: Path) -> None:
+    """Before minutes are spent, not after."""
+    if path.suffix not in (".json", ".txt", ".csv"):
+        raise InvalidRequest(f"--out {path}: a report is written as .json, .txt or .csv")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InvalidRequest(
+            f"--out {path}: give a file in a folder that exists and can be written"
+        )
+
+
+def _read_setting(text: str) -> tuple[str, Scalar]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidRequest(f"--set takes strategy.name=value, got {text!r}")
+    try:
+        read = json.loads(value)
+    except ValueError:
+        read = value
+    return name, read if isinstance(read, (bool, int, float, str)) else value

@@ -1,0 +1,122 @@
+"""TARGET on the command line: `path/to/file.py:name` or `package.module:name` -> a Workload."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from autofit.errors import InvalidRequest, users_code
+
+if TYPE_CHECKING:
+    from autofit.training.workload import Workload
+
+_ASKED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+@users_code()
+def load_target(target: str) -> Workload:
+    """The workload that a target names.
+
+    A file is imported as a script beside it would import it: its folder comes first on the path.
+
+    Raises:
+        InvalidRequest: there is no such file, module or name, or it is no workload.
+        Exception: whatever the user's module raises when it is imported or called; it is marked as
+            the user's.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise InvalidRequest(
+            f"{target!r} is no target: write path/to/file.py:name or package.module:name"
+        )
+    module = _import(place)
+    from autofit.training.workload import (
+        Workload,  # it loads torch, and a mistyped target needs none
+    )
+
+    try:
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise InvalidRequest(f"{place} has no {name!r}; it has: {_offers(module)}") from None
+    made = _call(found, target) if callable(found) else found
+    if not isinstance(made, Workload):
+        raise InvalidRequest(
+            f"{target} is neither a Workload nor a function that returns one, "
+            f"but a {type(made).__name__}"
+        )
+    return made
+
+
+def _call(function: Callable[..., Any], target: str) -> Any:
+    wanted = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _ASKED]
+    if wanted:
+        raise InvalidRequest(
+            f"{target} needs arguments ({', '.join(wanted)}): name a function that makes a "
+            "Workload of none"
+        )
+    return function()
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C say nothing
+        return ()
+
+
+def _import(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is not None and place.startswith(error.name):
+                raise InvalidRequest(f"there is no module {place!r} on the path") from None
+            raise
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise InvalidRequest(f"there is no file {place}")
+    sys.path.insert(0, str(path.parent))
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) != str(path):
+        raise InvalidRequest(
+            f"{place} has the name of a module in use ({path.stem!r}): rename the file"
+        )
+    return importlib.import_module(path.stem) if "." not in path.stem else _import_file(path)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """A file whose name with a dot in it would mean a package."""
+    name = path.stem.replace(".", "_")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the suffix is .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _offers(module: ModuleType) -> str:
+    from autofit.training.workload import Workload
+
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (isinstance(value, Workload) or getattr(value, "__module__", None) == module.__name__)
+    ]
+    return ", ".join(names) or "nothing of its own"

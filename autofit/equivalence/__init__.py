@@ -1,0 +1,1 @@
+"""Do two ways to train the same samples agree?"""

@@ -1,0 +1,104 @@
+"""Whether the accumulation count may change: whether a split batch trains like a whole one.
+
+Tried on a few samples. Where the gradients differ beyond rounding, the count stays at the
+baseline's unless the user allows otherwise, and a note says by how much they differ, where, and
+what would free it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autofit.equivalence.gradients import (
+    SAMPLES_OF_A_COMPARISON,
+    Comparison,
+    compare_passes,
+    compare_plans,
+)
+from autofit.errors import release_exception
+from autofit.plan import Plan
+from autofit.training.builder import Workbench
+from autofit.training.workload import Workload
+
+
+@dataclass(frozen=True)
+class Resplit:
+    """What was decided.
+
+    Attributes:
+        allowed: whether the accumulation count may change.
+        comparison: of split and whole gradients; None where that was not asked or failed.
+        notes: what a reader of the report should know.
+    """
+
+    allowed: bool
+    comparison: Comparison | None = None
+    notes: tuple[str, ...] = ()
+
+
+def decide_resplit(bench: Workbench, workload: Workload) -> Resplit:
+    """Whether split batches of the bench's workload may train in place of whole ones.
+
+    Args:
+        bench: where it is tried.
+        workload: the same; its model may have been left out.
+    """
+    allowed = workload.allow_resplit
+    if workload.global_batch is None or workload.global_batch == 1:
+        return Resplit(True)
+    if workload.train_step is not None:
+        return _unknown("train_step decides how a batch is split", "allow_resplit", allowed)
+    if not workload.makes_batches and workload.sample_batch_size == 1:
+        why = "copies of one sample do not show whether split gradients equal whole ones"
+        return _unknown(why, "two or more samples", allowed)
+    try:
+        comparison = _split_against_whole(bench)
+        noise = None if comparison.equal else _whole_against_whole(bench)
+    except Exception as error:
+        release_exception(error)
+        why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
+        return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
+    finally:
+        bench.reclaim_or_not()
+    if noise is None:
+        return Resplit(True, comparison)
+    if not noise.equal and not allowed:
+        why = (
+            "the model draws random numbers that move the gradients of the same samples by "
+            f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
+        )
+        return Resplit(False, comparison, (_kept(why, "allow_resplit"),))
+    return Resplit(allowed, comparison, (_note(comparison, workload),))
+
+
+def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
+    """Nothing was compared, and `why`."""
+    return Resplit(allowed, notes=() if allowed else (_kept(why, way_out),))
+
+
+def _split_against_whole(bench: Workbench) -> Comparison:
+    samples = SAMPLES_OF_A_COMPARISON
+    whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
+    return compare_plans(bench, whole, split, ({}, {}), samples)
+
+
+def _whole_against_whole(bench: Workbench) -> Comparison:
+    """The same samples with other random numbers: what differs is the model's own noise."""
+    whole = Plan(SAMPLES_OF_A_COMPARISON)
+    seeds = (bench.seed, bench.seed + 1)
+    return compare_passes(bench, [(whole, {}, seed) for seed in seeds], SAMPLES_OF_A_COMPARISON)
+
+
+def _note(comparison: Comparison, workload: Workload) -> str:
+    where = f" ({', '.join(comparison.modules)})" if comparison.modules else ""
+    why = f"split gradients differ from whole ones by {comparison.gradient:.1%}{where}"
+    if workload.allow_resplit:
+        return f"{why}: allow_resplit was given, so the accumulation count is free"
+    if comparison.normalizes_over_batch or workload.loss_weight is not None:
+        return _kept(why, "allow_resplit")
+    weight = "loss_weight where the loss is a mean over something other than samples"
+    return _kept(why, f"allow_resplit, or {weight}")
+
+
+def _kept(why: str, way_out: str) -> str:
+    return f"{why}: the accumulation count stays at the baseline's; to free it, give {way_out}"

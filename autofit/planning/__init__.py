@@ -1,0 +1,1 @@
+"""The planner: a pure function from what was measured to the plan to probe next."""

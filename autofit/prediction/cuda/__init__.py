@@ -1,0 +1,1 @@
+"""What CUDA does and the meta device does not: kernels, scratch memory, autocast."""

@@ -1,0 +1,300 @@
+"""`scaled_dot_product_attention` on meta tensors takes the kernel that CUDA would take.
+
+Follows aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: the user's switches
+(`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp` and their like), then an
+order of preference, then what each kernel can take. The kernels decide what is kept for the
+backward pass, so the choice matters far more for memory than any other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from autofit.prediction.cuda import autocast
+from autofit.prediction.cuda.dispatch import beneath, emulate, emulated_gpu
+from autofit.prediction.gpus import Gpu
+
+aten: Any = torch.ops.aten
+_switches: Any = torch.backends.cuda  # torch does not annotate them
+
+
+class Kernel(Enum):
+    """The implementations of attention on CUDA."""
+
+    CUDNN = "cudnn"
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+
+_BY_NUMBER = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT, 3: Kernel.CUDNN}
+"""As `torch.nn.attention.SDPBackend` numbers them."""
+_DEFAULT_ORDER = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH, Kernel.CUDNN]
+_PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
+_CUDNN_PREFERRED_FROM = 91501
+"""Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed."""
+_priority_order: Any = torch._C._get_sdp_priority_order
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `scaled_dot_product_attention`; tensors are (..., heads, length, width)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    grouped: bool
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def needs_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
+
+def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
+    """The kernel that CUDA takes for a call on that GPU."""
+    can = {
+        Kernel.CUDNN: _cudnn_can,
+        Kernel.FLASH: _flash_can,
+        Kernel.EFFICIENT: _efficient_can,
+        Kernel.MATH: _math_can,
+    }
+    if not _shapes_suit_fused(call):
+        return Kernel.MATH
+    return next((kernel for kernel in _order(gpu) if can[kernel](call, gpu)), Kernel.MATH)
+
+
+def _order(gpu: Gpu) -> list[Kernel]:
+    """The user's order; cuDNN comes first where that is PyTorch's own and the GPU suits it."""
+    order = [_BY_NUMBER[number] for number in _priority_order() if number in _BY_NUMBER]
+    version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
+    preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    preferred = preferred and gpu.capability in _PREFER_CUDNN and version >= _CUDNN_PREFERRED_FROM
+    if order == _DEFAULT_ORDER and preferred:
+        return [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH]
+    return order
+
+
+def _shapes_suit_fused(call: Call) -> bool:
+    query, key, value = call.tensors
+    if any(tensor.dim() != 4 for tensor in call.tensors):
+        return False
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        return False
+    if any(tensor.stride(-1) != 1 for tensor in call.tensors):
+        return False
+    same_batch = query.size(0) == key.size(0) == value.size(0)
+    return same_batch and min(query.size(2), key.size(2)) > 0
+
+
+def _math_can(call: Call, gpu: Gpu) -> bool:
+    return bool(_switches.math_sdp_enabled())
+
+
+def _heads_agree(call: Call) -> bool:
+    return call.query.size(1) == call.key.size(1) == call.value.size(1)
+
+
+def _half(call: Call, gpu: Gpu) -> bool:
+    native = (torch.float16, torch.bfloat16) if gpu.native_bfloat16 else (torch.float16,)
+    return call.query.dtype in native
+
+
+def _cudnn_can(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.tensors
+    widest = 256 if gpu.capability == (9, 0) else 128
+    return (
+        _switches.cudnn_sdp_enabled()
+        and gpu.capability >= (8, 0)
+        and _half(call, gpu)
+        and (_heads_agree(call) or call.grouped)
+        and all(t.size(3) % 8 == 0 and t.size(3) <= widest for t in (query, value))
+        and query.size(3) == key.size(3)
+        and key.size(2) > 1
+        and (query.size(2) > 1 or call.dropout == 0)
+        and _mask_suits_cudnn(call)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _mask_suits_cudnn(call: Call) -> bool:
+    """Two or four dimensions, each whole or to be broadcast, and no gradient."""
+    mask = call.mask
+    if mask is None:
+        return True
+    scores = *call.query.shape[:3], call.key.size(2)
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    fits = mask.dim() in (2, 4) and all(size in (1, whole) for size, whole in pairs)
+    return fits and not mask.requires_grad
+
+
+def _flash_can(call: Call, gpu: Gpu) -> bool:
+    query, key, value = call.tensors
+    return (
+        _switches.flash_sdp_enabled()
+        and gpu.capability >= (8, 0)
+        and _half(call, gpu)
+        and call.mask is None
+        and (_heads_agree(call) or call.grouped)
+        and query.size(3) == key.size(3) == value.size(3) <= 256
+        and not (call.causal and query.size(2) != key.size(2))
+    )
+
+
+def _efficient_can(call: Call, gpu: Gpu) -> bool:
+    alignment = 4 if call.query.dtype == torch.float32 and gpu.tf32 else 8
+    if call.query.dtype == torch.float32 and not gpu.tf32:
+        alignment = 1
+    return (
+        _switches.mem_efficient_sdp_enabled()
+        and (_half(call, gpu) or call.query.dtype == torch.float32)
+        and _heads_agree(call)
+        and all(tensor.size(3) % alignment == 0 for tensor in (call.query, call.value))
+    )
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if autocast.is_on():
+        with beneath():
+            query, key, value, attn_mask = map(
+                autocast.in_lower_precision, (query, key, value, attn_mask)
+            )
+    with beneath():
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if not query.is_meta:
+            return _math(call)
+        kernel = chosen_kernel(call, emulated_gpu())
+        if kernel is Kernel.MATH:
+            return _math(call)
+        return {Kernel.CUDNN: _cudnn, Kernel.FLASH: _flash, Kernel.EFFICIENT: _efficient}[kernel](
+            call
+        )
+
+
+def _math(call: Call) -> torch.Tensor:
+    mask = _additive(call.mask, call.query.dtype)
+    result: torch.Tensor = aten._scaled_dot_product_attention_math(
+        *call.tensors,
+        mask,
+        call.dropout,
+        call.causal,
+        None,
+        scale=call.scale,
+        enable_gqa=call.grouped,
+    )[0]
+    return result
+
+
+def _cudnn(call: Call) -> torch.Tensor:
+    result: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
+        *call.tensors,
+        _additive(call.mask, call.query.dtype),
+        call.needs_gradient,
+        call.dropout,
+        call.causal,
+        False,
+        scale=call.scale,
+    )[0]
+    return result
+
+
+def _flash(call: Call) -> torch.Tensor:
+    """Widths are padded to a multiple of 8, and the result is cut back."""
+    width = call.query.size(3)
+    padded = [torch.nn.functional.pad(t, (0, -width % 8)) if width % 8 else t for t in call.tensors]
+    scale = call.scale if call.scale is not None else 1 / math.sqrt(width)
+    result: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        *padded, call.dropout, call.causal, False, scale=scale
+    )[0]
+    return result[..., :width]
+
+
+def _efficient(call: Call) -> torch.Tensor:
+    mask = _additive(call.mask, call.query.dtype)
+    if mask is not None:
+        mask = _aligned(mask, call)
+    result: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        *call.tensors, mask, call.needs_gradient, call.dropout, call.causal, scale=call.scale
+    )[0]
+    return result
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask as one that is added: zero where it is true, minus infinity elsewhere."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill_(mask.logical_not(), -math.inf)
+
+
+def _aligned(mask: torch.Tensor, call: Call) -> torch.Tensor:
+    """A mask with strides of multiples of 8 elements, expanded to the scores' shape.
+
+    `preprocess_mask` of attention.cpp; where the length is such a multiple, 8 more are added.
+    """
+    length = mask.size(-1)
+    if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+        mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+    return mask.expand(call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2))
+
+
+emulate("scaled_dot_product_attention", _attention)
+
+# What the backward kernels of attention allocate for themselves, in bytes.
+
+
+def cudnn_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """cuDNN: float32 gradients of the queries, and a row of sums."""
+    query = args[1]
+    batch, heads, length, width = query.shape
+    return [4 * batch * heads * length * (width + 1) + 256]
+
+
+def flash_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """Row sums, and float32 gradients of the queries, both padded (flash_api.cpp)."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rounded = -(-length // 128) * 128
+    wide = -(-width // 32) * 32
+    sizes = [4 * batch * heads * rounded, 4 * batch * heads * rounded * wide]
+    if key.size(1) != heads:
+        sizes += [2 * batch * heads * key.size(2) * width] * 2
+    return sizes
+
+
+def efficient_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
+    """Row sums of `grad * out`, and float32 gradients of the queries in blocks of 64.
+
+    For float32 the row sums are computed before the kernel (attention_backward.cu).
+    """
+    query = args[1]
+    batch, heads, length, width = query.shape
+    rows = 4 * batch * heads * length
+    blocks = -(-length // 64)
+    accumulators = 4 * batch * heads * (blocks * 64 * (-(-width // 64) * 64) + 4 * blocks)
+    if query.dtype != torch.float32:
+        return [rows, accumulators]
+    return [rows, rows * width, rows, accumulators]

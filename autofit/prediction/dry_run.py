@@ -1,0 +1,152 @@
+"""A rehearsal: the very `Training` that a probe runs, on the meta device, two optimizer steps long.
+
+Optimizer state appears in the first step, and the peak is often in the second; further steps are
+like it. From the second micro-batch on gradients are resident, so two stand for any number.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from autofit.errors import AutofitError, CannotTell, InvalidRequest
+from autofit.memory.replay import Recording
+from autofit.plan import Plan
+from autofit.prediction.breakdown import Labels
+from autofit.prediction.cuda import attention, autocast, operators, rnn
+from autofit.prediction.cuda.dispatch import emulation
+from autofit.prediction.cuda.fake_cuda import pretence
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.cuda.unsupported import Lack, is_lack
+from autofit.prediction.gpus import Gpu
+from autofit.prediction.meta_copy import batch_of, refuse_compiled, twin_of, without_twin
+from autofit.prediction.meta_device import MetaDevice
+from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
+from autofit.snapshot.snapshot import preserved
+from autofit.strategy import Strategy
+from autofit.training.builder import Workbench
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+STEPS = 2
+_TWO_DEVICES = re.compile(r"on device (cpu|meta) is not on the expected device (cpu|meta)")
+_one_at_a_time = threading.RLock()
+EMULATED = (attention, autocast, operators, rnn)
+"""Imported for what they register with `autofit.prediction.cuda.dispatch`."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal allocated.
+
+    Attributes:
+        recording: every allocation and release.
+        labels: what the allocations were for.
+    """
+
+    recording: Recording
+    labels: Labels
+
+
+def rehearse(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    strategies: Sequence[Strategy] = (),
+    payloads: Mapping[str, Any] | None = None,
+    expandable_segments: bool = False,
+    workspace_bytes: int | None = None,
+) -> Rehearsal:
+    """Run two optimizer steps of a plan on the meta device as if it were that GPU.
+
+    The user's objects, random states and flags are the same afterwards as before.
+
+    Raises:
+        InvalidRequest: the batch is larger than a tensor can be.
+        CannotTell: something in the user's step cannot be run without values; the message names
+            the line.
+        Exception: whatever else the user's own code raised.
+    """
+    tracer = CudaTracer(
+        gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
+    )
+    labels = Labels(tracer)
+    with stage(gpu, tracer, without_twin(workload)), _explained(plan, tracer):
+        twin = twin_of(workload, tracer)
+        bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
+        with bench.training(twin, plan, payloads) as training, labels.watching(training):
+            refuse_compiled(training.model)
+            _steps(training, twin, plan, tracer, labels)
+            recording = tracer.recording
+            kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))
+    return Rehearsal(kept, labels)
+
+
+def _steps(
+    training: Training, workload: Workload, plan: Plan, tracer: CudaTracer, labels: Labels
+) -> None:
+    samples = plan.samples_per_step
+    if workload.train_step is None:
+        samples = sum(plan.micro_batch_sizes[:MICRO_BATCHES_OF_A_SEARCH])
+    batch = batch_of(workload, samples, tracer)
+    for _ in range(STEPS):
+        training.step(batch)
+        labels.note_state(training)
+        tracer.end_step()
+
+
+@contextmanager
+def stage(
+    gpu: Gpu, tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({})
+) -> Iterator[None]:
+    """Inside it, code runs on the meta device as if it ran on that GPU.
+
+    Live objects and the process are put back.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)  # the pretence changes torch itself
+        stack.enter_context(preserved(live))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the user hears them when the step really runs
+        for context in (emulation(gpu), pretence(gpu, tracer.note), autocast.cast_cache(), tracer):
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
+    """What a rehearsal cannot do, as an error that names the user's line, whatever came of it."""
+    try:
+        yield
+    except Exception as error:
+        lack = tracer.lack
+        if lack is None and not isinstance(error, AutofitError) and is_lack(error):
+            lack = Lack.of(error)
+        if lack is not None:
+            raise _cannot_tell(lack) from error
+        if plan.micro_batch >= 2**62 or "Storage size calculation overflowed" in str(error):
+            raise InvalidRequest(
+                f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
+            ) from error
+        if not isinstance(error, AutofitError):
+            error.add_note("raised while autofit rehearsed the training on the meta device")
+        raise
+    if tracer.lack is not None:
+        raise _cannot_tell(tracer.lack)
+
+
+def _cannot_tell(lack: Lack) -> CannotTell:
+    way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
+    if _TWO_DEVICES.search(lack.reason):
+        way_out = (
+            "A tensor made on the CPU meets one of the batch or the model, which fails on a GPU "
+            "too: make it where the batch lies, say with device=batch.device"
+        )
+    return CannotTell(f"memory cannot be predicted: {lack.reason} ({lack.line}). {way_out}")

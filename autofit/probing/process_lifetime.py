@@ -1,0 +1,88 @@
+"""Ties a worker's life to its parent's; imports next to nothing, so that it holds from the start.
+
+The kernel kills the worker when the thread that started it dies (`prctl`, on Linux), and a pipe
+that only the parent can close ends it elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
+    """End this process as soon as the parent has ended, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+    threading.Thread(target=_exit_at_end_of, args=(lifeline_fd,), daemon=True).start()
+    _offer_to_the_oom_killer()
+
+
+def _exit_at_end_of(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)
+    os._exit(1)
+
+
+def _offer_to_the_oom_killer() -> None:
+    """Where host memory ends, the worker goes before anything of the user's does."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:
+        return
+
+
+# Processes that a worker leaves behind in sessions of their own, where no signal to it reaches.
+#
+# A worker's environment bears a mark. What it starts inherits the mark, however far it goes away from
+# its parent, so on Linux the mark finds it; a process that was given another environment is not
+# found.
+
+_NAME = "AUTOFIT_WORKER"
+_MOST_ROUNDS = 5  # a process that is being killed may just have started another
+
+
+def new_mark() -> dict[str, str]:
+    """An environment variable that no other worker has."""
+    return {_NAME: uuid.uuid4().hex}
+
+
+def kill_marked(mark: dict[str, str]) -> None:
+    """End every process that bears the mark."""
+    entry = "=".join(*mark.items()).encode()
+    for _ in range(_MOST_ROUNDS):
+        if not sum(_killed(pid, entry) for pid in _processes()):
+            return
+
+
+def _processes() -> Iterator[int]:
+    with suppress(OSError):
+        yield from (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _killed(pid: int, entry: bytes) -> bool:
+    """Whether this process bore the mark and lived; the handle makes sure that it is still it."""
+    with suppress(OSError), _handle(pid) as handle:
+        if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            return True
+    return False
+
+
+@contextmanager
+def _handle(pid: int) -> Iterator[int]:
+    handle = os.pidfd_open(pid)
+    try:
+        yield handle
+    finally:
+        os.close(handle)

@@ -1,0 +1,251 @@
+"""The workload as a file: written by the parent once, read afresh by the worker for each probe.
+
+Tensors are stored once and read through a memory map, so that a large model never lies in host
+memory a second time; classes and functions from `__main__`, notebooks and local scopes travel by
+value (cloudpickle), importable ones by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any, cast
+
+import cloudpickle
+import torch
+from torch.nn.utils import parametrize
+
+from autofit.errors import InvalidRequest, WorkerFailed, chain_of
+from autofit.snapshot import process
+from autofit.strategy import Strategy
+from autofit.training.batch import map_tensors
+from autofit.training.workload import Workload
+
+# How the user's objects are pickled: what a worker cannot import by name travels by value.
+#
+# cloudpickle does most of it; here is what it leaves out. What is written is read by plain pickle.
+
+_ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_names}
+_HOOKS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
+
+
+@contextmanager
+def unreachable_by_value() -> Iterator[None]:
+    """Have what is defined in modules that a worker could not import travel by value."""
+    already = set(cloudpickle.list_registry_pickle_by_value())
+    added = [module for module in _unreachable_modules() if module.__name__ not in already]
+    for module in added:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in added:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _unreachable_modules() -> list[ModuleType]:
+    """Loaded modules that a worker could not import by name (loaded from a file, say)."""
+    reachable: dict[str, bool] = {}
+    unreachable = []
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top not in reachable:
+            reachable[top] = top in _ALWAYS_REACHABLE or _can_be_found(top)
+        if not reachable[top] and getattr(module, "__file__", None):
+            unreachable.append(module)
+    return unreachable
+
+
+def _can_be_found(top: str) -> bool:
+    finders = [getattr(finder, "find_spec", None) for finder in sys.meta_path]
+    return any(find is not None and find(top, None) is not None for find in finders)
+
+
+def _rebuild_parametrized(
+    base: type[torch.nn.Module], state: dict[str, Any], names: tuple[str, ...]
+) -> torch.nn.Module:
+    """A module some of whose tensors are computed by parametrizations.
+
+    torch refuses to pickle one because its class is made at run time: so the class is made again.
+    """
+    module = base.__new__(base)
+    module.__setstate__(state)  # type: ignore[no-untyped-call]  # torch
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, list[Any]]:
+    """What was registered on a parameter itself; torch leaves it out when it pickles one."""
+    hooks = {name: getattr(parameter, attribute, None) for name, attribute in _HOOKS.items()}
+    return {name: list(given.values()) for name, given in hooks.items() if given}
+
+
+def _register(parameter: torch.nn.Parameter, hooks: dict[str, list[Any]]) -> None:
+    for name, given in hooks.items():
+        for hook in given:
+            getattr(parameter, name)(hook)
+
+
+def _is_special_module(obj: Any) -> bool:
+    """Such as torch.backends.cudnn: a module of a class of its own; cloudpickle knows the plain."""
+    if not isinstance(obj, ModuleType) or type(obj) is ModuleType:
+        return False
+    return sys.modules.get(obj.__name__) is obj
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
+            names = tuple(obj.parametrizations)  # type: ignore[arg-type]  # a ModuleDict: its keys
+            base: Any = type(obj).__bases__[0]
+            return _rebuild_parametrized, (base, base.__getstate__(obj), names)
+        if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
+            rebuild, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2]  # type: ignore[no-untyped-call]  # torch
+            # As a state, hooks are pickled once the parameter is known: they may well reach it
+            return rebuild, arguments, hooks, None, None, _register
+        if _is_special_module(obj):
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+class _HostPickler(_Pickler):
+    """Tensors on a device arrive on the host: reading them makes no context there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage)
+        if holds_memory and obj.device.type not in ("cpu", "meta"):
+            obj = obj.detach() if isinstance(obj, torch.Tensor) else obj
+            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """A small object (an exception, say) by value, its tensors on the host."""
+    buffer = io.BytesIO()
+    _HostPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
+"""What `torch.save` takes for a pickle module."""
+
+_WAYS_OUT = (
+    "Either pass a function that builds the model instead of the model, or use "
+    'isolation="inprocess", which runs in this process and cannot survive hangs and device faults'
+)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a worker needs to build trainings.
+
+    Attributes:
+        workload: what is trained.
+        strategies: those that may have settings in a plan.
+        computing: how torch computes in the parent (default dtype, TF32, deterministic algorithms).
+    """
+
+    workload: Workload
+    strategies: Sequence[Strategy]
+    computing: Mapping[str, Any] = field(default_factory=process.computing)
+
+
+def nameless_file() -> IO[bytes]:
+    """A file that vanishes with the processes that hold it open, also if they are killed.
+
+    Raises:
+        WorkerFailed: there is no folder for temporary files.
+    """
+    try:
+        return cast(IO[bytes], tempfile.TemporaryFile(prefix="autofit-"))
+    except OSError as error:
+        raise _no_room("a temporary folder", error) from error
+
+
+def write_payload(payload: Payload, path: Path) -> None:
+    """Write the payload.
+
+    Raises:
+        InvalidRequest: something in it cannot be pickled; the message names the ways out.
+        WorkerFailed: there is no room for the file, or no right to write it.
+    """
+    workload = payload.workload
+    if not workload.makes_batches:
+        workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
+    try:
+        contents = {
+            "workload": workload,
+            "strategies": tuple(payload.strategies),
+            "computing": payload.computing,
+        }
+        with path.open("wb") as file, unreachable_by_value():
+            torch.save(contents, file, pickle_module=PICKLE)
+    except MemoryError:
+        raise
+    except Exception as error:  # how an object is pickled may be the user's own code
+        disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
+        if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
+            raise _no_room(path, disk) from error
+        raise InvalidRequest(
+            f"the workload cannot be sent to a worker process ({_words(error)}). {_WAYS_OUT}"
+        ) from error
+
+
+def _no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
+    """The error for a payload that the file system does not take."""
+    return WorkerFailed(
+        f"the workload could not be written to {os.fspath(path)} for the worker process "
+        f"({error}): it needs about the model's size on disk; set TMPDIR to a folder that has it"
+    )
+
+
+def read_payload(path: Path, device: torch.device | None = None) -> Payload:
+    """A fresh copy of what `write_payload` wrote.
+
+    What lay in host memory is mapped from the file until it is moved. What the user had on a GPU
+    (a teacher model that the loss reaches, say) comes to `device`; None: to host memory.
+
+    Raises:
+        InvalidRequest: something in it cannot be unpickled here; the message names the ways out.
+    """
+
+    def place(storage: Any, location: str) -> Any:
+        stays = location == "cpu" or device is None or device.type == "cpu"
+        return storage if stays else storage.to(device=device)
+
+    try:
+        # The file is the parent's own, written a moment ago: it runs only the user's code.
+        contents = torch.load(
+            path, map_location=place, pickle_module=pickle, weights_only=False, mmap=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(
+            f"the workload cannot be read in the worker process ({_words(error)}). {_WAYS_OUT}"
+        ) from error
+    parts = ("workload", "strategies", "computing")
+    return Payload(*(contents[part] for part in parts))
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, or a small view would ship the whole storage that it looks into."""
+    return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,1 +1,0 @@
-"""What is the user's is put back as it was: live objects, the process, and a Ctrl-C that came."""

@@ -1,0 +1,96 @@
+"""How much a search may still do: probes and time, as far as either was bounded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna.samplers import BaseSampler
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Trial, probes_of
+from autofit.plan import check_count
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The bounds of one run of a search, from the moment it was made.
+
+    Attributes:
+        max_probes: the most probes, those of earlier runs counted; None: any number.
+        timeout_s: seconds from now; None: no end.
+    """
+
+    max_probes: int | None
+    timeout_s: float | None
+    _began: float = field(default_factory=time.monotonic, init=False)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the timeout; None: there is none."""
+        return None if self.timeout_s is None else max(0.0, self.timeout_s - self.elapsed_s)
+
+    def probes_left(self, trials: Sequence[Trial], reserved: int = 0) -> int | None:
+        """Probes after those trials, some of them reserved; None: any number."""
+        if self.max_probes is None:
+            return None
+        return max(0, self.max_probes - reserved - len(probes_of(trials)))
+
+    def time_is_short(self, trials: Sequence[Trial], probes: int) -> bool:
+        """Whether so many more probes, as long as those before, would end after the timeout."""
+        left = self.seconds_left
+        if left is None:
+            return False
+        lengths = [trial.measurement.seconds or 0.0 for trial in probes_of(trials)]
+        return left <= probes * sum(lengths) / max(1, len(lengths))
+
+    def spent(self, trials: Sequence[Trial]) -> str | None:
+        """Why no further plan may be searched, a confirmation reserved; None where one may."""
+        if not trials:
+            return None
+        if self.probes_left(trials, reserved=1) == 0:
+            return f"max_probes={self.max_probes} reached"
+        if self.time_is_short(trials, probes=2):
+            return f"timeout of {self.timeout_s:g} s reached"
+        return None
+
+
+# A search's own arguments, its limits and where it is kept, refused before it starts.
+
+
+def check_search_arguments(
+    *,
+    max_micro_batch: Any,
+    max_probes: Any,
+    timeout: Any,
+    study: Any,
+    sampler: Any,
+    progress: Any,
+) -> None:
+    """Refuse what is no count, no time, no place, no sampler or nothing to be called.
+
+    Raises:
+        InvalidRequest: the message names the argument and its value.
+    """
+    for name, count in (("max_micro_batch", max_micro_batch), ("max_probes", max_probes)):
+        if count is not None:
+            check_count(name, count)
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
+        raise InvalidRequest(f"timeout must be above zero seconds, got {timeout!r}")
+    if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
+        raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
+    if sampler is not None and not isinstance(sampler, BaseSampler):
+        raise InvalidRequest(f"sampler must be an Optuna sampler object, got {sampler!r}")
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise InvalidRequest(
+            f"progress must be True or a function that is called with each event, got {progress!r}"
+        )

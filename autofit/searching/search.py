@@ -1,0 +1,197 @@
+"""`autofit.search`: workload in, report out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from optuna.samplers import BaseSampler
+
+from autofit.errors import InvalidRequest
+from autofit.planning.search_spec import SearchFacts
+from autofit.probing.isolation import open_prober
+from autofit.probing.survey import Survey, check_weights_fit
+from autofit.registry import load_strategies, numerics_level
+from autofit.report.report import Report
+from autofit.searching.engine import run_search
+from autofit.searching.events import OnEvent
+from autofit.searching.limits import check_search_arguments
+from autofit.searching.predicted_lines import predicted_lines
+from autofit.searching.result import difference_of, record_of
+from autofit.searching.study import Store
+from autofit.strategy import Numerics, Strategy
+from autofit.training.workload import Workload
+
+
+def search(
+    model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
+    sample_batch: Any = None,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    loss_weight: Callable[[Any], float] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    before_step: Callable[..., None] | None = None,
+    clip_grad_norm: float | None = None,
+    train_step: Callable[..., torch.Tensor] | None = None,
+    global_batch: int | None = None,
+    allow_resplit: bool = False,
+    vram_budget: str | float | None = None,
+    device: str | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    numerics: Numerics | str = "reduced_precision",
+    max_micro_batch: int | None = None,
+    max_probes: int | None = None,
+    timeout: float | None = None,
+    study: str | os.PathLike[str] | None = None,
+    sampler: BaseSampler | None = None,
+    seed: int = 0,
+    isolation: str = "process",
+    progress: OnEvent | bool | None = None,
+) -> Report:
+    """Find, by running it, the fastest way to train a model within a VRAM budget.
+
+    The model, the optimizer, random states and global flags are the same afterwards as before,
+    also when this raises.
+
+    Args:
+        model: the module; a function of no arguments that builds one; or a `Workload`, alone.
+        sample_batch: any pytree of tensors, as long as the longest the training will see; or a
+            function n -> batch of n samples.
+        loss_fn: (model, batch) -> scalar tensor, the mean over samples.
+        criterion: (output, target) -> scalar tensor; the batch is then (input, target).
+        loss_weight: batch -> what its loss is a mean over (say, its valid tokens); None: samples.
+        optimizer: parameters -> Optimizer; a live Optimizer; or, with train_step, a mapping.
+        before_step: (model, optimizer), called after unscaling and before the update.
+        clip_grad_norm: clip the gradients' total norm to this before the update.
+        train_step: (training, batch) -> loss, the whole optimizer step.
+        global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
+        allow_resplit: change the accumulation count even where that changes the gradients.
+        vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
+        device: "cuda", "cuda:1", "cpu"; None: cuda where there is one.
+        strategies: names or Strategy objects; None: all that `numerics` allows.
+        numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
+            may change the arithmetic.
+        max_micro_batch: the largest micro-batch to try, in samples.
+        max_probes: the most probes, baseline and confirmations counted.
+        timeout: when to stop searching, in seconds from now.
+        study: a file path or an Optuna storage URL: the search can be stopped and resumed.
+        sampler: an Optuna sampler in place of autofit's planner.
+        seed: of everything random.
+        isolation: "process": probes run in a worker; "inprocess": in this process, for models that
+            cannot be pickled. It cannot survive hangs and device faults.
+        progress: True shows it on standard error; or what is called with each event of
+            `autofit.searching.events`.
+
+    Returns:
+        The report. After Ctrl-C or a timeout it holds what had been measured by then.
+
+    Raises:
+        InvalidRequest: an argument, the sample batch or the budget cannot mean what was asked.
+        NoFeasiblePlan: nothing fits the budget.
+        StudyRefused: the study belongs to another search, is in use, or cannot be written.
+        DeviceUnavailable: the device is not there.
+        Exception: what the user's own code raised, as it was raised.
+    """
+    started = time.monotonic()
+    check_search_arguments(
+        max_micro_batch=max_micro_batch,
+        max_probes=max_probes,
+        timeout=timeout,
+        study=study,
+        sampler=sampler,
+        progress=progress,
+    )
+    level = numerics_level(numerics)
+    chosen = load_strategies(strategies, numerics=level)
+    workload = _workload(
+        model,
+        sample_batch,
+        loss_fn=loss_fn,
+        criterion=criterion,
+        loss_weight=loss_weight,
+        optimizer=optimizer,
+        before_step=before_step,
+        clip_grad_norm=clip_grad_norm,
+        train_step=train_step,
+        global_batch=global_batch,
+        allow_resplit=allow_resplit,
+    )
+    with (
+        _shown(progress) as on_event,
+        open_prober(
+            workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
+        ) as prober,
+    ):
+        survey = prober.survey()
+        check_weights_fit(survey)
+        identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
+        with Store.open(study, identity) as store:
+            facts = store.facts
+            if facts is None:
+                space = survey.space(max_micro_batch)
+                foreseen = predicted_lines(workload, survey, space, chosen)
+                survey = replace(survey, notes=(*survey.notes, *foreseen.notes))
+                budget = survey.vram_budget_bytes
+                facts = SearchFacts(space, budget, seed, identity, foreseen.lines)
+            prober.rebudget(facts.vram_budget_bytes)
+            result = run_search(
+                prober,
+                facts,
+                store=store,
+                sampler=sampler,
+                max_probes=max_probes,
+                timeout_s=timeout,
+                on_event=on_event,
+            )
+        difference = difference_of(prober, result)
+    seconds = time.monotonic() - started
+    record = record_of(survey, result, chosen, workload, difference, seconds)
+    return Report(record, strategies=chosen, workload=workload)
+
+
+@contextmanager
+def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
+    """What to tell of events; what shows them is imported for those who want to see it."""
+    if progress is not True:
+        yield None if progress is False else progress
+        return
+    from autofit.cli.progress import ProgressLine
+
+    with ProgressLine() as line:
+        yield line
+
+
+def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:
+    if not isinstance(model, Workload):
+        if sample_batch is None:
+            raise InvalidRequest("give a sample batch: autofit.search(model, sample_batch)")
+        return Workload(model, sample_batch, **said)
+    defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
+    beside = [name for name, value in said.items() if value is not defaults[name]]
+    if sample_batch is not None or beside:
+        names = ", ".join(["sample_batch"] * (sample_batch is not None) + beside)
+        raise InvalidRequest(f"a Workload says all of it: give {names} to the Workload instead")
+    return model
+
+
+def _identity(
+    survey: Survey,
+    strategies: tuple[Strategy, ...],
+    numerics: Numerics,
+    vram_budget: str | float | None,
+    max_micro_batch: int | None,
+) -> dict[str, str]:
+    """What a study belongs to; an absent budget is "free", since what is free moves."""
+    return {
+        "workload": survey.fingerprint,
+        "strategies": ",".join(strategy.name for strategy in strategies),
+        "numerics": numerics.name.lower(),
+        "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
+        "max_micro_batch": str(max_micro_batch),
+    }

@@ -1,0 +1,185 @@
+"""The study of a search: its facts and its trials, kept where the user said.
+
+Promises: a finished trial is stored before the next is asked for; opening the study again gives
+the same facts and every finished trial; a study that belongs to another search, or that another
+search is using, is refused; trials whose process died do not stay under way.
+
+A file is locked for as long as it is open (`autofit.searching.storage`); what a storage URL names
+has no lock, and is claimed (`autofit.searching.study_lock`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Self
+
+import optuna
+import sqlalchemy.exc
+from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
+
+from autofit.errors import StudyRefused
+from autofit.measurement import Trial
+from autofit.planning.search_spec import SearchFacts
+from autofit.searching import trial_codec
+from autofit.searching.storage import AskedStudy, cause_of, open_study
+from autofit.searching.study_lock import Claim
+
+_ENDED = "autofit_ended"
+
+
+class Store:
+    """An open study; a context manager that lets go of it.
+
+    Attributes:
+        study: the Optuna study itself; where a sampler stops it, the search has run out of plans.
+        facts: what the study was made for; None until `begin`.
+    """
+
+    def __init__(self, study: AskedStudy, name: str, claim: Claim | None, held: ExitStack) -> None:
+        self.study = study
+        self.name = name
+        self._claim = claim
+        self._held = held  # what must be let go of, beside the claim
+        self.facts = trial_codec.facts_of(study) if trial_codec.FACTS in study.user_attrs else None
+
+    @classmethod
+    def open(cls, study: str | os.PathLike[str] | None, identity: Mapping[str, str]) -> Self:
+        """Open a study for the search that `identity` describes, part by part.
+
+        Args:
+            study: a file path, an Optuna storage URL, or None for memory alone.
+            identity: as in `SearchFacts`; compared with the stored one, where there is one.
+
+        Raises:
+            StudyRefused: it belongs to another search, is in use, or cannot be read or written.
+        """
+        name = "in memory" if study is None else os.fspath(study)
+        with ExitStack() as held:
+            opened, is_shared = open_study(name, study, held)
+            claim = Claim(opened, name) if is_shared else None
+            store = cls(opened, name, claim, held.pop_all())
+        with ExitStack() as closed_unless_taken:
+            closed_unless_taken.push(store)
+            store._check_identity(identity)
+            store._take_over()
+            closed_unless_taken.pop_all()
+        return store
+
+    def begin(self, facts: SearchFacts) -> None:
+        """Write the facts of a new study; nothing where it already has them.
+
+        Raises:
+            StudyRefused: the study has other facts, or cannot be written.
+        """
+        if self.facts is None:
+            with self._writing():
+                self.study.set_user_attr(trial_codec.FACTS, facts.to_dict())
+            self.facts = facts
+        elif self.facts.to_dict() != facts.to_dict():
+            raise StudyRefused(
+                f"the study {self.name} was made for another space, budget or seed: use the facts "
+                "it holds, or give another study"
+            )
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Every finished trial, in order."""
+        return trial_codec.trials_of(self.study)
+
+    @property
+    def ended(self) -> str | None:
+        """Why an earlier run had nothing left to try; None where it was cut short."""
+        return self.study.user_attrs.get(_ENDED)
+
+    def mark_ended(self, reason: str) -> None:
+        """Remember that the search came to its own end."""
+        with self._writing():
+            self.study.set_user_attr(_ENDED, reason)
+
+    @contextmanager
+    def asking(self, sampler: optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
+        """A new trial of that sampler; closed if the block raises."""
+        with self._writing():
+            self.study.sampler = sampler
+            if self._claim is not None:
+                self._claim.renew()
+            space = trial_codec.facts_of(self.study).space
+            asked = self.study.ask(trial_codec.distributions(space))
+        try:
+            yield asked
+        except BaseException:
+            with self._writing():
+                self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
+            raise
+
+    def record(self, asked: optuna.Trial, trial: Trial) -> None:
+        """Store what became of an asked trial."""
+        assert self.facts is not None, "begin() comes before the first trial"
+        with self._writing():
+            trial_codec.record(self.study, asked, trial, self.facts)
+
+    def close(self) -> None:
+        """Let other searches have the study."""
+        with self._held, self._writing():
+            if self._claim is not None:
+                self._claim.give_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with suppress(StudyRefused):  # the error under way says more
+            self.close()
+
+    def _check_identity(self, identity: Mapping[str, str]) -> None:
+        if self.facts is None:
+            return
+        stored = self.facts.identity
+        parts = sorted(
+            part for part in {*stored, *identity} if stored.get(part) != identity.get(part)
+        )
+        if parts:
+            changes = "; ".join(
+                f"{p}: {stored.get(p)} there, {identity.get(p)} here" for p in parts
+            )
+            raise StudyRefused(
+                f"the study {self.name} belongs to another search ({changes}): give another study, "
+                "or search as before"
+            )
+
+    def _take_over(self) -> None:
+        """Be the only search here, and close what dead ones left under way."""
+        with self._writing():
+            if self._claim is not None:
+                self._claim.take()
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                if not trial_codec.finish_recorded(self.study, trial):
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+            raise StudyRefused(
+                f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "
+                "finished trials in it stay readable, and the search can be resumed from them"
+            ) from error
+
+    def _readable(self) -> int | str:
+        try:
+            return len(self.trials)
+        except Exception:  # a storage that is gone may raise anything; the first error matters
+            return "already"

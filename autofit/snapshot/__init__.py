@@ -1,0 +1,1 @@
+"""Remember live objects and the state of the process, and put both back."""

@@ -1,0 +1,1 @@
+"""The workload to train, and one live training of it under a plan."""

@@ -1,0 +1,220 @@
+"""A workload's fingerprint: equal for trainings that cost the same, different where they may not.
+
+It covers module classes, their code, hooks and plain attributes, parameters and buffers (shape,
+dtype, requires_grad), the sample batch's shapes and dtypes, optimizer and its options, the loss
+functions' code with their defaults and what they close over, the global batch, torch, the kind of
+device, and how torch computes there (default dtype, TF32, deterministic algorithms, attention
+kernels, the allocator's options). It leaves out values: weights, learning rates, data; and which of
+several equal devices it is. Functions that this code calls by name are not entered.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, CellType, CodeType
+from typing import Any
+
+import torch
+
+from autofit.devices.base import Environment
+from autofit.training.batch import describe
+from autofit.training.optimizers import Optimizers, by_name
+from autofit.training.workload import Workload
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_NOT_ABOUT_COST = {"params", "lr", "initial_lr"}
+_PLAIN = (bool, int, str, type(None), torch.dtype)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_ONLY_ON_THE_CPU = {"torch.num_threads"}
+_ABOUT_COST = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""Environment variables by which torch and CUDA are told how to allocate and compute."""
+_MOST_DEEP = 4
+
+
+def fingerprint(
+    workload: Workload,
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    environment: Environment,
+    computing: Mapping[str, Any],
+) -> str:
+    """A hex digest of everything above.
+
+    Args:
+        workload: its functions and its sample batch are read; nothing is run but a batch maker.
+        model: the workload's model, built.
+        optimizer: the workload's optimizer, built.
+        environment: where it would train.
+        computing: the flags by which torch computes there, such as TF32, and what they are.
+    """
+    digest = hashlib.sha256()
+    for line in _lines(workload, model, optimizer):
+        digest.update(line.encode() + b"\n")
+    for line in _surroundings(environment, computing):
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()[:32]
+
+
+def _surroundings(environment: Environment, computing: Mapping[str, Any]) -> Iterator[str]:
+    kind = environment.device.partition(":")[0]
+    yield f"torch {environment.torch} device {kind} {environment.gpu}"
+    for name, value in sorted(computing.items()):
+        if kind == "cpu" or name not in _ONLY_ON_THE_CPU:
+            yield f"flag {name} {value}"
+    for name in _ABOUT_COST:
+        yield f"variable {name} {os.environ.get(name)}"
+
+
+def _lines(workload: Workload, model: torch.nn.Module, optimizer: Optimizers) -> Iterator[str]:
+    yield f"global batch {workload.global_batch} resplit {workload.allow_resplit}"
+    size = workload.sample_batch_size
+    yield f"sample {size} {describe(workload.batch(size))}"
+    yield from _model_lines(model)
+    yield from _optimizer_lines(optimizer)
+    recipe = workload.recipe
+    for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
+        yield f"{name} {_describe(getattr(recipe, name))}"
+    yield f"clip {recipe.clip_grad_norm is not None}"
+
+
+def _model_lines(model: torch.nn.Module) -> Iterator[str]:
+    yield from _structure_lines(model)
+    for module in model.modules():  # what was done to an instance, beside its class
+        yield f"forward {_describe(vars(module).get('forward'))}"
+        for hooks in _HOOKS:
+            yield f"hooks {[_describe(hook) for hook in vars(module).get(hooks, {}).values()]}"
+
+
+def _structure_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        yield from _class_lines(kind, deep)
+    for name, module in model.named_modules():
+        yield f"module {name} {_name(type(module))} {_ADDRESS.sub('', module.extra_repr())}"
+        yield f"attributes {_plain_attributes(module)}"
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield f"parameter {name} {_describe_tensor(parameter)} {parameter.requires_grad}"
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield f"buffer {name} {_describe_tensor(buffer)}"
+    shared: dict[int, int] = {}
+    order = [
+        shared.setdefault(id(parameter), len(shared))
+        for _, parameter in model.named_parameters(remove_duplicate=False)
+    ]
+    yield f"shared {order}"
+
+
+def _class_lines(kind: type, deep: int) -> Iterator[str]:
+    """The code of a class and of those it comes from, up to torch's own."""
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] in ("torch", "builtins"):
+            break
+        for name, member in sorted(vars(each).items()):
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            if isinstance(getattr(function, "__code__", None), CodeType):
+                yield f"method {each.__qualname__}.{name} {_describe(function, deep)}"
+
+
+def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
+    """Settings such as a number of repetitions or a flag; torch's bookkeeping is underscored."""
+    described = {name: _describe_plain(value) for name, value in sorted(vars(module).items())}
+    return {
+        name: text
+        for name, text in described.items()
+        if text is not None and not name.startswith("_")
+    }
+
+
+def _describe_plain(value: Any) -> str | None:
+    """A plain value as text, a float only as to whether it is zero; None: it is not plain."""
+    if isinstance(value, float):
+        return "some float" if value else "0.0"
+    if isinstance(value, (tuple, list)):
+        parts = [_describe_plain(part) for part in value]
+        return None if None in parts else repr(parts)
+    return repr(value) if isinstance(value, _PLAIN) else None
+
+
+def _optimizer_lines(optimizer: Optimizers) -> Iterator[str]:
+    for name, one in by_name(optimizer).items():
+        for group in one.param_groups:
+            options = {key: _describe(group[key]) for key in sorted(set(group) - _NOT_ABOUT_COST)}
+            sizes = [_describe_tensor(parameter) for parameter in group["params"]]
+            yield f"optimizer {name} {_name(type(one))} {options} {sizes}"
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _describe(value: Any, deep: int = 0) -> str:
+    """A function's code, defaults and closure; a container by its parts, an object by its class."""
+    if (plain := _describe_plain(value)) is not None:
+        return plain
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, type | BuiltinFunctionType):
+        return _name(value)
+    parts = None if deep == _MOST_DEEP else _parts(value, deep + 1)
+    return _name(type(value)) if parts is None else f"{_name(type(value))} {list(parts)}"
+
+
+def _parts(value: Any, deep: int) -> Iterable[str] | None:
+    """What a value is made of; None: nothing that is looked into."""
+    if isinstance(value, torch.nn.Module):
+        return _structure_lines(value, deep)
+    if isinstance(value, functools.partial):
+        return _described([value.func, *value.args, value.keywords], deep)
+    if isinstance(value, (tuple, list)):
+        return _described(value, deep)
+    if isinstance(value, dict):
+        return _described([*value, *value.values()], deep)
+    if isinstance(getattr(value, "__code__", None), CodeType):
+        return _function_parts(value, deep)
+    if callable(value):
+        attributes = dict(getattr(value, "__dict__", {}))
+        return [*_class_lines(type(value), deep), _describe(attributes, deep)]
+    return None
+
+
+def _described(values: Iterable[Any], deep: int) -> list[str]:
+    return [_describe(value, deep) for value in values]
+
+
+def _function_parts(function: Any, deep: int) -> list[str]:
+    beside = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    beside += [_contents(cell) for cell in function.__closure__ or ()]
+    return [function.__qualname__, *_code_parts(function.__code__), *_described(beside, deep)]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is filled later, if ever
+        return None
+
+
+def _code_parts(code: CodeType) -> Iterator[str]:
+    yield hashlib.sha256(code.co_code).hexdigest()[:16]
+    yield repr(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code_parts(constant)
+        elif isinstance(constant, frozenset):  # a set's order changes from process to process
+            yield repr(sorted(map(repr, constant)))
+        else:
+            yield repr(constant)

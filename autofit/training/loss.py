@@ -1,0 +1,157 @@
+"""How a workload trains: what its loss is, and what happens around the update.
+
+A recipe holds functions of the user's and no model, so the same recipe serves a probe, a trace
+and the user's own training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.training.batch import Batch, batch_size, tensors_of
+
+if TYPE_CHECKING:
+    from autofit.training.training import Training
+
+
+_UNPACKED = (
+    "the batch was passed as model(*batch): one that is (input, target) wants "
+    "criterion=(output, target) -> loss, or loss_fn=(model, batch) -> loss"
+)
+
+
+class LossSource(StrEnum):
+    """Where a loss came from."""
+
+    LOSS_FN = "loss_fn"
+    CRITERION = "criterion"
+    MODEL = "the model's own loss"
+    STAND_IN = "the mean of the model's floating outputs, standing in for a loss"
+    TRAIN_STEP = "train_step"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of a training loop that are the user's own functions.
+
+    Attributes:
+        loss_fn: (model, batch) -> scalar tensor, the mean over samples.
+        criterion: (output, target) -> scalar tensor; the batch is then (input, target).
+        loss_weight: batch -> what the batch's loss is a mean over; None: its samples.
+        before_step: (model, optimizer), called after unscaling and before the update.
+        clip_grad_norm: clip the gradients' total norm to this before the update.
+        train_step: (training, batch) -> loss, the whole optimizer step; the batch lies on the
+            device. It updates by `training.backward(loss)` and `training.optimizer_step(name)`.
+    """
+
+    loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
+    criterion: Callable[[Any, Any], torch.Tensor] | None = None
+    loss_weight: Callable[[Batch], float] | None = None
+    before_step: Callable[[torch.nn.Module, Any], None] | None = None
+    clip_grad_norm: float | None = None
+    train_step: Callable[[Training, Batch], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss_fn is not None and self.criterion is not None:
+            raise InvalidRequest("give loss_fn or criterion, not both: each says what the loss is")
+        for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise InvalidRequest(f"{name} must be a function, got {function!r}")
+        norm = self.clip_grad_norm
+        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and not (number and 0 < norm < math.inf):
+            raise InvalidRequest(f"clip_grad_norm must be a number above zero, got {norm!r}")
+
+    def weight(self, batch: Batch) -> float:
+        """What the loss of this batch is a mean over.
+
+        Raises:
+            InvalidRequest: the user's function returned what no mean can be over.
+        """
+        if self.loss_weight is None:
+            return float(batch_size(batch))
+        weight = float(self.loss_weight(batch))
+        if not 0 <= weight < math.inf:
+            raise InvalidRequest(
+                f"loss_weight must return how much the loss of a batch is a mean over, such as its "
+                f"valid tokens: 0 or more, got {weight}"
+            )
+        return weight
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Forward and loss of one micro-batch, a scalar tensor."""
+        return self.loss_and_source(model, batch)[0]
+
+    def loss_and_source(
+        self, model: torch.nn.Module, batch: Batch
+    ) -> tuple[torch.Tensor, LossSource]:
+        """The loss, and where it came from.
+
+        Raises:
+            InvalidRequest: the loss is no scalar, or the model's output holds nothing to average.
+        """
+        if self.loss_fn is not None:
+            return scalar(self.loss_fn(model, batch), "loss_fn"), LossSource.LOSS_FN
+        if self.criterion is not None:
+            inputs, target = _input_and_target(batch)
+            output = call_model(model, inputs)
+            return scalar(self.criterion(output, target), "criterion"), LossSource.CRITERION
+        try:
+            return _own_loss(call_model(model, batch))
+        except TypeError as error:
+            if isinstance(batch, (tuple, list)):
+                error.add_note(_UNPACKED)
+            raise
+
+
+def call_model(model: torch.nn.Module, batch: Batch) -> Any:
+    """`model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def scalar(loss: Any, name: str) -> torch.Tensor:
+    """A loss as a tensor without dimensions.
+
+    Raises:
+        InvalidRequest: it is not one number as a tensor; `name` says who made it.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InvalidRequest(f"{name} must return one number as a tensor, got {got}")
+    return loss.reshape(())
+
+
+def _input_and_target(batch: Batch) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InvalidRequest(
+        f"with criterion the batch must be (input, target), got a {type(batch).__name__}; "
+        "for anything else give loss_fn=(model, batch) -> loss"
+    )
+
+
+def _own_loss(output: Any) -> tuple[torch.Tensor, LossSource]:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return scalar(loss, "the model's output.loss"), LossSource.MODEL
+    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output.reshape(()), LossSource.MODEL
+    floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    if not floating:
+        raise InvalidRequest(
+            f"the model returned a {type(output).__name__} with no loss and no floating tensor to "
+            "average: give loss_fn=(model, batch) -> loss, or criterion=(output, target) -> loss"
+        )
+    return torch.stack([tensor.float().mean() for tensor in floating]).mean(), LossSource.STAND_IN

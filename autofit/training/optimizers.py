@@ -1,0 +1,166 @@
+"""The optimizer of a workload: what may stand for one, and how it is made for a model.
+
+A function of parameters makes a new optimizer each time. A live optimizer travels with its model,
+groups and state; all that is left to do is to move its state to where the model is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.training.batch import map_tensors
+
+OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+OptimizerChoice: TypeAlias = OptimizerFactory | Optimizers | Mapping[str, OptimizerFactory]
+Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_Entry = TypeVar("_Entry")
+
+
+def by_name(chosen: _Entry | Mapping[str, _Entry]) -> Mapping[str, _Entry]:
+    """A mapping as it is; one alone under no name."""
+    return chosen if isinstance(chosen, Mapping) else {"": chosen}
+
+
+def check_has_train_step(chosen: object, *, has_train_step: bool) -> None:
+    """Refuse several optimizers where nothing says when each of them steps.
+
+    Raises:
+        InvalidRequest: a mapping of optimizers, and no train_step.
+    """
+    if isinstance(chosen, Mapping) and not has_train_step:
+        raise InvalidRequest(
+            "a mapping of optimizers needs train_step=(training, batch) -> loss, which says when "
+            "each of them steps"
+        )
+
+
+def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> None:
+    """Refuse what can make no optimizer for the model.
+
+    Raises:
+        InvalidRequest: it is none, it trains another model, or it lacks what it needs beside it.
+    """
+    check_has_train_step(chosen, has_train_step=has_train_step)
+    for entry in by_name(chosen).values():
+        if isinstance(entry, torch.optim.Optimizer):
+            check_trains(entry, model)
+        elif not callable(entry):
+            raise InvalidRequest(
+                "optimizer must be a function of parameters, such as torch.optim.AdamW, or a live "
+                f"Optimizer, got {entry!r}"
+            )
+
+
+def build_optimizer(
+    chosen: OptimizerChoice, model: torch.nn.Module, place: Place | None
+) -> Optimizers:
+    """The live optimizer, or a new one for the model's parameters.
+
+    Args:
+        chosen: as the user gave it.
+        model: on its device already.
+        place: how a live optimizer's state is moved there; None: it is there.
+
+    Raises:
+        InvalidRequest: a function made no optimizer, or its key names no submodule.
+    """
+    if isinstance(chosen, Mapping):
+        return {
+            name: _optimizer_for(entry, _submodule(model, name, entry), place)
+            for name, entry in chosen.items()
+        }
+    return _optimizer_for(chosen, model, place)
+
+
+def check_steps_alone(optimizer: Optimizers) -> None:
+    """Refuse an optimizer that calls the model itself: a step of ours has run it before.
+
+    Raises:
+        InvalidRequest: its `step` must be given a closure, as that of LBFGS.
+    """
+    for entry in by_name(optimizer).values():
+        closure = inspect.signature(entry.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InvalidRequest(
+                f"{type(entry).__name__} steps by calling a closure that runs the model: give "
+                "train_step=(training, batch) -> loss, and call its step(closure) there"
+            )
+
+
+def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    """Refuse the optimizer of another model: its step would update nothing.
+
+    Raises:
+        InvalidRequest: it holds none of the model's parameters, or there is no live model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidRequest(
+            "a live optimizer belongs to the parameters of a live model, and this model is built "
+            "by a function: give optimizer=parameters -> Optimizer"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in held):
+        raise InvalidRequest(
+            f"the live optimizer ({type(optimizer).__name__}) holds not one of the model's "
+            "parameters: make it from this model's parameters, after any change that replaces them"
+        )
+
+
+def _submodule(
+    model: torch.nn.Module, name: str, entry: OptimizerFactory | torch.optim.Optimizer
+) -> torch.nn.Module:
+    if isinstance(entry, torch.optim.Optimizer):
+        return model
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        children = [child for child, _ in model.named_children()]
+        raise InvalidRequest(
+            f"optimizer[{name!r}] is a function, so its key must name the submodule whose "
+            f"parameters it takes; the model has {children}. Or give live optimizers."
+        ) from None
+
+
+def _optimizer_for(
+    entry: OptimizerFactory | torch.optim.Optimizer, model: torch.nn.Module, place: Place | None
+) -> torch.optim.Optimizer:
+    if isinstance(entry, torch.optim.Optimizer):
+        if place is not None:
+            _place_state(entry, place)
+        return entry
+    built = entry(list(model.parameters()))
+    if not isinstance(built, torch.optim.Optimizer):
+        raise InvalidRequest(
+            "optimizer must make a torch.optim.Optimizer of parameters, "
+            f"got a {type(built).__name__}"
+        )
+    return built
+
+
+def _place_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """Move the state by hand: `load_state_dict` would cast it and run the user's hooks."""
+    on_device = {
+        parameter
+        for group in optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for parameter in group["params"]
+    }
+    for parameter, state in optimizer.state.items():
+        # torch keeps step counts on the host, unless its kernels read them
+        counts = place if parameter in on_device else _as_it_is
+
+        def move(tensor: torch.Tensor, counts: Place = counts) -> torch.Tensor:
+            return place(tensor) if tensor.dim() else counts(tensor)
+
+        optimizer.state[parameter] = map_tensors(move, state)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

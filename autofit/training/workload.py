@@ -1,0 +1,250 @@
+"""A workload: what the user trains, as given, with nothing run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, Settings, check_count, steps_for
+from autofit.training.batch import (
+    Batch,
+    BatchMaker,
+    batch_size,
+    batched_places,
+    check_batched_dimension,
+    resize,
+)
+from autofit.training.loss import Recipe
+from autofit.training.optimizers import (
+    OptimizerChoice,
+    Optimizers,
+    Place,
+    build_optimizer,
+    check_optimizer,
+)
+
+if TYPE_CHECKING:
+    from autofit.training.training import Training
+
+
+MOST_ACCUMULATION_STEPS = 2**16
+"""More of the sample batch's micro-batches than this in one optimizer step are a slip."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Model, sample batch, loss, optimizer and global batch.
+
+    Attributes:
+        model: the module, or a function of no arguments that builds one.
+        sample_batch: any pytree of tensors, as long as the longest the training will see; or a
+            function n -> batch of n samples.
+        loss_fn, criterion, loss_weight, before_step, clip_grad_norm, train_step: see `Recipe`.
+        optimizer: parameters -> Optimizer; or a live Optimizer, rebuilt with its groups and state
+            for each probe; or, with train_step, a mapping of either. A function in a mapping gets
+            the parameters of the submodule that its key names.
+        global_batch: samples per optimizer step to keep; None: free.
+        allow_resplit: let the accumulation count change even where split and whole gradients
+            differ.
+
+    Raises:
+        InvalidRequest: arguments that contradict each other or cannot mean anything.
+    """
+
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
+    sample_batch: Batch | BatchMaker
+    _: KW_ONLY
+    loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor] | None = None
+    criterion: Callable[[Any, Any], torch.Tensor] | None = None
+    loss_weight: Callable[[Batch], float] | None = None
+    optimizer: OptimizerChoice = torch.optim.AdamW
+    before_step: Callable[[torch.nn.Module, Any], None] | None = None
+    clip_grad_norm: float | None = None
+    train_step: Callable[[Training, Batch], torch.Tensor] | None = None
+    global_batch: int | None = None
+    allow_resplit: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise InvalidRequest(
+                f"model must be an nn.Module or a function that builds one, got {self.model!r}"
+            )
+        if self.global_batch is not None:
+            object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
+        if not isinstance(self.allow_resplit, bool):
+            raise InvalidRequest(f"allow_resplit must be True or False, got {self.allow_resplit!r}")
+        if not self.makes_batches:
+            check_batched_dimension(self.sample_batch)
+        if self.global_batch is not None:
+            _check_steps(self.global_batch, self.sample_batch_size)
+        check_optimizer(self.optimizer, self.model, has_train_step=self.train_step is not None)
+        self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether the sample batch is a function n -> batch."""
+        return callable(self.sample_batch) and not isinstance(self.sample_batch, torch.Tensor)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The functions of the training loop."""
+        return Recipe(
+            loss_fn=self.loss_fn,
+            criterion=self.criterion,
+            loss_weight=self.loss_weight,
+            before_step=self.before_step,
+            clip_grad_norm=self.clip_grad_norm,
+            train_step=self.train_step,
+        )
+
+    @property
+    def sample_batch_size(self) -> int:
+        """n; for a function n -> batch it is 2, the least that every module trains on.
+
+        BatchNorm refuses to normalize over one value a channel.
+        """
+        return 2 if self.makes_batches else batch_size(self.sample_batch)
+
+    @property
+    def batched_places(self) -> frozenset[int] | None:
+        """Which of the batch's tensors hold samples; None where a function makes batches."""
+        return None if self.makes_batches else batched_places(self.sample_batch)
+
+    def batch(self, samples: int) -> Batch:
+        """A batch of that many samples.
+
+        Raises:
+            InvalidRequest: the user's function returned another number of samples.
+        """
+        if not self.makes_batches:
+            return resize(self.sample_batch, samples)
+        made = self.sample_batch(samples)
+        if batch_size(made) != samples:
+            raise InvalidRequest(
+                f"the sample batch function was asked for {samples} samples and returned "
+                f"{batch_size(made)} (dimension 0 of its first tensor)"
+            )
+        return made
+
+    def plan(
+        self,
+        micro_batch: int | None = None,
+        accumulation_steps: int | None = None,
+        global_batch: int | None = None,
+        settings: Settings | None = None,
+    ) -> Plan:
+        """The plan that these words mean; what they leave out is the workload's own.
+
+        Args:
+            micro_batch: samples; None: as many as the sample batch has.
+            accumulation_steps: None: as many as the global batch asks for, else one.
+            global_batch: None: the workload's, unless accumulation steps say how many samples.
+            settings: those that are not at their first value.
+
+        Returns:
+            The baseline, where nothing is said.
+
+        Raises:
+            InvalidRequest: the counts make no plan, or a micro-batch larger than the global batch.
+        """
+        size = micro_batch or self.sample_batch_size
+        if accumulation_steps is not None:
+            return Plan(
+                size,
+                accumulation_steps=accumulation_steps,
+                global_batch=global_batch,
+                settings=settings or {},
+            )
+        samples = global_batch or self.global_batch
+        if samples is None:
+            return Plan(size, settings=settings or {})
+        if micro_batch is not None and micro_batch > samples:
+            raise InvalidRequest(
+                f"a micro-batch of {micro_batch} is larger than the global batch of {samples}: "
+                "give a smaller micro_batch, or a larger global_batch"
+            )
+        _check_steps(samples, size)
+        return Plan.split(samples, min(size, samples), settings)
+
+    def build_model(self) -> torch.nn.Module:
+        """The live module, or what the function builds.
+
+        Raises:
+            InvalidRequest: the function returned something else, or a lazy module's parameters
+                have no shape yet.
+        """
+        if isinstance(self.model, torch.nn.Module):
+            return _with_shapes(self.model)
+        built = self.model()
+        if not isinstance(built, torch.nn.Module):
+            raise InvalidRequest(
+                f"the model function returned a {type(built).__name__}, no nn.Module"
+            )
+        return _with_shapes(built)
+
+    def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
+        """The live optimizer, or a new one for the model's parameters.
+
+        Args:
+            model: on its device already.
+            place: how a live optimizer's state is moved there; None: it is there.
+
+        Raises:
+            InvalidRequest: a function made no optimizer, or its key names no submodule.
+        """
+        return build_optimizer(self.optimizer, model, place)
+
+
+def _check_steps(global_batch: int, micro_batch: int) -> None:
+    """A zero too many would be found out by running it, for hours."""
+    steps = steps_for(global_batch, micro_batch)
+    if steps > MOST_ACCUMULATION_STEPS:
+        raise InvalidRequest(
+            f"a global batch of {global_batch} samples is {steps} micro-batches of {micro_batch} "
+            f"in one optimizer step, and autofit tries at most {MOST_ACCUMULATION_STEPS}: give a "
+            "smaller global_batch, or a larger sample batch"
+        )
+
+
+def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise InvalidRequest(
+            f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} no shape yet, "
+            "as lazy modules do before their first forward: run one batch through the model "
+            "before you hand it over (in the function, where a function builds it)"
+        )
+    return model
+
+
+def check_arguments(workload: object, plan: object, payloads: object) -> None:
+    """Refuse what is of another kind than `probe`, `predict` and `check` take.
+
+    Raises:
+        InvalidRequest: one is.
+    """
+    if not isinstance(workload, Workload):
+        raise InvalidRequest(
+            f"workload must be an autofit.Workload, got {_kind(workload)}: "
+            "make one with autofit.Workload(model, sample_batch)"
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise InvalidRequest(
+            f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
+            f"got {_kind(plan)}"
+        )
+    if payloads is not None and not isinstance(payloads, Mapping):
+        raise InvalidRequest(
+            "payloads must be a mapping from settings to what they mean, as in a report's "
+            f"dimensions, got {_kind(payloads)}"
+        )
+
+
+def _kind(value: object) -> str:
+    """A value that is short, or what it is one of."""
+    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)

@@ -1,0 +1,269 @@
+"""Looks at a training at one micro-batch: what it saves, and how long its parts take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from autofit.strategy import Context, TrainingView
+
+from .saved_tensors import Recorder
+from .tensor_tree import take_tensors
+from .timeline import Timeline
+from .units import Unit
+
+# Times the forward passes of chosen modules, on the device's own clock.
+
+
+class Stopwatch:
+    """Seconds of each module over all its forward calls, and of the body as a whole.
+
+    Args:
+        model: holds the modules.
+        names: which of them to time, as `named_modules` names them.
+        device: where they run; the host does not wait for it while it is timed.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], device: torch.device) -> None:
+        self._modules = {name: model.get_submodule(name) for name in names}
+        self._device = device
+        self._begun: dict[str, list[Any]] = {name: [] for name in names}
+        self._calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+        self._whole: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what runs in the body, and leave no hook behind."""
+        handles: list[Any] = []
+        try:
+            for name, module in self._modules.items():
+                handles.append(module.register_forward_pre_hook(self._begin(name)))
+                handles.append(module.register_forward_hook(self._end(name)))
+            start = self._mark()
+            yield
+            self._whole = (start, self._mark())
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def seconds(self) -> dict[str, float]:
+        """Forward seconds of each module; waits for the device."""
+        return {name: sum(map(self._between, calls)) for name, calls in self._calls.items()}
+
+    def whole_s(self) -> float:
+        """Seconds of the body; waits for the device."""
+        return self._between(self._whole) if self._whole else 0.0
+
+    def _begin(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if _is_forward():
+                self._begun[name].append(self._mark())
+
+        return hook
+
+    def _end(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if _is_forward() and self._begun[name]:
+                self._calls[name].append((self._begun[name].pop(), self._mark()))
+
+        return hook
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return _host_clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, marks: tuple[Any, Any]) -> float:
+        begin, end = marks
+        if self._device.type != "cuda":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def _host_clock() -> float:
+    """Seconds; of this thread's work alone where it does all of it, whatever others are doing."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def _is_forward() -> bool:
+    """Whether no backward pass is under way: there, only recomputations call modules."""
+    return torch._C._current_graph_task_id() == -1
+
+
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
+"""Parts are timed until the steps are enough, or have taken long enough."""
+
+LOOKS, MOST_LOOKS = 8, 24
+"""Steps that are watched where parts of a model are skipped at random."""
+
+FORWARDS_IN_A_STEP = 3
+"""A backward pass computes two products for each one of the forward pass."""
+
+Seen = TypeVar("Seen")
+Run = Callable[[TrainingView, Any], None]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one step saved.
+
+    Attributes:
+        micro_batch: samples in it.
+        timeline: with the calls of all modules.
+        step_s: seconds of such a step, to say how long it takes and not to compare it.
+        checkpointed_itself: modules that checkpoint something on their own.
+    """
+
+    micro_batch: int
+    timeline: Timeline
+    step_s: float
+    checkpointed_itself: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long the parts of a step take.
+
+    Attributes:
+        seconds: module -> forward seconds over all its calls.
+        step_s: seconds of the whole step.
+    """
+
+    seconds: Mapping[str, float]
+    step_s: float
+
+    def of(self, unit: str, model: torch.nn.Module) -> float:
+        """Forward seconds of a unit; a run of children takes what they take together."""
+        return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
+
+
+def survey(context: Context, micro_batch: int) -> Survey:
+    """Watch one step at this micro-batch, and time another; the weights stay as they are.
+
+    Where a step does not fit, a forward pass that lets everything go is watched instead.
+
+    Raises:
+        torch.OutOfMemoryError: not even the forward pass fits.
+        NeedsSavedTensors: a step does not fit, and the forward pass cannot let go of anything.
+    """
+
+    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Survey:
+        recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
+        step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
+        itself = frozenset(recorder.checkpointed_itself)
+        return Survey(micro_batch, recorder.timeline(), step_s, itself)
+
+    return _of_a_step_or_a_forward(context, micro_batch, look)
+
+
+def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
+    """Time these modules in steps at this micro-batch, until they can be told apart.
+
+    Raises:
+        torch.OutOfMemoryError, NeedsSavedTensors: as `survey` does.
+    """
+
+    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Times:
+        return _timed(training, names, partial(run, training, batch), keep, steps=MOST_STEPS)
+
+    return _of_a_step_or_a_forward(context, micro_batch, look)
+
+
+def brought_by_samples(small: Survey, large: Survey) -> Timeline:
+    """The large survey's timeline, with those bytes of each storage that grow with the micro-batch.
+
+    What does not grow (weights that are computed in the forward pass, masks) is no activation: it
+    would make parts look worth checkpointing that are not, and drown those that are.
+    """
+    few, many = small.timeline.storages, large.timeline.storages
+    added = large.micro_batch - small.micro_batch
+    if not added or [s.first for s in few] != [s.first for s in many]:
+        return large.timeline
+    storages = [
+        replace(more, nbytes=round(max(0, more.nbytes - less.nbytes) * large.micro_batch / added))
+        for less, more in zip(few, many, strict=True)
+    ]
+    return replace(large.timeline, storages=storages)
+
+
+def _of_a_whole_step(
+    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool
+) -> Recorder:
+    """Watches a step; where steps skip parts at random (LayerDrop), one that skips least."""
+    looks: list[tuple[set[str], Recorder]] = []
+    for number in range(1, MOST_LOOKS + 1):
+        recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
+        with recorder.watching():
+            run()
+        looks.append((set(recorder.timeline().calls_of), recorder))
+        called = [units for units, _ in looks]
+        is_whole = max(map(len, called)) == len(set.union(*called))
+        is_alike = number > 1 and all(units == called[0] for units in called)
+        if is_alike or (is_whole and number >= LOOKS):
+            break
+    return max(looks, key=lambda look: len(look[0]))[1]
+
+
+def _of_a_step_or_a_forward(
+    context: Context, micro_batch: int, look: Callable[[Run, bool, TrainingView, Any], Seen]
+) -> Seen:
+    def look_at(run: Run, keep: bool) -> Seen:
+        seen: Seen = context.profile(partial(look, run, keep), micro_batch)
+        return seen
+
+    try:
+        return look_at(_step, True)
+    except torch.OutOfMemoryError:
+        pass  # tried again out here, where the failed step's tensors are gone
+    return look_at(_forward, False)
+
+
+def _step(training: TrainingView, batch: Any) -> None:
+    undo = training.wrap_optimizer_step(lambda update: None)
+    try:
+        training.step(batch)
+    finally:
+        undo()
+
+
+def _forward(training: TrainingView, batch: Any) -> None:
+    training.loss(batch)
+
+
+def _letting_go() -> AbstractContextManager[None]:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+
+
+def _timed(
+    training: TrainingView, names: Collection[str], run: Callable[[], None], keep: bool, steps: int
+) -> Times:
+    """Seconds of each module and of the whole: of the fastest run, shared out as in the usual one.
+
+    What slows a whole run down (another process, a clock that falls) slows its parts alike, so a
+    part's share of its own run says more than its seconds.
+    """
+    shares: dict[str, list[float]] = {name: [] for name in names}
+    wholes_s: list[float] = []
+    for number in range(steps):
+        if number >= LEAST_STEPS and sum(wholes_s) >= ENOUGH_S:
+            break
+        stopwatch = Stopwatch(training.model, names, training.device)
+        with nullcontext() if keep else _letting_go(), stopwatch.running():
+            run()
+        wholes_s.append(stopwatch.whole_s())
+        for name, took_s in stopwatch.seconds().items():
+            shares[name].append(took_s / wholes_s[-1] if wholes_s[-1] else 0.0)
+    whole_s = min(wholes_s)
+    seconds = {name: whole_s * median(each) for name, each in shares.items()}
+    return Times(seconds, whole_s if keep else FORWARDS_IN_A_STEP * whole_s)

@@ -1,0 +1,118 @@
+"""`autofit.check`: verdicts by prediction, and by a real probe on the CPU device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.checks.check import check
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.prediction.predict import predict
+from autofit.training.workload import Workload
+from autofit.units import GIB, MIB
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))
+
+
+def workload(**options: Any) -> Workload:
+    given = {"criterion": nn.functional.mse_loss} | options
+    return Workload(build, (torch.randn(8, 512), torch.randn(8, 512)), **given)
+
+
+def test_it_fits_by_prediction() -> None:
+    verdict = check(workload(), vram_budget="2GiB", gpu="L4")
+    assert verdict.fits is True
+    assert verdict.method == "predict"
+    assert verdict.required_bytes is not None
+    assert verdict.headroom_bytes == 2 * GIB - verdict.required_bytes
+    assert "fits in 2.00 GiB" in str(verdict)
+
+
+def test_it_does_not_fit_by_prediction() -> None:
+    verdict = check(workload(), plan=Plan(100_000), vram_budget="2GiB", gpu="L4")
+    assert verdict.fits is False
+    assert verdict.largest_micro_batch is not None
+    smaller = Plan(verdict.largest_micro_batch)
+    assert check(workload(), plan=smaller, vram_budget="2GiB", gpu="L4").fits
+    assert f"the largest micro-batch that fits is {smaller.micro_batch}" in str(verdict)
+    explained = verdict.explain()
+    assert all(word in explained for word in ("required", "allowed", "activations", "weights"))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"gpu": True}, {"plan": 8}, {"calibration": 3}, {"payloads": [1]}]
+)
+@pytest.mark.parametrize("tell", [check, predict])
+def test_an_argument_of_another_kind_is_refused(tell: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(asked))} must be"):
+        tell(workload(), **asked)
+
+
+@pytest.mark.parametrize("given", [None, nn.Linear(2, 2), 7])
+@pytest.mark.parametrize("tell", [check, predict])
+def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"autofit\.Workload\(model, sample_batch\)"):
+        tell(given)
+
+
+def test_the_margin_decides_between_required_and_budget() -> None:
+    exact = check(workload(), vram_budget="2GiB", gpu="L4")
+    assert exact.required_bytes is not None
+    just_enough = check(workload(), vram_budget=exact.required_bytes + 1, gpu="L4")
+    assert just_enough.fits is False
+    assert just_enough.margin_bytes > 0
+
+
+def test_without_a_budget_it_is_the_gpus_memory() -> None:
+    assert 21 * GIB < check(workload(), gpu="L4").vram_budget_bytes < 24 * GIB
+    half = check(workload(), gpu="L4", vram_budget=0.5).vram_budget_bytes
+    assert 10 * GIB < half < 12 * GIB
+
+
+def test_what_cannot_be_traced_could_not_be_told() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        return loss * (1 if loss.item() > 0 else 2)
+
+    made = workload(criterion=None, loss_fn=loss_fn)
+    verdict = check(made, vram_budget="2GiB", gpu="L4")
+    assert verdict.fits is None
+    assert verdict.required_bytes is verdict.headroom_bytes is None
+    assert "could not be told" in str(verdict)
+    assert "loss.item() > 0" in str(verdict)
+    split = check(replace(made, global_batch=20), vram_budget="2GiB", gpu="L4")
+    assert split.plan == Plan.split(20, 8)
+
+
+def test_a_probe_on_the_cpu_device() -> None:
+    enough = check(workload(), vram_budget="400MiB", method="probe", device="cpu")
+    assert (enough.fits, enough.method) == (True, "probe")
+    assert enough.required_bytes is not None
+    assert enough.required_bytes < 400 * MIB
+    assert (enough.device, enough.gpu, enough.plan) == ("cpu", None, Plan(8))
+    assert "8 x 1 fits in 400 MiB on cpu: " in str(enough)
+    little = check(workload(), vram_budget="60MiB", method="probe", device="cpu")
+    assert little.fits is False
+
+
+def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened_here(name: str | None) -> None:
+        raise AssertionError(f"{name} was opened in the caller's process")
+
+    for place in ("devices.open", "probing.inprocess"):
+        monkeypatch.setattr(f"autofit.{place}.open_device", opened_here)
+    verdict = check(workload(), vram_budget=400 * MIB, method="probe", device="cpu")
+    assert verdict.fits
+    assert verdict.vram_budget_bytes == 400 * MIB
+
+
+def test_a_method_that_there_is_not() -> None:
+    with pytest.raises(InvalidRequest, match="auto, probe, predict"):
+        check(workload(), vram_budget="2GiB", method="guess")

@@ -1,0 +1,171 @@
+"""A soak of the best plan: what held, and what strayed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.checks.soak import Endurance, compare, soak
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Outcome
+from autofit.units import GIB, MIB
+
+STEPS = 36
+
+
+class Net(nn.Module):
+    """Two layers, enough work for a step to be timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(inputs).square().mean()
+        return output
+
+
+@pytest.fixture(scope="module")
+def workload() -> autofit.Workload:
+    torch.manual_seed(0)
+    return autofit.Workload(Net(), torch.randn(8, 32))
+
+
+@pytest.fixture(scope="module")
+def report(workload: autofit.Workload) -> autofit.Report:
+    return autofit.search(
+        workload, device="cpu", vram_budget="32MiB", strategies=["precision"], max_probes=3
+    )
+
+
+def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit.Workload) -> None:
+    endured = soak(report, workload, steps=STEPS)
+    assert endured.measurement.ok
+    assert STEPS <= endured.steps <= STEPS + 2
+    told = report.best.measurement
+    assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
+    assert not any("peak" in line or "loss" in line for line in endured.strayed)
+    assert endured.to_dict()["plan"] == report.best.plan.to_dict()
+
+
+def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
+    assert report.soak(steps=8, isolation="inprocess").measurement.ok
+    loaded = autofit.load(report.save(tmp_path / "report.json"))
+    with pytest.raises(InvalidRequest, match="pass the one that was searched"):
+        loaded.soak()
+
+
+TARGET = """
+import torch
+from autofit import Workload
+
+def small():
+    return Workload(lambda: torch.nn.Linear(16, 16), torch.randn(4, 16))
+"""
+
+
+def test_the_command_line_soaks_a_report(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TARGET)
+    here = ["--device", "cpu", "--isolation", "inprocess"]
+    budget = ["--vram-budget", "4MiB", "--strategies", "precision", "--max-probes", "2"]
+    searched = run("search", "mine.py:small", *here, *budget, "--out", "r.json", cwd=tmp_path)
+    assert searched.returncode == 0, searched.stderr
+    soaked = run("soak", "r.json", "--steps", "36", *here, "--json", cwd=tmp_path)
+    said = json.loads(soaked.stdout)
+    assert soaked.returncode == (0 if said["held"] else 1)
+    assert said["steps"] == 36
+    assert said["measurement"]["outcome"] == "ok"
+    assert said["plan"] == json.loads((tmp_path / "r.json").read_text())["best"]["plan"]
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autofit", *command],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "words"),
+    [
+        (nn.Linear(32, 32), 8, "another workload: parameters 16672 there, 1056 here. Search"),
+        (Net, 4, r"samples batch: float32\[8, 32\] there, batch: float32\[4, 32\] here"),
+        (nn.Sequential(Net()), 8, "parameters and samples are the same, so the code or the opt"),
+    ],
+)
+def test_another_workload_is_refused_with_what_differs(
+    report: autofit.Report, model: Any, samples: int, words: str
+) -> None:
+    other = autofit.Workload(model, torch.randn(samples, 32))
+    with pytest.raises(InvalidRequest, match=words):
+        soak(report, other, steps=STEPS, isolation="inprocess")
+
+
+def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:
+    with pytest.raises(InvalidRequest, match="at least 8 steps, got 3"):
+        soak(report, workload, steps=3)
+
+
+TOLD = Measurement(
+    Outcome.OK,
+    step_times_s=[0.10] * 11 + [0.11] * 9,
+    peak_allocated_bytes=GIB,
+    peak_reserved_bytes=GIB + 100 * MIB,
+    loss=2.0,
+)
+SEEN = replace(TOLD, step_times_s=[0.1] * 20, loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "strayed"),
+    [
+        (SEEN, None),
+        (replace(SEEN, peak_allocated_bytes=GIB + 20 * MIB), "peak allocated rose"),
+        (replace(SEEN, step_times_s=[0.12] * 20), "the median step took 120 ms"),
+        (replace(SEEN, step_times_s=[0.1] * 15 + [0.2] * 5), "steps slowed from 100 ms to 200 ms"),
+        (replace(SEEN, loss=2.2), "the loss rose from 2 to 2.2"),
+        (replace(SEEN, loss=2.2, step_times_s=[0.1] * 8), None),
+        (Measurement(Outcome.LEAK, "1 MiB a step"), "it ended leak: 1 MiB a step"),
+    ],
+    ids=["all held", "peak", "speed", "drift", "loss", "too short for the loss", "leak"],
+)
+def test_what_strayed_is_named(seen: Measurement, strayed: str | None) -> None:
+    lines = compare(TOLD, seen)
+    assert len(lines) == (strayed is not None)
+    assert all(strayed is not None and strayed in line for line in lines)
+
+
+def test_noise_is_no_slowdown() -> None:
+    """Steps that scatter by a tenth: medians 8 % apart are nothing, 40 % apart are."""
+    scatter = [0.88, 0.91, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.15]
+    told = replace(TOLD, step_times_s=[0.1 * factor for factor in scatter], loss=None)
+
+    def soaked(*quarters: float) -> Measurement:
+        steps = [0.1 * level * factor for level in quarters for factor in scatter]
+        return replace(told, step_times_s=steps)
+
+    assert compare(told, soaked(1.0, 1.08, 1.08, 1.08)) == ()
+    assert "steps slowed from 100 ms to 140 ms" in compare(told, soaked(1.0, 1.0, 1.4, 1.4))[-1]
+    (line,) = compare(told, soaked(1.4, 1.4, 1.4, 1.4))
+    assert "the median step took 140 ms" in line
+
+
+def test_the_text_says_both_sides(report: autofit.Report) -> None:
+    best = replace(report.best, measurement=TOLD)
+    held = str(Endurance(best, SEEN, 2 * GIB, ()))
+    assert "100 ms (report: 100 ms)" in held
+    assert held.endswith("as the report says")
+    strayed = str(Endurance(best, SEEN, 2 * GIB, ("the loss rose",)))
+    assert strayed.endswith("not as the report says:\n- the loss rose")

@@ -1,0 +1,206 @@
+"""`autofit predict` and `autofit check` as a CI job calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from autofit.cli.main import app
+from autofit.errors import InvalidRequest
+
+WORKLOAD = """
+import torch
+from torch import nn
+from autofit import Workload
+
+def make():
+    model = lambda: nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512))
+    return Workload(model, torch.randn(16, 512))
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() > 0 else self.linear(-x)
+
+def broken():
+    def loss_fn(model, batch):
+        raise ValueError("no \\x07 loss")
+    return Workload(nn.Linear(8, 8), torch.randn(4, 8), loss_fn=loss_fn)
+
+def branching():
+    return Workload(Branching, torch.randn(4, 8))
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("target") / "workload_of_capacity_commands.py"
+    path.write_text(WORKLOAD)
+    return f"{path}:make"
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, result.stdout
+
+
+def test_check_says_yes(target: str) -> None:
+    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "8")
+    assert code == 0
+    assert "fits in 22" in said
+    assert "predicted" in said
+
+
+def test_check_says_no_and_what_would_fit(target: str) -> None:
+    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "4000000")
+    assert code == 1
+    assert "does not fit" in said
+    assert "the largest micro-batch that fits is" in said
+
+
+def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
+    code, said = run("check", target.replace(":make", ":branching"), "--gpu", "L4")
+    assert code == 5
+    assert "could not be told" in said
+
+
+def test_check_writes_junit_and_markdown(target: str, tmp_path: Path) -> None:
+    junit, page = tmp_path / "junit.xml", tmp_path / "page.md"
+    page.write_text("# before\n")
+    forms = ["--junit-xml", str(junit), "--summary", str(page)]
+    code, _ = run("check", target, "--gpu", "L4", "--micro-batch", "4000000", *forms)
+    assert code == 1
+    suite = ElementTree.parse(junit).getroot()
+    assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
+    failure = suite.find("testcase/failure")
+    assert failure is not None
+    assert "activations" in (failure.text or "")
+    assert "does not fit in 22.0 GiB on L4: " in (suite.findtext("testcase/system-out") or "")
+    assert page.read_text().startswith("# before\n### autofit check")
+    assert "does not fit in 22.0 GiB on L4: " in page.read_text()
+    assert "| required |" in page.read_text()
+
+
+def test_check_finds_the_summary_page_of_the_job(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "page.md"))
+    assert run("check", target, "--gpu", "L4")[0] == 0
+    assert "fits" in (tmp_path / "page.md").read_text()
+
+
+def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    code, said = run("check", target, "--gpu", "L4", "--micro-batch", "1000", "--json")
+    assert code == 0
+    earlier.write_text(said)
+    grown = ["check", target, "--gpu", "L4", "--micro-batch", "100000", "--against", str(earlier)]
+    code, said = run(*grown)
+    assert code == 1
+    assert "required bytes +" in said
+    assert "not of the same: 1000 x 1 then, 100000 x 1 now" in said
+    compared = json.loads(run(*grown, "--json")[1])["regression"]
+    assert compared["growth"] > 0.05
+    assert not compared["passed"]
+    assert run(*grown, "--max-regression", "100000%")[0] == 0
+
+
+def test_what_cannot_be_told_cannot_be_compared_either(target: str, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(run("check", target, "--gpu", "L4", "--json")[1])
+    branching = target.replace(":make", ":branching")
+    assert run("check", branching, "--gpu", "L4", "--against", str(earlier))[0] == 5
+
+
+@pytest.mark.parametrize("command", [["check", "--method", "predict"], ["predict"]])
+def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
+    assert "on H200 (assumed: no gpu given)" in run(*command, target)[1]
+    assert json.loads(run(*command, target, "--json")[1])["gpu_assumed"] is True
+    said = run(*command, target, "--gpu", "24GiB")[1]
+    assert "on GPU of 24.0 GiB" in said
+    assert "assumed" not in said
+
+
+def test_predict_shows_the_breakdown(target: str) -> None:
+    code, said = run("predict", target, "--gpu", "24GiB", "--json")
+    assert code == 0
+    prediction = json.loads(said)
+    assert prediction["required_bytes"] >= prediction["breakdown"]["weights"]
+    assert prediction["largest_micro_batch"] > 16
+
+
+@pytest.fixture(scope="module")
+def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short search on the CPU device."""
+    path = tmp_path_factory.mktemp("report") / "report.json"
+    searched = ["search", target, "--device", "cpu", "--vram-budget", "512MiB"]
+    quickly = ["--max-probes", "1", "--strategies", "precision", "--isolation", "inprocess"]
+    assert run(*searched, *quickly, "--out", str(path))[0] == 0
+    return path
+
+
+def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) -> None:
+    """Its budget leaves out a GPU's context: held against a prediction it would tell nothing."""
+    made = json.loads(report.read_text())
+    of_report = ["check", target, "--report", str(report), "--json"]
+    code, said = run(*of_report)
+    assert (code, json.loads(said)["method"]) == (0, "probe")
+    assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
+    for words in (["--gpu", "L4"], ["--method", "predict"]):
+        refused = CliRunner().invoke(app, [*of_report, *words]).exception
+        assert isinstance(refused, InvalidRequest)
+        assert "the report was made on the CPU" in str(refused)
+    code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
+    assert (code, json.loads(said)["method"]) == (0, "predict")
+    assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
+
+
+@pytest.mark.parametrize("setting", ["level=1", "lvl=0"])
+def test_check_of_a_value_that_only_a_run_could_list(target: str, setting: str) -> None:
+    code, said = run("check", target, "--gpu", "L4", "--set", f"checkpointing.{setting}")
+    assert code == 5
+    assert "levels are found by running the model" in said
+    plain = run("check", target, "--gpu", "L4", "--set", "checkpointing.level=0")
+    assert plain[0] == 0
+
+
+def test_check_of_a_tuned_plan_probes_where_it_can(
+    target: str, report: Path, tmp_path: Path
+) -> None:
+    """The GPU that the report was made on is for a prediction alone, and what it taught too."""
+    made = json.loads(report.read_text())
+    made["environment"] |= {"gpu": "NVIDIA L4", "device": "cuda"}
+    of_gpu = tmp_path / "report.json"
+    of_gpu.write_text(json.dumps(made))
+    of_report = ["check", target, "--report", str(of_gpu), "--json"]
+    code, said = run(*of_report, "--device", "cpu")
+    assert (code, json.loads(said)["method"]) == (0, "probe")
+    assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
+    named = json.loads(run(*of_report, "--method", "predict")[1])
+    same = json.loads(run(*of_report, "--gpu", "L4")[1])
+    assert named == same
+    assert named["method"] == "predict"
+    learned = {"non_torch_bytes": named["breakdown"]["non_torch"] + 2**20}
+    of_gpu.write_text(json.dumps(made | {"calibration": learned}))
+    exact = json.loads(run(*of_report, "--method", "predict")[1])
+    assert exact["required_bytes"] == named["required_bytes"] + 2**20
+
+
+def test_an_error_of_the_users_code_is_in_the_junit_file_too(target: str, tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    broken = target.replace(":make", ":broken")
+    result = CliRunner().invoke(app, ["check", broken, "--gpu", "L4", "--junit-xml", str(junit)])
+    assert isinstance(result.exception, ValueError)
+    suite = ElementTree.parse(junit).getroot()
+    error = suite.find("testcase/error")
+    assert suite.get("errors") == "1"
+    assert error is not None
+    assert error.get("message") == "ValueError: no ? loss"
+    assert "loss_fn" in str(error.text)

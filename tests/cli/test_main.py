@@ -1,0 +1,447 @@
+"""The command line: exit codes, and what goes to which stream.
+
+What depends on a process of its own runs in one; the rest calls the entry point here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autofit import registry
+from autofit.cli.main import main
+
+SOURCE = '''
+import torch
+from torch import nn
+from autofit import Workload
+
+print("the user's module says hello")
+
+def model():
+    print("the user's factory says hello")
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+small = Workload(model, torch.randn(4, 8), global_batch=16)
+
+def slow():
+    """Steps long enough to be interrupted in the middle of a search."""
+    wide = lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    return Workload(wide, torch.randn(64, 256), global_batch=512)
+
+def failing():
+    def loss_fn(model, batch):
+        raise RuntimeError("the loss is nowhere to be found")
+    return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
+
+def absent():
+    raise LookupError("the weights are nowhere to be found")
+
+unbuilt = Workload(absent, torch.randn(4, 8))
+
+def broken():
+    return undefined_name
+
+def infinite():
+    return Workload(model, torch.full((4, 8), float("inf")))
+
+def leaking():
+    kept = []
+    def loss_fn(model, batch):
+        kept.append(model(batch))
+        return kept[-1].square().mean()
+    return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
+
+def unlabelled():
+    """Its criterion was forgotten."""
+    return Workload(model, (torch.randn(4, 8), torch.randn(4, 3)))
+
+def heavy():
+    return Workload(lambda: nn.Linear(512, 512), torch.randn(4, 512))
+'''
+ON_CPU = ("--device", "cpu", "--vram-budget", "32MiB", "--isolation", "inprocess")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def autofit(*arguments: str, cwd: Path) -> Ran:
+    command = [sys.executable, "-m", "autofit", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=240)
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+@pytest.fixture
+def here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ran]]:
+    """`autofit` as a call of its entry point in this process, from the project's folder."""
+    path, modules = list(sys.path), set(sys.modules)
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["autofit", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        shown = capsys.readouterr()
+        return Ran(int(end.value.code or 0), shown.out, shown.err)
+
+    yield run
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name == "models":
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("project")
+    (path / "models.py").write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def searched(folder: Path) -> Ran:
+    """One search through a worker process; it left report.json, report.txt and study.log."""
+    outs = ("--out", "report.json", "--out", "report.txt", "--study", "study.log")
+    limits = ("--device", "cpu", "--vram-budget", "32MiB", "--max-probes", "3", "--timeout", "300")
+    return autofit("search", "models.py:small", *limits, *outs, cwd=folder)
+
+
+def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path) -> None:
+    assert searched.code == 0, searched.err
+    assert searched.out.startswith("Best plan: micro-batch ")
+    assert searched.out.rstrip("\n") == (folder / "report.txt").read_text().rstrip("\n")
+    assert "hello" not in searched.out
+
+
+def test_progress_and_what_user_code_prints_go_to_standard_error(searched: Ran) -> None:
+    assert "the user's module says hello" in searched.err
+    lines = re.findall(r"^\[\d+:\d\d\] probe (\d) \((\w+)\)", searched.err, re.MULTILINE)
+    assert [number for number, _ in lines] == ["1", "2", "3"]
+    assert lines[0][1] == "baseline"
+    assert lines[-1][1] == "confirmed"
+    assert re.search(
+        r"best [\d.]+ samples/s, 0 OOM, at most \d+:\d\d or \d probes left", searched.err
+    )
+    assert "\x1b" not in searched.err
+    assert "Warning" not in searched.err
+
+
+def test_files_are_written_only_where_it_was_said(searched: Ran, folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()} - {"__pycache__"}
+    assert names == {"models.py", "report.json", "report.txt", "study.log"}
+    assert json.loads((folder / "report.json").read_text())["schema"] == 1
+
+
+def test_a_study_that_is_done_is_shown_again_without_a_probe(
+    searched: Ran, here: Callable[..., Ran], folder: Path
+) -> None:
+    limits = ("--device", "cpu", "--vram-budget", "32MiB", "--max-probes", "3")
+    ran = here(
+        "search", "models.py:small", *limits, "--isolation", "inprocess", "--study", "study.log",
+        "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    before = json.loads((folder / "report.json").read_text())
+    assert ran.json["trials"] == before["trials"]
+    assert ran.json["best"] == before["best"]
+    assert "] probe " not in ran.err
+
+
+def test_a_saved_report_is_shown_without_torch(searched: Ran, folder: Path) -> None:
+    shown = autofit("report", "report.json", cwd=folder)
+    assert (shown.code, shown.out, shown.err) == (0, searched.out, "")
+    as_json = autofit("report", "report.json", "--json", cwd=folder)
+    assert as_json.json == json.loads((folder / "report.json").read_text())
+    program = (
+        "import sys\n"
+        "from autofit.cli.main import main\n"
+        "sys.argv = ['autofit', 'report', 'report.json']\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'optuna', 'pynvml', 'pandas'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_plan_can_be_taken_from_a_report(
+    searched: Ran, here: Callable[..., Ran], folder: Path
+) -> None:
+    ran = here("probe", "models.py:small", *ON_CPU, "--plan", "report.json", "--json")
+    assert ran.code == 0, ran.err
+    best = json.loads((folder / "report.json").read_text())["best"]
+    assert ran.json["plan"] == best["plan"]
+    assert ran.json["outcome"] == "ok"
+    assert ran.json["micro_batches_run"] == best["plan"]["accumulation_steps"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("probe", "models.py:small", *ON_CPU, "--plan"),
+        ("check", "models.py:small", "--method", "probe", "--device", "cpu", "--report"),
+    ],
+)
+def test_a_level_means_the_modules_that_the_report_names(
+    command: tuple[str, ...], searched: Ran, here: Callable[..., Ran], folder: Path
+) -> None:
+    """A level that is not offered here, of a unit that this model lacks: the report's."""
+    assert searched.code == 0
+    report = json.loads((folder / "report.json").read_text())
+    setting, payload = "checkpointing.level", {"units": ["nowhere"], "state": []}
+    report["dimensions"][setting] = {"values": [0, 77], "payloads": [None, payload]}
+    for trial in report["trials"]:
+        if trial["number"] == report["best"]["number"]:
+            trial["plan"]["settings"][setting] = 77
+    (folder / "elsewhere.json").write_text(json.dumps(report))
+    ran = here(*command, "elsewhere.json")
+    assert ran.code == 2, ran.err
+    assert "nowhere" in ran.err
+
+
+def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> None:
+    ran = here("probe", "models.py:small", *ON_CPU)
+    assert ran.code == 0, ran.err
+    assert re.fullmatch(
+        r"4 x 4.*: [\d.]+ samples/s, [\d.]+ \w+ an optimizer step, held [\d.]+ MiB "
+        r"\(peak allocated [\d.]+ \wiB, peak reserved [\d.]+ MiB, non-torch 0 B\)\n",
+        ran.out,
+    )
+
+
+def test_a_micro_batch_keeps_the_workloads_global_batch(here: Callable[..., Ran]) -> None:
+    ran = here("probe", "models.py:small", *ON_CPU, "--micro-batch", "8", "--json")
+    assert ran.json["plan"]["accumulation_steps"] == 2
+    assert ran.json["plan"]["global_batch"] == 16
+
+
+def test_a_plan_that_does_not_fit_exits_with_1(here: Callable[..., Ran]) -> None:
+    ran = here(
+        "probe", "models.py:heavy", "--device", "cpu", "--isolation", "inprocess",
+        "--vram-budget", "8MiB", "--micro-batch", "100000",
+    )  # fmt: skip
+    assert ran.code == 1
+    assert ran.out.startswith("100000 x 1")
+    assert ": oom: " in ran.out
+
+
+def test_a_search_where_nothing_fits_exits_with_1(here: Callable[..., Ran]) -> None:
+    ran = here("search", "models.py:heavy", *ON_CPU, "--vram-budget", "1048576")
+    assert ran.code == 1
+    assert ran.out == ""
+    last = ran.err.splitlines()[-1]
+    assert last.startswith("autofit: the model's parameters alone take 1.00 MiB, and the VRAM")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["search"], "Missing argument"),
+        (["serach", "models.py:small"], "No such command 'serach'"),
+        (["search", "models.py:small", "--vram-bugdet", "1GiB"], "No such option: --vram-bugdet"),
+        (["search", "models.py:small", "--max-probes", "0"], "Invalid value"),
+        (["search", "gone.py:small"], "autofit: there is no file gone.py"),
+        (["search", "models.py:small", "--out", "report.yaml"], "written as .json, .txt or .csv"),
+        (["search", "models.py:small", "--out", "no/r.json"], "a folder that exists and can be"),
+        (["report", "gone.json"], "autofit: cannot read the report gone.json"),
+        (["report", "models.py"], "autofit: models.py is no JSON report"),
+    ],
+)
+def test_usage_that_is_wrong_exits_with_2(folder: Path, arguments: list[str], words: str) -> None:
+    ran = autofit(*arguments, cwd=folder)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert words in re.sub(r"[\s│]+", " ", ran.err)
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--set", "precision.dtype"], "--set takes strategy.name=value, got 'precision.dtype'"),
+        (["--set", "no.such=1"], "there is no setting 'no.such' here"),
+        (["--plan", "report.json", "--micro-batch", "8"], "--plan says all of it"),
+    ],
+)
+def test_a_plan_that_is_none_exits_with_2(
+    here: Callable[..., Ran], more: list[str], words: str
+) -> None:
+    ran = here("probe", "models.py:small", *ON_CPU, *more)
+    assert ran.code == 2
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("models.py:failing", "RuntimeError: the loss is nowhere to be found"),
+        ("models.py:broken", "NameError: name 'undefined_name' is not defined"),
+    ],
+)
+def test_the_users_own_errors_exit_with_3_and_their_traceback(
+    folder: Path, target: str, words: str
+) -> None:
+    ran = autofit("search", target, *ON_CPU, cwd=folder)
+    assert ran.code == 3
+    assert ran.out == ""
+    assert words in ran.err
+    assert "models.py" in ran.err
+
+
+def test_a_forgotten_criterion_is_told_from_a_worker_too(folder: Path) -> None:
+    budget = ("--device", "cpu", "--vram-budget", "32MiB")
+    ran = autofit("search", "models.py:unlabelled", *budget, cwd=folder)
+    assert ran.code == 3
+    last = ran.err.splitlines()[-1]
+    assert last.startswith("the batch was passed as model(*batch): one that is (input, target)")
+    assert ran.err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("search", "models.py:unbuilt", *ON_CPU),
+        ("search", "models.py:unbuilt", "--device", "cpu"),
+        ("predict", "models.py:unbuilt"),
+        ("predict", "models.py:failing"),
+    ],
+)
+def test_the_users_own_errors_exit_with_3_wherever_they_are_met(
+    here: Callable[..., Ran], command: tuple[str, ...]
+) -> None:
+    ran = here(*command)
+    assert ran.code == 3, ran.err
+    assert "nowhere to be found" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [("infinite", ": nonfinite: "), ("leaking", ": leak: ")]
+)
+def test_a_workload_that_cannot_be_trained_exits_with_3(
+    here: Callable[..., Ran], target: str, words: str
+) -> None:
+    ran = here("probe", f"models.py:{target}", *ON_CPU)
+    assert ran.code == 3, ran.err
+    assert words in ran.out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+def test_output_that_cannot_be_written_is_not_blamed_on_the_workload(
+    searched: Ran, folder: Path
+) -> None:
+    command = [sys.executable, "-m", "autofit", "report", "report.json"]
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder, timeout=60
+        )
+    assert ran.returncode == 4
+    assert "No space left on device" in ran.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_exits_with_4(folder: Path) -> None:
+    ran = autofit("search", "models.py:small", "--device", "cuda", cwd=folder)
+    assert ran.code == 4
+    assert ran.err.splitlines()[-1].startswith("autofit: cuda was asked for, and torch finds no")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "inherited"),
+    [
+        (signal.SIGINT, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_IGN),  # as a script's shell starts what ends in "&"
+    ],
+)
+def test_ctrl_c_prints_the_report_of_what_was_measured(
+    folder: Path, number: signal.Signals, inherited: signal.Handlers
+) -> None:
+    command = [
+        sys.executable, "-m", "autofit", "search", "models.py:slow", "--device", "cpu",
+        "--vram-budget", "256MiB", "--out", "cut_short.json",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "] probe 1 (baseline)" in line:
+                break
+        os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "stopped because interrupted" in out, err
+    assert "[not confirmed: the search was cut short]" in re.sub(r"\s+", " ", out)
+    report = json.loads((folder / "cut_short.json").read_text())
+    assert report["best"]["outcome"] == "ok"
+    assert report["search"]["stopped_because"] == "interrupted"
+
+
+def test_a_plug_in_that_cannot_be_loaded_hides_no_other(
+    here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EntryPoint("broken", "there.is:none", registry.GROUP)
+    installed = registry._installed()
+    monkeypatch.setattr(registry, "_installed", lambda: {"broken": broken} | installed)
+    ran = here("strategies")
+    assert ran.code == 2
+    assert "precision" in ran.out
+    assert "broken" in ran.err
+
+
+def test_strategies_are_listed_with_how_far_they_go(here: Callable[..., Ran]) -> None:
+    ran = here("strategies")
+    assert ran.code == 0
+    rows = {line.split()[0]: line.split()[1] for line in ran.out.splitlines()}
+    assert rows["checkpointing"] == "exact"
+    assert rows["memory_format"] == "rounding"
+    assert rows["precision"] == "reduced_precision"
+
+
+def test_doctor_says_what_is_here(here: Callable[..., Ran]) -> None:
+    ran = here("doctor", "--device", "cpu")
+    assert ran.code == 0
+    rows = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
+    assert rows["device"] == "cpu"
+    assert rows["torch"] == torch.__version__
+    assert {"checkpointing,", "precision"} <= set(rows["strategies"].split())
+
+
+def test_the_version_is_shown(folder: Path) -> None:
+    ran = autofit("--version", cwd=folder)
+    assert ran.code == 0
+    assert re.fullmatch(r"autofit \d+\.\d+\.\d+\n", ran.out)

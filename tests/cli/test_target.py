@@ -1,0 +1,131 @@
+"""A target names a workload in a file or in a module, and says what is wrong where it does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autofit.cli.target import load_target
+from autofit.errors import InvalidRequest
+
+SOURCE = """
+import torch
+from autofit import Workload
+
+def make():
+    return Workload(torch.nn.Linear(4, 2), torch.zeros(2, 4), global_batch=GLOBAL_BATCH)
+
+class Zoo:
+    made = Workload(torch.nn.Linear(4, 2), torch.zeros(3, 4))
+
+ready = Zoo.made
+number = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def _import_state() -> Iterator[None]:
+    """The path and the modules as they were: a target's module goes as it came."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "my_models.py"
+    path.write_text(SOURCE + "from my_sizes import GLOBAL_BATCH\n")
+    (tmp_path / "my_sizes.py").write_text("GLOBAL_BATCH = 12\n")
+    return path
+
+
+def test_a_function_in_a_file_is_called(script: Path) -> None:
+    assert load_target(f"{script}:make").global_batch == 12
+
+
+def test_a_workload_in_a_file_is_taken_as_it_is(script: Path) -> None:
+    assert load_target(f"{script}:ready").sample_batch_size == 3
+    assert load_target(f"{script}:Zoo.made").sample_batch_size == 3
+
+
+def test_a_relative_path_is_read_from_the_current_folder(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    assert load_target("my_models.py:ready").sample_batch_size == 3
+
+
+def test_a_module_is_found_in_the_current_folder(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = script.parent / "my_package"
+    package.mkdir()
+    (package / "models.py").write_text(SOURCE)
+    monkeypatch.chdir(script.parent)
+    assert load_target("my_package.models:ready").sample_batch_size == 3
+
+
+@pytest.mark.parametrize("target", ["", "file.py", "file.py:", ":name", "package.module"])
+def test_what_is_no_target_is_told_how_to_write_one(target: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"write path/to/file\.py:name"):
+        load_target(target)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"no file gone/models\.py"):
+        load_target("gone/models.py:make")
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"no module 'no_such_package\.models'"):
+        load_target("no_such_package.models:make")
+
+
+def test_a_name_that_is_not_there_is_told_what_there_is(script: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no 'nake'; it has: make, Zoo, ready"):
+        load_target(f"{script}:nake")
+
+
+def test_what_is_no_workload_is_named_by_its_type(script: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"neither a Workload nor a function .* but a int"):
+        load_target(f"{script}:number")
+
+
+def test_a_function_that_wants_arguments_is_told_so(script: Path) -> None:
+    with script.open("a") as file:
+        file.write("def sized(tokens, width=2): ...\n")
+    with pytest.raises(InvalidRequest, match=r"sized.* needs arguments \(tokens\)"):
+        load_target(f"{script}:sized")
+
+
+def test_what_the_module_raises_reaches_the_user_as_it_is(script: Path) -> None:
+    script.write_text("import no_such_library_anywhere\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library_anywhere"):
+        load_target(f"{script}:make")
+
+
+def test_a_module_whose_own_import_fails_is_not_said_to_be_missing(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.write_text("import my_models_helper\n")
+    monkeypatch.chdir(script.parent)
+    with pytest.raises(ModuleNotFoundError, match="my_models_helper"):
+        load_target("my_models:make")
+
+
+def test_a_file_with_the_name_of_a_module_in_use_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "json.py"
+    path.write_text(SOURCE)
+    with pytest.raises(InvalidRequest, match=r"module in use .'json'.: rename the file"):
+        load_target(f"{path}:make")
+
+
+def test_a_file_whose_name_is_no_module_name_is_read_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run-2.1.py"
+    path.write_text(SOURCE)
+    assert load_target(f"{path}:ready").sample_batch_size == 3

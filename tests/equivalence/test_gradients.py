@@ -1,0 +1,222 @@
+"""How far two passes over the same samples are apart, on models of every kind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.equivalence.gradients import (
+    Comparison,
+    Gradients,
+    batch_normalizing,
+    compare,
+    gradients,
+)
+from autofit.plan import Plan
+from autofit.registry import load_strategies
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+
+CPU = torch.device("cpu")
+
+
+def _pass(
+    model: nn.Module, batch: Any, micro_batch: int, *, calm: bool = True, **recipe: Any
+) -> Gradients:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training(model, optimizer, Recipe(**recipe), Plan(micro_batch), device=CPU)
+    return gradients(training, batch, seed=0, calm=calm)
+
+
+def _split_against_whole(model: nn.Module, batch: Any, **recipe: Any) -> Comparison:
+    return compare(_pass(model, batch, 5, **recipe), _pass(model, batch, 3, **recipe))
+
+
+def _body(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 4))
+
+
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+LABELS = torch.tensor([0, 3, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        nn.Tanh(),
+        nn.Dropout(0.5),
+        nn.LayerNorm(8),
+        nn.BatchNorm1d(8).eval(),
+        nn.Sequential(nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2), nn.Flatten()),
+    ],
+)
+def test_means_over_independent_samples_are_equal_dropout_or_not(middle: nn.Module) -> None:
+    batch = (X, LABELS)
+    found = _split_against_whole(_body(middle), batch, criterion=nn.functional.cross_entropy)
+    assert found.equal
+    assert found.modules == ()
+    assert found.gradient < 1e-5
+
+
+def test_batch_normalization_is_named() -> None:
+    model = _body(nn.BatchNorm1d(8))
+    found = _split_against_whole(model, (X, LABELS), criterion=nn.functional.cross_entropy)
+    assert not found.equal
+    assert found.gradient > 0.05
+    assert found.modules == ("1",)
+    assert batch_normalizing(model) == ["1"]
+
+
+def test_what_normalizes_in_one_mode_only_keeps_that_mode() -> None:
+    model = _body(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    modes = [module.training for module in model.modules()]
+    _pass(model, X, 5)
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"criterion": nn.CrossEntropyLoss(reduction="sum")},
+        {"criterion": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0, 2.0, 0.1]))},
+        {"criterion": nn.CrossEntropyLoss(ignore_index=1)},
+        {"criterion": lambda y, t: nn.functional.cross_entropy(y @ y.T, torch.arange(len(y)))},
+    ],
+    ids=["summed", "weighted", "masked", "contrastive"],
+)
+def test_losses_that_are_no_mean_over_samples_show(recipe: dict[str, Any]) -> None:
+    found = _split_against_whole(_body(nn.Tanh()), (X, LABELS), **recipe)
+    assert not found.equal
+    assert found.gradient > 0.01
+    assert found.modules
+
+
+def test_recurrent_dropout_is_calmed_and_put_back() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.lstm = nn.LSTM(6, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.lstm(x)[0]
+            return out
+
+    model = Recurrent()
+    assert _split_against_whole(model, torch.randn(5, 3, 6)).equal
+    assert model.lstm.dropout == 0.5
+    assert model.lstm.training
+
+
+def test_a_pass_leaves_neither_gradients_nor_a_step_behind() -> None:
+    model = _body(nn.Tanh())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    _pass(model, X, 2)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_sparse_and_complex_gradients_are_compared_too() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(9, 4, sparse=True)
+            self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = (self.table(ids) * self.phase).abs()
+            return out
+
+    ids = torch.arange(5)
+    assert _split_against_whole(Odd(), ids).equal
+    turned = Odd()
+    with torch.no_grad():
+        turned.phase.mul_(1j)
+    apart = compare(_pass(Odd(), ids, 5), _pass(turned, ids, 5))
+    assert apart.loss < 1e-6
+    assert apart.gradient > 0.1
+
+
+def test_a_gradient_that_only_one_pass_has_counts() -> None:
+    first = Gradients(1.0, {"a.weight": torch.ones(4)}, tolerance=1e-3)
+    second = Gradients(1.0, {"a.weight": torch.ones(4), "b.weight": torch.ones(4)}, 1e-3)
+    assert compare(first, second).gradient == pytest.approx(1.0)
+    assert compare(first, second).modules == ("b", "a")
+    assert compare(second, first).gradient == pytest.approx(2**-0.5)
+    own = Gradients(1.0, {"scale": torch.ones(1)}, 1e-3)
+    assert compare(own, Gradients(1.0, {}, 1e-3)).modules == ("scale",)
+
+
+def test_from_nothing_to_something_is_infinitely_far() -> None:
+    nothing = Gradients(0.0, {"w": torch.zeros(3)}, 1e-3)
+    assert compare(nothing, nothing).equal
+    assert compare(nothing, Gradients(1.0, {"w": torch.ones(3)}, 1e-3)).gradient == float("inf")
+
+
+def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
+    mixed = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4).bfloat16())
+    double = nn.Linear(6, 8).double()
+    model = nn.ModuleList([double, mixed[0]])
+    optimizer = torch.optim.SGD(model.parameters())
+    recipe = Recipe(loss_fn=lambda m, b: mixed[0](b).mean())
+    training = Training(model, optimizer, recipe, Plan(5), device=CPU)
+    assert gradients(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
+    coarse = Training(
+        mixed,
+        torch.optim.SGD(mixed.parameters()),
+        Recipe(loss_fn=lambda m, b: mixed[1](mixed[0](b).bfloat16()).float().mean()),
+        Plan(5),
+        device=CPU,
+    )
+    assert gradients(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
+
+
+def _in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_the_users_own_autocast_explains_its_roundings_and_no_more() -> None:
+    batch = (X, LABELS)
+    found = _split_against_whole(_body(nn.Tanh()), batch, loss_fn=_in_bfloat16)
+    assert found.gradient > 1e-3
+    assert found.equal
+    normalized = _split_against_whole(_body(nn.BatchNorm1d(8)), batch, loss_fn=_in_bfloat16)
+    assert not normalized.equal
+    assert normalized.modules == ("1",)
+
+
+def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
+    class Steep(nn.Module):
+        """Its activations' gradients overflow float16 at the usual first scale of 2**16."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steep: torch.Tensor = 40 * self.second(self.first(x)).float().sum(1)
+            return steep
+
+    model = Steep()
+    plan = Plan(5, settings={"precision.dtype": "float16"})
+    optimizer = torch.optim.SGD(model.parameters())
+    strategies = load_strategies(["precision"])
+    with Training(model, optimizer, Recipe(), plan, device=CPU, strategies=strategies) as training:
+        half = gradients(training, X, seed=0)
+        assert training.scaler is not None
+        assert training.scaler.get_scale() < 2**16
+    found = compare(_pass(model, X, 5), half)
+    assert 0 < found.gradient < 0.01
+
+
+def test_a_comparison_survives_json() -> None:
+    found = Comparison(0.1, float("inf"), 1e-3, ("a", "b"))
+    assert Comparison.from_dict(json.loads(json.dumps(found.to_dict()))) == found

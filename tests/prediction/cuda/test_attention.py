@@ -1,0 +1,139 @@
+"""Which kernel `scaled_dot_product_attention` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from autofit.prediction.cuda import attention
+from autofit.prediction.cuda.attention import Call, Kernel, chosen_kernel
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.dry_run import stage
+from autofit.prediction.gpus import find_gpu
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def call(
+    dtype: torch.dtype = BF16,
+    *,
+    width: int = 64,
+    heads: int = 8,
+    key_heads: int | None = None,
+    length: int = 128,
+    key_length: int | None = None,
+    **options: Any,
+) -> Call:
+    shape = (2, heads, length, width)
+    key_shape = (2, key_heads or heads, key_length or length, width)
+    query = torch.empty(shape, dtype=dtype, device="meta")
+    key = torch.empty(key_shape, dtype=dtype, device="meta")
+    given = {"mask": None, "dropout": 0.0, "causal": False, "scale": None, "grouped": False}
+    return Call(query, key, key, **(given | options))
+
+
+MASK = torch.empty(128, 128, dtype=BF16, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "made", "kernel"),
+    [
+        ("H100", call(), Kernel.CUDNN),
+        ("A100", call(), Kernel.FLASH),
+        ("L4", call(causal=True), Kernel.FLASH),
+        ("A100", call(FP32), Kernel.EFFICIENT),
+        ("H100", call(FP32), Kernel.EFFICIENT),
+        ("H100", call(torch.float64), Kernel.MATH),
+        ("T4", call(torch.float16), Kernel.EFFICIENT),
+        ("T4", call(BF16), Kernel.MATH),
+        ("A100", call(mask=MASK), Kernel.EFFICIENT),
+        ("H100", call(mask=MASK), Kernel.CUDNN),
+        ("H100", call(mask=MASK[None]), Kernel.EFFICIENT),
+        ("H100", call(width=320), Kernel.EFFICIENT),
+        ("A100", call(width=100), Kernel.FLASH),
+        ("H100", call(width=100), Kernel.FLASH),
+        ("A100", call(FP32, width=66), Kernel.MATH),
+        ("A100", call(key_heads=2, grouped=True), Kernel.FLASH),
+        ("A100", call(FP32, key_heads=2, grouped=True), Kernel.MATH),
+        ("A100", call(causal=True, key_length=64), Kernel.EFFICIENT),
+    ],
+)
+def test_the_kernel(gpu: str, made: Call, kernel: Kernel) -> None:
+    assert chosen_kernel(made, find_gpu(gpu)) is kernel
+
+
+def test_cudnn_comes_first_only_where_it_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)  # of CUDA 12.8's wheels
+    assert chosen_kernel(call(), find_gpu("H100")) is Kernel.FLASH
+    assert chosen_kernel(call(mask=MASK), find_gpu("H100")) is Kernel.EFFICIENT
+
+
+@pytest.mark.parametrize(("length", "stored"), [(64, 64), (60, 64), (132, 136)])
+def test_the_rows_of_a_mask_are_padded_to_multiples_of_eight(length: int, stored: int) -> None:
+    mask = torch.empty(length, length, device="meta")
+    made = call(FP32, length=length, mask=mask)
+    assert attention._aligned(mask, made).stride(-2) == stored
+
+
+def test_the_users_switch_is_heeded() -> None:
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert chosen_kernel(call(), find_gpu("H100")) is Kernel.EFFICIENT
+    with sdpa_kernel(
+        [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
+    ):
+        assert chosen_kernel(call(), find_gpu("A100")) is Kernel.EFFICIENT
+    with sdpa_kernel(SDPBackend.MATH):
+        assert chosen_kernel(call(), find_gpu("H100")) is Kernel.MATH
+
+
+class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
+    def __init__(self, gpu: str) -> None:
+        super().__init__(find_gpu(gpu))
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in str(func):
+            self.operators.append(str(func).split(".")[1].removeprefix("_scaled_dot_product_"))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def run(gpu: str, dtype: torch.dtype, *, checkpointed: bool, mask: bool = False) -> list[str]:
+    tracer = _Listening(gpu)
+    with stage(tracer.gpu, tracer):
+        query = torch.randn(2, 8, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+        bias = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril() if mask else None
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+
+        out = checkpoint(attend, query, use_reentrant=False) if checkpointed else attend(query)
+        out.sum().backward()
+        assert out.shape == query.shape
+        assert query.grad is not None
+        assert query.grad.shape == query.shape
+        del query, out
+    return tracer.operators
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "kernel"),
+    [("H100", BF16, "cudnn"), ("A100", BF16, "flash"), ("A100", FP32, "efficient")],
+)
+def test_forward_recomputation_and_backward_use_it(
+    gpu: str, dtype: torch.dtype, kernel: str
+) -> None:
+    name = f"{kernel}_attention"
+    assert run(gpu, dtype, checkpointed=False) == [name, f"{name}_backward"]
+    assert run(gpu, dtype, checkpointed=True) == [name, name, f"{name}_backward"]
+
+
+def test_a_boolean_mask_becomes_an_additive_one() -> None:
+    assert run("A100", FP32, checkpointed=False, mask=True) == [
+        "efficient_attention",
+        "efficient_attention_backward",
+    ]

@@ -1,0 +1,103 @@
+"""Workspaces of convolutions, against sizes recorded on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from autofit.prediction.cuda.convolutions import Convolution, Direction, workspace_bytes
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.dry_run import stage
+from autofit.prediction.gpus import find_gpu
+
+H200 = find_gpu("H200")
+BF16, FP32 = torch.bfloat16, torch.float32
+SLACK = 1024
+"""cuDNN adds up to a few hundred bytes of its own."""
+
+
+@pytest.fixture(params=[False, True])
+def tf32(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = request.param
+    yield request.param
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def convolution(
+    data: tuple[int, ...],
+    out: int,
+    kernel: int,
+    dtype: torch.dtype,
+    *,
+    stride: int = 1,
+    channels_last: bool = False,
+    groups: int = 1,
+) -> Convolution:
+    size = -(-data[2] // stride)
+    weight = (out, data[1] // groups, kernel, kernel)
+    result = (data[0], out, size, size)
+    return Convolution(data, weight, result, dtype, channels_last, (stride, stride), (1, 1), groups)
+
+
+@pytest.mark.parametrize(
+    ("case", "recorded"),
+    [
+        (convolution((96, 3, 160, 160), 64, 7, BF16, stride=2), 118014992),
+        (convolution((96, 128, 40, 40), 128, 3, BF16, stride=2), 49447059),
+        (convolution((96, 512, 5, 5), 512, 3, BF16), 9633808),
+        (convolution((96, 3, 160, 160), 64, 7, BF16, stride=2, channels_last=True), 39371792),
+        (convolution((96, 64, 40, 40), 64, 3, BF16, channels_last=True), 131),
+        (convolution((96, 64, 40, 40), 256, 1, BF16), 272),
+    ],
+)
+def test_tensor_cores_copy_what_lies_in_another_layout(case: Convolution, recorded: int) -> None:
+    assert abs(workspace_bytes(case, Direction.FORWARD, H200) - recorded) < SLACK
+
+
+def test_float32_runs_on_tensor_cores_where_tf32_is_allowed(tf32: bool) -> None:
+    case = convolution((32, 256, 20, 20), 256, 3, FP32, stride=2)
+    expected = 18743312 if tf32 else 0
+    assert abs(workspace_bytes(case, Direction.FORWARD, H200) - expected) < SLACK
+
+
+def test_float32_multiplies_transformed_tiles() -> None:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        case = convolution((32, 64, 40, 40), 64, 3, FP32)
+        assert workspace_bytes(case, Direction.WEIGHT, H200) == 59572224
+        last = convolution((32, 256, 40, 40), 64, 1, FP32, channels_last=True)
+        assert abs(workspace_bytes(last, Direction.FORWARD, H200) - 65536016) < SLACK
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def test_the_weight_gradient_of_a_pointwise_convolution_sums_products_of_samples() -> None:
+    case = convolution((96, 512, 20, 20), 128, 1, BF16)
+    assert abs(workspace_bytes(case, Direction.WEIGHT, H200) - 25166096) < SLACK
+
+
+def test_depthwise_convolutions_are_pytorchs_own() -> None:
+    case = convolution((8, 64, 40, 40), 64, 3, BF16, groups=64)
+    assert workspace_bytes(case, Direction.FORWARD, H200) == 0
+
+
+def test_a_gpu_without_tensor_cores_for_tf32_copies_nothing() -> None:
+    case = convolution((32, 256, 20, 20), 256, 3, FP32, stride=2)
+    assert workspace_bytes(case, Direction.FORWARD, find_gpu("V100")) == 0
+
+
+def test_gradients_take_the_layout_of_data_and_weight_whatever_the_results_gradient_has() -> None:
+    tracer = CudaTracer(H200)
+    with stage(H200, tracer):
+        weight = torch.randn(8, 16, 3, 3, device="cuda", requires_grad=True)
+        data = torch.randn(2, 32, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+        half = data[:, :16].requires_grad_()  # with gaps, and still channels last
+        result = torch.nn.functional.conv2d(half, weight)
+        assert result.is_contiguous(memory_format=torch.channels_last)
+        gradients = torch.autograd.grad(result, (half, weight), torch.randn_like(result))
+        assert all(each.is_contiguous(memory_format=torch.channels_last) for each in gradients)
+        del weight, data, half, result, gradients

@@ -1,0 +1,154 @@
+"""User code that says "cuda", on a machine without one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.dry_run import stage
+from autofit.prediction.gpus import find_gpu
+
+
+@pytest.fixture
+def tracer() -> Iterator[CudaTracer]:
+    tracer = CudaTracer(find_gpu("A100"))
+    with stage(tracer.gpu, tracer):
+        yield tracer
+
+
+@pytest.mark.usefixtures("tracer")
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", torch.device("cuda", 1)], ids=["name", "numbered", "object"]
+)
+def test_tensors_are_made_and_moved_there(device: str | torch.device) -> None:
+    host = torch.randn(3, 4)
+    moved = [
+        torch.zeros(2, device=device),
+        torch.tensor([1.0, 2.0], device=device),
+        torch.arange(4, device=device),
+        host.to(device),
+        host.to(device, torch.float16),
+        host.to(device=device, non_blocking=True),
+        host.new_zeros(3, device=device),
+        torch.empty_like(host, device=device),
+    ]
+    assert {tensor.device.type for tensor in moved} == {"meta"}
+
+
+@pytest.mark.usefixtures("tracer")
+def test_the_short_forms() -> None:
+    host = torch.randn(3, 4)
+    assert host.cuda().is_meta
+    assert host.to(0).is_meta
+    assert host.pin_memory().cuda(non_blocking=True).is_meta
+    with torch.device("cuda"):
+        assert torch.ones(3).is_meta
+        assert torch.nn.Linear(3, 4).weight.is_meta
+
+
+@pytest.mark.usefixtures("tracer")
+def test_modules_are_moved_with_their_ties() -> None:
+    table = torch.nn.Embedding(100, 8)
+    head = torch.nn.Linear(8, 100, bias=False)
+    head.weight = table.weight
+    model = torch.nn.Sequential(table, head).cuda()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("tracer")
+def test_torch_cuda_answers_as_that_gpu() -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.get_device_capability() == (8, 0)
+    assert torch.cuda.get_device_properties(0).multi_processor_count == 108
+    assert torch.cuda.is_bf16_supported()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    asks_the_driver = inspect.getattr_static(torch.cuda.graphs, "is_current_stream_capturing")
+    assert torch.cuda.is_current_stream_capturing is not asks_the_driver
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+@pytest.mark.usefixtures("tracer")
+def test_streams_ranges_and_generators_do_no_harm() -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    with torch.cuda.stream(stream), torch.cuda.device(0), torch.cuda.nvtx.range("step"):
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        drawn = torch.randn(4, device="cuda", generator=generator)
+        drawn.bernoulli_(0.5, generator=generator)
+        assert drawn.is_meta
+    stream.wait_stream(torch.cuda.current_stream())
+    assert isinstance(generator, torch.Generator)
+
+
+@pytest.mark.usefixtures("tracer")
+def test_a_recomputation_that_names_the_device_again() -> None:
+    x = torch.randn(4, 4, device="cuda", requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.arange(4, device="cuda")).relu()
+
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.usefixtures("tracer")
+def test_optimizers_take_their_kernels_for_lists(tracer: CudaTracer) -> None:
+    model = torch.nn.Linear(512, 512, device="cuda")
+    model(torch.randn(4, 512, device="cuda")).sum().backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    before = tracer.allocator.peak_allocated_bytes
+    torch.optim.AdamW(model.parameters()).step()
+    temporaries = tracer.allocator.peak_allocated_bytes - before
+    assert temporaries >= 512 * 512 * 4  # foreach holds the roots of all weights at once
+
+
+@pytest.mark.usefixtures("tracer")
+def test_a_gradient_scaler_steps() -> None:
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cuda")
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+    scaler.scale(model(torch.randn(4, 8, device="cuda")).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert stepped
+    assert scaler.get_scale() == 65536.0
+
+
+def test_everything_is_put_back() -> None:
+    watched = [torch.cuda, torch, torch.autograd, torch.amp, import_module("torch.optim.optimizer")]
+    before = [dict(vars(module)) for module in watched]
+    tracer = CudaTracer(find_gpu("A100"))
+    with pytest.raises(KeyError), stage(tracer.gpu, tracer):
+        raise KeyError("anything")
+    for module, names in zip(watched, before, strict=True):
+        changed = {n for n, v in names.items() if vars(module).get(n) is not v}
+        assert changed == set()
+    assert not torch.ones(3).is_meta
+
+
+@pytest.mark.usefixtures("tracer")
+def test_random_states_of_the_gpu_may_be_kept_and_set() -> None:
+    with torch.random.fork_rng():
+        torch.cuda.manual_seed(1)
+    with torch.random.fork_rng(devices=[0]):
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state("cuda"))
+        torch.cuda.set_rng_state_all(torch.cuda.get_rng_state_all())
+    torch.cuda.default_stream().synchronize()
+    assert torch.cuda.initial_seed() == torch.initial_seed()
+
+
+def test_torch_itself_makes_no_context_either(tracer: CudaTracer) -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+        pytest.skip("this process has a context already")
+    with torch._C.DisableTorchFunction(), pytest.raises(NotImplementedError):
+        torch.empty(1, device="cuda")
+    assert tracer.lack is not None

@@ -1,0 +1,171 @@
+"""Composite operators in the form that CUDA has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+
+from autofit.prediction.cuda.tracer import CudaTracer, in_backward
+from autofit.prediction.dry_run import stage
+from autofit.prediction.gpus import find_gpu
+
+ROWS, WIDTH = 1024, 1024
+WHOLE = ROWS * WIDTH * 4
+
+
+def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Bytes that are held between forward and backward, the argument and the result included."""
+    tracer = CudaTracer(find_gpu("A100"))
+    with stage(tracer.gpu, tracer):
+        data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        result = run(data)
+        held = tracer.allocator.allocated_bytes
+        result.float().sum().backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        assert data.grad is not None
+        assert data.grad.shape == data.shape
+        del result, data
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cudnn_normalizes_a_batch_without_gaps(dtype: torch.dtype) -> None:
+    """Steps first and channels last, as layers of sequences have them."""
+    tracer = CudaTracer(find_gpu("H200"))
+    with stage(tracer.gpu, tracer):
+        norm = torch.nn.BatchNorm1d(8, device="cuda")
+        result = norm(torch.randn(4, 16, 8, device="cuda", dtype=dtype).transpose(1, 2))
+        assert result.is_contiguous() is (dtype == torch.float32)
+        del norm, result
+
+
+def test_dropout_keeps_a_mask_of_bytes() -> None:
+    assert kept(lambda x: F.dropout(x, 0.1)) == 2 * WHOLE + WHOLE // 4
+
+
+def test_dropout_that_does_nothing_keeps_nothing() -> None:
+    assert kept(lambda x: F.dropout(x, 0.1, training=False)) == WHOLE
+    assert kept(lambda x: F.dropout(x, 0.0)) <= 2 * WHOLE
+
+
+def test_the_backward_of_mish_is_one_kernel() -> None:
+    tracer = CudaTracer(find_gpu("A100"))
+    with stage(tracer.gpu, tracer):
+        data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        result = F.mish(data).sum()
+        tracer.allocator.reset_peaks()
+        held = tracer.allocator.allocated_bytes
+        result.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        assert tracer.allocator.peak_allocated_bytes - held < 1.1 * WHOLE
+        del result, data
+
+
+def test_rms_norm_keeps_a_number_for_each_row() -> None:
+    assert kept(lambda x: F.rms_norm(x, (WIDTH,))) == 2 * WHOLE + 4 * ROWS
+
+
+def test_rms_norm_of_two_types_is_not_fused() -> None:
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return F.rms_norm(x, (WIDTH,), weight)
+
+    assert kept(normalize) > 3 * WHOLE
+
+
+def test_a_log_sigmoid_keeps_no_buffer() -> None:
+    assert kept(F.logsigmoid) == 2 * WHOLE
+
+
+def test_a_softmax_of_float16_into_float32_copies_nothing() -> None:
+    def soften(x: torch.Tensor) -> torch.Tensor:
+        return x.half().softmax(-1, dtype=torch.float32)
+
+    assert kept(soften) <= 2 * WHOLE + WHOLE // 2
+
+
+def test_under_autocast_a_softmax_takes_float32() -> None:
+    def soften(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            result = x.bfloat16().softmax(-1)
+        assert result.dtype == torch.float32
+        return result
+
+    kept(soften)
+
+
+def test_under_autocast_rms_norm_takes_float32_where_torch_has_it_so() -> None:
+    """Left alone, bfloat16 data and a float32 weight are not fused, which keeps float32 copies."""
+    cast = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones(WIDTH, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            result = F.rms_norm(x.bfloat16(), (WIDTH,), weight)
+        assert result.dtype == (torch.float32 if cast else torch.bfloat16)
+        return result
+
+    assert (kept(normalize) > 3.4 * WHOLE) is not cast
+
+
+_WATCHED = ("add.Tensor", "sub.Tensor", "scatter.src", "scatter_add", "index_put", "index_add")
+
+
+class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Notes of each watched operator of the backward pass whether it wrote to its argument."""
+
+    def __init__(self) -> None:
+        super().__init__(find_gpu("H200"))
+        self.in_place: list[bool] = []
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = super().compute(func, args, kwargs)
+        if in_backward() and str(func).removeprefix("aten.").startswith(_WATCHED):
+            self.in_place.append(result is args[0])
+        return result
+
+
+def in_place(run: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[bool]:
+    tracer = _Listening()
+    with stage(tracer.gpu, tracer):
+        leaf = torch.randn(4, 8, device="cuda", requires_grad=True)
+        run(leaf.exp()).sum().backward(**options)  # type: ignore[no-untyped-call]  # torch's
+    return tracer.in_place
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor) -> torch.Tensor:
+        return data * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 1 + gradients[0] * 1
+
+
+def test_gradients_that_meet_at_a_fork_are_added_to_the_first() -> None:
+    assert in_place(lambda x: x.sin() + x.cos()) == [True]
+    assert in_place(lambda x: (x + x.sin()).tanh()) == [True]
+
+
+def test_not_where_somebody_else_holds_the_first() -> None:
+    assert in_place(lambda x: torch.cat((*(part.sin() for part in x.chunk(2)), x))) == [False]
+    assert in_place(_Twice.apply) == [False]
+    assert in_place(lambda x: x.sin() + x.cos(), create_graph=True) == [False]
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        lambda x: x.max(1)[0],
+        lambda x: x.topk(2)[0],
+        lambda x: x.gather(1, torch.zeros(4, 2, dtype=torch.long, device="cuda")),
+        lambda x: x[torch.zeros(3, dtype=torch.long, device="cuda")],
+        lambda x: x.index_select(0, torch.zeros(3, dtype=torch.long, device="cuda")),
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
+    ],
+)
+def test_zeros_are_written_to(selected: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert in_place(selected) == [True]

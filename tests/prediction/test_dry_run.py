@@ -1,0 +1,370 @@
+"""Rehearsals: faithful to the training, harmless to the user's objects, honest where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import CannotTell, InvalidRequest
+from autofit.memory.replay import replay
+from autofit.plan import Plan
+from autofit.prediction.dry_run import Rehearsal, rehearse
+from autofit.prediction.gpus import find_gpu
+from autofit.snapshot.snapshot import differences, digest
+from autofit.training.workload import Workload
+
+GPU = find_gpu("A100")
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]  # modules are untyped
+
+
+def batch(samples: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 32), torch.randint(0, 4, (samples,))
+
+
+def workload(model: Any = Net, **options: Any) -> Workload:
+    given = {"criterion": nn.functional.cross_entropy} | options
+    return Workload(model, batch(), **given)
+
+
+def peak(rehearsal: Rehearsal) -> int:
+    return replay(rehearsal.recording).peak_allocated_bytes
+
+
+def test_the_users_objects_and_process_are_left_alone() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    live = {"model": model, "optimizer": optimizer}
+    made = workload(model, optimizer=optimizer)
+    before = digest(live)
+    rehearse(made, Plan(16), GPU)
+    assert differences(before, digest(live)) == []
+
+
+def test_what_functions_reach_is_left_alone_too() -> None:
+    teacher = nn.BatchNorm1d(4)
+    losses: list[torch.Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert teacher.num_batches_tracked is not None
+        teacher.num_batches_tracked += 1
+        loss: torch.Tensor = model(batch[0]).square().mean()
+        losses.append(loss)
+        return loss
+
+    made = workload(criterion=None, loss_fn=loss_fn)
+    before = digest({"teacher": teacher, "losses": losses})
+    rehearse(made, Plan(16), GPU)
+    assert differences(before, digest({"teacher": teacher, "losses": losses})) == []
+    assert losses == []
+
+
+def test_a_live_model_and_one_that_is_built_need_the_same() -> None:
+    live = rehearse(workload(Net()), Plan(16), GPU)
+    built = rehearse(workload(Net), Plan(16), GPU)
+    assert peak(live) == peak(built)
+
+
+def test_a_model_that_builds_itself_on_the_gpu() -> None:
+    on_gpu = rehearse(workload(lambda: Net().cuda()), Plan(16), GPU)
+    assert abs(peak(on_gpu) - peak(rehearse(workload(Net), Plan(16), GPU))) < 4096
+
+
+def test_a_model_that_needs_values_while_it_is_built() -> None:
+    def build() -> nn.Module:
+        rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        return nn.Sequential(Net(), nn.Dropout(rates[-1]))
+
+    assert peak(rehearse(workload(build), Plan(16), GPU)) > 0
+
+
+def test_tied_weights_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self, tie: bool) -> None:
+            super().__init__()
+            self.table = nn.Embedding(1000, 64)
+            self.head = nn.Linear(64, 1000, bias=False)
+            if tie:
+                self.head.weight = self.table.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids)).float().mean()  # type: ignore[no-any-return]  # untyped
+
+    def weights(tie: bool) -> int:
+        made = Workload(Tied(tie), torch.randint(0, 1000, (4, 8)))
+        rehearsal = rehearse(made, Plan(4), GPU)
+        return rehearsal.labels.at_peak(rehearsal.recording)["weights"]
+
+    assert weights(tie=False) == 2 * weights(tie=True)
+
+
+def test_frozen_parameters_get_neither_gradients_nor_state() -> None:
+    def frozen() -> nn.Module:
+        model = Net(4096)
+        model.body.requires_grad_(False)
+        return model
+
+    def kinds(model: Callable[[], nn.Module]) -> Any:
+        made = workload(
+            model,
+            optimizer=lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad]),
+        )
+        rehearsal = rehearse(made, Plan(2), GPU)
+        return rehearsal.labels.at_peak(rehearsal.recording)
+
+    assert kinds(frozen)["optimizer_state"] < kinds(lambda: Net(4096))["optimizer_state"] / 100
+
+
+def test_gradients_are_resident_in_the_second_micro_batch() -> None:
+    one = rehearse(workload(lambda: Net(8192)), Plan(16), GPU)
+    two = rehearse(workload(lambda: Net(8192)), Plan(16, accumulation_steps=2), GPU)
+    many = rehearse(workload(lambda: Net(8192)), Plan(16, accumulation_steps=8), GPU)
+    assert peak(one) < peak(two) == peak(many)
+
+
+def test_a_live_optimizers_state_is_there_from_the_start() -> None:
+    model = Net(8192)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    rehearsal = rehearse(workload(model, optimizer=optimizer), Plan(16), GPU)
+    held = rehearsal.labels.at_peak(rehearsal.recording)
+    assert held["optimizer_state"] >= 2 * held["weights"] * 0.99
+
+
+def test_a_train_step_of_the_users_own() -> None:
+    def step(training: Any, batch: Any) -> torch.Tensor:
+        total = torch.zeros((), device=training.device)
+        for micro_batch, weight in training.micro_batches(batch):
+            loss = training.loss(micro_batch)
+            training.backward(loss, weight)
+            total += loss.detach() * weight
+        training.optimizer_step()
+        return total
+
+    own = rehearse(workload(train_step=step), Plan(8, accumulation_steps=2), GPU)
+    assert peak(own) > 0
+
+
+def fails(loss_fn: Callable[..., torch.Tensor]) -> CannotTell:
+    with pytest.raises(CannotTell) as caught:
+        rehearse(workload(criterion=None, loss_fn=loss_fn), Plan(16), GPU)
+    return caught.value
+
+
+def test_a_value_that_is_read_is_an_error_that_names_the_line() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        assert loss.item() == loss.item()
+        return loss
+
+    error = fails(loss_fn)
+    assert "test_rehearsal.py" in str(error)
+    assert "loss.item() == loss.item()" in str(error)
+    assert "probe" in str(error)
+
+
+def test_a_shape_that_depends_on_values_is_too() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        output = model(batch[0])
+        return output[output > 0].mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    assert "output[output > 0]" in str(fails(loss_fn))
+
+
+def test_numpy_is_too() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        output: torch.Tensor = model(batch[0])
+        output.detach().cpu().numpy()
+        return output.mean()
+
+    assert "output.detach().cpu().numpy()" in str(fails(loss_fn))
+
+
+@pytest.mark.parametrize(
+    "ask", [torch.cuda.current_blas_handle, torch.cuda.random.get_rng_state, torch.cuda.ipc_collect]
+)
+def test_what_would_make_a_context_on_a_gpu_is_refused(ask: Callable[[], object]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        with suppress(Exception):
+            ask()
+        return model(batch[0]).mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    error = str(fails(loss_fn))
+    assert "only a GPU can do" in error
+    assert "test_rehearsal.py" in error
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        lambda loss: loss.untyped_storage().tolist(),
+        lambda loss: getattr(torch, "to_dlpack")(loss.detach()),  # noqa: B009  # not exported
+        lambda loss: loss.detach().numpy(),
+        bool,
+        int,
+        lambda loss: f"{loss:.3f}",
+        lambda loss: torch.tensor([loss, loss]),
+        torch.unique,
+    ],
+)
+def test_a_value_that_is_asked_for_leaves_no_number_whatever_came_of_the_error(
+    read: Callable[[torch.Tensor], Any],
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        try:
+            read(loss)
+        except Exception:
+            return loss.detach()  # nor is the answer that this cannot be trained
+        return loss
+
+    assert "test_rehearsal.py" in str(fails(loss_fn))
+
+
+def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
+    def build() -> nn.Module:
+        try:
+            width = int(torch.tensor(64))
+        except Exception:
+            width = 4096
+        return Net(width)
+
+    assert peak(rehearse(workload(build), Plan(16), GPU)) == peak(
+        rehearse(workload(lambda: Net(64)), Plan(16), GPU)
+    )
+
+
+@pytest.mark.parametrize("makes", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool) -> None:
+    """Whether there is padding stands in the sample batch, and what is made of constants too."""
+    longest = 5 if padded else 8
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, mask = batch
+        causal = torch.ones(8, 8, device=mask.device).tril()
+        lengths = mask.sum(-1)
+        assert bool(mask.bool().all()) is not padded
+        assert (int(lengths.max()), int(causal.sum().item())) == (longest, 36)
+        assert torch.unique(lengths).tolist() == [longest]
+        return model(x[:, : lengths.max()]).mean()  # type: ignore[no-any-return]  # untyped
+
+    def make(samples: int) -> Any:
+        mask = torch.ones(samples, 8, dtype=torch.long)
+        mask[:, 5:] -= int(padded)
+        return torch.randn(samples, 8, 32), mask
+
+    made = Workload(lambda: nn.Linear(32, 64), make if makes else make(4), loss_fn=loss_fn)
+    assert peak(rehearse(made, Plan(6, accumulation_steps=2), GPU)) > 0
+
+
+def test_a_number_that_was_changed_by_unknown_ones_is_unknown() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).mean()
+        batch[1].masked_fill_(batch[0][:, 0] > 0, 1)
+        assert batch[1].sum().item() >= 0
+        return loss
+
+    assert "batch[1].sum().item()" in str(fails(loss_fn))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
+def test_an_optimizer_that_scales_by_a_value_can_be_rehearsed(optimizer: Any) -> None:
+    """What an update takes does not hang on it."""
+    plain = rehearse(workload(lambda: Net(4096), optimizer=torch.optim.SGD), Plan(2), GPU)
+    scaled = rehearse(workload(lambda: Net(4096), optimizer=optimizer), Plan(2), GPU)
+    assert peak(scaled) > peak(plain)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SparseAdam, lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)]
+)
+def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(1000, 64, sparse=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.rows(ids).mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    made = Workload(Table, torch.randint(0, 1000, (4, 8)), optimizer=optimizer)
+    with pytest.raises(CannotTell, match=r"sparse gradient.*rows\.weight"):
+        rehearse(made, Plan(4), GPU)
+
+
+@pytest.mark.parametrize("makes", [False, True])
+def test_a_huge_batch_takes_no_memory(makes: bool) -> None:
+    huge = 10**12
+    made = Workload(
+        lambda: nn.Linear(32, 4), (lambda n: torch.randn(n, 32)) if makes else torch.randn(4, 32)
+    )
+    assert peak(rehearse(made, Plan(huge), GPU)) > huge * 32 * 4
+
+
+@pytest.mark.parametrize("samples", [10**18, 10**19, 10**25])
+def test_a_batch_beyond_what_a_tensor_can_be_is_refused(samples: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{samples} x 1 .* a smaller micro-batch"):
+        rehearse(workload(), Plan(samples), GPU)
+
+
+def test_a_scripted_model_is_not_guessed_at() -> None:
+    with pytest.raises(CannotTell, match=r"is compiled by torch\.jit"):
+        rehearse(workload(lambda: torch.jit.script(nn.Linear(32, 4))), Plan(16), GPU)
+
+
+def test_lengths_on_the_host_of_a_ctc_loss() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        samples, steps = batch.shape[:2]
+        scores = model(batch).log_softmax(-1).transpose(0, 1)
+        targets = torch.ones(samples, 5, dtype=torch.long, device=batch.device)
+        lengths = torch.full((samples,), steps), torch.full((samples,), 5)
+        return nn.functional.ctc_loss(scores, targets, *lengths)
+
+    made = Workload(lambda: nn.Linear(8, 16), torch.randn(4, 50, 8), loss_fn=loss_fn)
+    assert peak(rehearse(made, Plan(4), GPU)) > 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_is_not_guessed_at(whole: bool) -> None:
+    def build() -> nn.Module:
+        model = Net()
+        if whole:
+            return torch.compile(model)  # type: ignore[return-value]  # a module, wrapped
+        model.head.compile()
+        return model
+
+    with pytest.raises(CannotTell, match="is compiled by torch"):
+        rehearse(workload(build), Plan(16), GPU)
+
+
+def test_the_users_own_error_is_raised_as_it_is() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise KeyError("the user's")
+
+    with pytest.raises(KeyError, match="the user's") as caught:
+        rehearse(workload(criterion=None, loss_fn=loss_fn), Plan(16), GPU)
+    assert any("rehearsed" in note for note in caught.value.__notes__)
+
+
+def test_a_tensor_that_was_made_on_the_cpu_is_told_from_what_needs_a_gpu() -> None:
+    error = fails(lambda model, batch: model(batch[0] + torch.randn(batch[0].shape)).mean())
+    assert "device=batch.device" in str(error)
+    assert "autofit.probe" not in str(error)

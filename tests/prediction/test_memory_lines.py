@@ -1,0 +1,130 @@
+"""Memory lines before the first probe."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.devices.base import Environment
+from autofit.plan import Dimension, Hint, Plan, variant_key
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.memory_lines import gpu_of, memory_lines
+from autofit.prediction.predict import predict, predict_as_meant
+from autofit.registry import load_strategies
+from autofit.space import Space
+from autofit.training.workload import Workload
+from autofit.units import GIB
+
+A100 = find_gpu("A100")
+SPACE = Space({"precision.dtype": Dimension(["as_is", "bfloat16"])}, 8)
+
+
+def workload(**options: Any) -> Workload:
+    return Workload(
+        lambda: nn.Sequential(nn.Linear(64, 65536), nn.GELU(), nn.Linear(65536, 64)),
+        torch.randn(8, 64),
+        **options,
+    )
+
+
+def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
+    found = memory_lines(
+        workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
+    )
+    assert len(found.lines) == 2
+    assert found.notes == ()
+    for settings in SPACE.variants():
+        fixed, per_sample = found.lines[variant_key(settings)]
+        required = predict(workload(), plan=Plan(5000, settings=settings), gpu=A100).required_bytes
+        assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
+
+
+def test_what_cannot_be_rehearsed_has_a_note_instead() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).mean()
+        return loss * loss.item()
+
+    found = memory_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
+    assert found.lines == {}
+    assert "loss * loss.item()" in found.notes[0]
+
+
+def test_the_time_it_may_take_is_limited() -> None:
+    found = memory_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
+    assert found.lines == {}
+    assert len(found.notes) == 1
+
+
+def space(**options: Any) -> Space:
+    return Space({}, **{"sample_batch_size": 8} | options)
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        space(sample_batch_size=8192),
+        space(sample_batch_size=2**17, max_micro_batch=2**17),
+        space(max_micro_batch=8),
+        space(max_micro_batch=1),
+        space(global_batch=32),
+        space(global_batch=32, may_resplit=False),
+    ],
+    ids=["8192", "all of 2^17", "n itself", "one", "global batch", "one split"],
+)
+def test_no_size_is_looked_at_that_the_space_does_not_have(
+    bounded: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def noted(workload: Workload, plan: Plan, *given: Any, **options: Any) -> Any:
+        looked.append(plan.micro_batch)
+        return predict_as_meant(workload, plan, *given, **options)
+
+    monkeypatch.setattr("autofit.prediction.memory_lines.predict_as_meant", noted)
+    found = memory_lines(workload(), bounded, A100, 8 * GIB)
+    assert found.notes == ()
+    ((fixed, per_sample),) = found.lines.values()
+    assert max(looked) <= bounded.largest_micro_batch
+    steps = min(2, bounded.baseline.accumulation_steps)
+    largest = Plan(looked[-1], accumulation_steps=steps)
+    required = predict(workload(), plan=largest, gpu=A100).required_bytes
+    assert fixed + looked[-1] * per_sample == pytest.approx(required, rel=0.001)
+
+
+def test_what_tells_most_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, then one value at a time: those without a hint, those in between last."""
+    dimensions = {
+        "placement.level": Dimension(range(5)),
+        "hinted.level": Dimension((0, 1), hints={1: Hint(0.5)}),
+        "precision.dtype": Dimension(["as_is", "tf32", "bfloat16"]),
+        "compiled.mode": Dimension(("no", "yes"), trial_cost_s=60.0),
+        "beside.plain": Dimension((0, 1), when={"placement.level": [1]}),
+    }
+    asked: list[dict[str, Any]] = []
+
+    def noted(workload: Workload, plan: Plan, *given: Any, **options: Any) -> Any:
+        asked.append({n: v for n, v in plan.settings.items() if v != dimensions[n].values[0]})
+        return predict_as_meant(workload, plan, *given, **options)
+
+    monkeypatch.setattr("autofit.prediction.memory_lines.predict_as_meant", noted)
+    found = memory_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
+    level, dtype = "placement.level", "precision.dtype"
+    order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]
+    order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
+    assert [settings for settings, _ in groupby(asked)] == order
+    assert len(found.lines) == len(order)
+
+
+def environment(gpu: str | None, capability: str | None) -> Environment:
+    return Environment("cuda", gpu, capability, 80 * GIB, None, None, "2.11", "3.11")
+
+
+def test_the_gpu_of_an_environment() -> None:
+    known = gpu_of(environment("NVIDIA H100 80GB HBM3", "9.0"))
+    assert known is not None
+    assert (known.total_bytes, known.capability) == (80 * GIB, (9, 0))
+    assert gpu_of(environment(None, None)) is None

@@ -1,0 +1,205 @@
+"""`autofit.predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import CannotTell, InvalidRequest
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.prediction.gpus import find_gpu
+from autofit.prediction.predict import MOST_LOOKS, Calibration, largest_that_fits, predict
+from autofit.training.workload import Workload
+from autofit.units import GIB, MIB
+from benchmarks.traces.models import GPT
+
+
+def tokens(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (samples, 128)
+    return torch.randint(0, 1000, shape), torch.randint(0, 1000, shape)
+
+
+def gpt(**options: Any) -> Workload:
+    given = {"vocabulary": 1000, "width": 256, "heads": 4, "layers": 4, "length": 128} | options
+    return Workload(lambda: GPT(**given), tokens())
+
+
+def test_a_prediction_adds_up() -> None:
+    prediction = predict(gpt(), gpu="A100")
+    held = sum(size for kind, size in prediction.breakdown.items() if kind != "non_torch")
+    assert held == prediction.peak_allocated_bytes
+    assert prediction.breakdown["non_torch"] == find_gpu("A100").context_bytes
+    assert prediction.peak_allocated_bytes < prediction.required_bytes
+    low, high = prediction.interval
+    assert low < prediction.required_bytes < high
+    assert prediction.to_dict()["required_bytes"] == prediction.required_bytes
+    assert prediction.plan == Plan(4)
+
+
+def test_the_breakdown_of_a_plain_adamw_training() -> None:
+    prediction = predict(gpt(width=1024), gpu="A100")
+    parts = prediction.breakdown
+    assert parts["optimizer_state"] == pytest.approx(2 * parts["weights"], rel=0.01)
+
+
+def test_more_samples_need_more() -> None:
+    small = predict(gpt(), plan=Plan(4), gpu="A100")
+    large = predict(gpt(), plan=Plan(64), gpu="A100")
+    assert large.peak_allocated_bytes > 4 * small.peak_allocated_bytes
+    assert large.breakdown["weights"] == small.breakdown["weights"]
+
+
+def test_autocast_needs_less() -> None:
+    reduced = {"precision.dtype": "bfloat16"}
+    plain = predict(gpt(), plan=Plan(64), gpu="A100")
+    half = predict(gpt(), plan=Plan(64, settings=reduced), gpu="A100")
+    assert half.breakdown["activations"] < 0.8 * plain.breakdown["activations"]
+    assert half.plan.settings == reduced
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
+    """Fragmentation bends the line, so the next sample may happen to fit; a fifth more does not."""
+    prediction = predict(gpt(), gpu="A100")
+    budget = 2 * GIB
+    largest = prediction.largest_micro_batch_within(budget)
+    assert largest is not None
+    assert predict(gpt(), plan=Plan(largest), gpu="A100").fits(budget)
+    assert not predict(gpt(), plan=Plan(largest + largest // 5), gpu="A100").fits(budget)
+    assert prediction.largest_micro_batch_within(prediction.breakdown["non_torch"]) is None
+
+
+def test_a_setting_that_the_gpu_has_not() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be 'bfloat16' here"):
+        predict(gpt(), plan=Plan(4, settings={"precision.dtype": "bfloat16"}), gpu="T4")
+    with pytest.raises(InvalidRequest, match="there is no strategy 'magic'"):
+        predict(gpt(), plan=Plan(4, settings={"magic.wand": 1}))
+
+
+def test_a_setting_whose_meaning_takes_a_run() -> None:
+    level = Plan(4, settings={"checkpointing.level": 1})
+    with pytest.raises(CannotTell, match=r"cannot be 1 here.*real device.*payloads="):
+        predict(gpt(), plan=level, gpu="A100")
+
+
+def test_a_plain_value_may_be_named_where_there_is_nothing_to_choose() -> None:
+    """As in the best plan of a report that was made elsewhere."""
+    names = ("checkpointing.level", "memory_format.layout", "precision.dtype")
+    plain = Plan(4, settings=dict(zip(names, (0, "as_is", "as_is"), strict=True)))
+    told = predict(gpt(), plan=plain, gpu="A100")
+    assert told.plan == plain
+    assert told.required_bytes == predict(gpt(), plan=Plan(4), gpu="A100").required_bytes
+    with pytest.raises(InvalidRequest, match="cannot be 'channels_last' here"):
+        predict(gpt(), plan=Plan(4, settings={names[1]: "channels_last"}), gpu="A100")
+
+
+def test_with_its_payload_it_can_be_predicted() -> None:
+    level = Plan(64, settings={"checkpointing.level": 1})
+    units = [f"blocks.{at}" for at in range(4)]
+    payloads = {"checkpointing.level": {"units": units, "state": []}}
+    saved = predict(gpt(), plan=level, payloads=payloads, gpu="A100")
+    plain = predict(gpt(), plan=Plan(64), gpu="A100")
+    assert saved.peak_allocated_bytes < 0.7 * plain.peak_allocated_bytes
+
+
+def test_expandable_segments_where_the_environment_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixed = predict(gpt(), plan=Plan(64), gpu="A100")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    expandable = predict(gpt(), plan=Plan(64), gpu="A100")
+    assert expandable.required_bytes != fixed.required_bytes
+    assert expandable.peak_reserved_bytes <= fixed.peak_reserved_bytes + 40 * MIB
+
+
+def test_a_probe_teaches_constants() -> None:
+    first = predict(gpt(), gpu="A100")
+    measured = Measurement(
+        Outcome.OK,
+        peak_allocated_bytes=first.peak_allocated_bytes + 5 * MIB,
+        peak_reserved_bytes=first.peak_reserved_bytes,
+        non_torch_bytes=400 * MIB,
+    )
+    learned = Calibration.from_dict(Calibration.learn(first, measured).to_dict())
+    again = predict(gpt(), gpu="A100", calibration=learned)
+    assert again.peak_allocated_bytes == measured.peak_allocated_bytes
+    assert again.breakdown["non_torch"] == 400 * MIB
+    as_reported = predict(gpt(), gpu="A100", calibration=learned.to_dict())
+    assert as_reported.required_bytes == again.required_bytes
+    assert predict(gpt(), gpu="A100", calibration={}).required_bytes == first.required_bytes
+    with pytest.raises(InvalidRequest, match="measured no memory"):
+        Calibration.learn(first, Measurement(Outcome.OOM))
+
+
+def test_a_probe_of_something_else_teaches_nothing() -> None:
+    prediction = predict(gpt(), gpu="A100")
+    other = Measurement(Outcome.OK, peak_allocated_bytes=1, non_torch_bytes=1)
+    with pytest.raises(InvalidRequest, match="not of the same plan"):
+        Calibration.learn(prediction, other)
+
+
+def test_a_model_of_seven_billion_parameters_needs_no_memory_here() -> None:
+    wide = Workload(
+        lambda: nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(26))),
+        torch.empty(8, 16384),
+    )
+    prediction = predict(wide, gpu="B200")
+    assert prediction.breakdown["weights"] == pytest.approx(26 * 16384**2 * 4, rel=0.001)
+
+
+def looks(need: Callable[[int], int], budget: int, start: int) -> tuple[int | None, list[int]]:
+    looked: list[int] = []
+
+    def watched(micro_batch: int) -> int:
+        looked.append(micro_batch)
+        return need(micro_batch)
+
+    return largest_that_fits(watched, budget, start=start), looked
+
+
+@pytest.mark.parametrize("start", [1, 7, 100, 5000])
+def test_a_line_takes_few_looks(start: int) -> None:
+    found, looked = looks(lambda n: 1000 + 10 * n, 8000, start)
+    assert found == 700
+    assert len(looked) <= 8
+
+
+def test_steps_in_the_line_do_not_mislead() -> None:
+    def need(n: int) -> int:
+        return 1000 + -(-10 * n // 256) * 256
+
+    found, _ = looks(need, 20_000, 8)
+    assert found is not None
+    assert need(found) <= 20_000 < need(found + 30)
+
+
+@pytest.mark.parametrize("start", [1, 8, 10**6, 10**10])
+@pytest.mark.parametrize("sample_bytes", [40, 160, 10_000])
+def test_long_steps_hide_no_larger_micro_batch(start: int, sample_bytes: int) -> None:
+    """A small model's needs stay the same until the allocator takes another segment of 2 MiB."""
+
+    def need(n: int) -> int:
+        return 600 * 2**20 + -(-sample_bytes * n // 2**21) * 2**21
+
+    budget = 22 * 2**30
+    found, _ = looks(need, budget, start)
+    largest = (budget - 600 * 2**20) // sample_bytes
+    assert found is not None
+    assert 0.998 * largest < found <= largest
+
+
+def test_nothing_fits() -> None:
+    assert looks(lambda n: 1000 + n, 1000, 16)[0] is None
+
+
+def test_exactly_one_sample_fits() -> None:
+    assert looks(lambda n: 500 * n, 999, 16)[0] == 1
+
+
+def test_the_number_of_looks_is_bounded() -> None:
+    _, looked = looks(lambda n: int(n**0.3 * 1e6), int(2**6 * 1e6), 3)
+    assert len(looked) <= MOST_LOOKS

@@ -1,0 +1,63 @@
+"""Both kinds of prober are one thing to those who hold a workload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.probing.isolation import open_prober
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.worker_client import WorkerProber
+from autofit.training.workload import Workload
+from autofit.units import MIB
+
+WORKLOAD = Workload(nn.Linear(6, 4), torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> None:
+    opened = open_prober(
+        WORKLOAD, (), device="cpu", vram_budget="64MiB", seed=0, isolation=isolation
+    )
+    with opened as prober:
+        assert prober.survey().space().baseline == Plan(4)
+        assert prober.vram_budget_bytes == 64 * MIB
+        assert prober.probe(ProbeRequest(Plan(4))).ok
+        assert prober.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4).equal
+        prober.rebudget(32 * MIB)
+        assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"isolation": "thread"}, "isolation must be one of process, inprocess, got 'thread'"),
+        ({"isolation": ["process"]}, r"isolation must be .*, got \['process'\]"),
+        ({"device": "tpu"}, 'device must be "cuda", "cuda:N" or "cpu", got \'tpu\''),
+        ({"device": ""}, 'device must be "cuda", "cuda:N" or "cpu", got \'\''),
+        ({"vram_budget": b"3GiB"}, "vram_budget must be like \"24GiB\".* b'3GiB'"),
+        ({"vram_budget": -1}, "above zero bytes, got -1"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 4294967295, got -1"),
+        ({"seed": None}, "seed must be .* got None"),
+        ({"seed": 1.5}, "seed must be .* got 1.5"),
+        ({"seed": 2**70}, "seed must be .* got 1180591620717411303424"),
+    ],
+)
+def test_what_means_nothing_is_refused_before_a_worker_is_started(
+    said: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerProber, "__init__", lambda *_, **__: pytest.fail("it was started"))
+    asked: dict[str, Any] = {"device": "cpu", "vram_budget": None, "seed": 0}
+    with pytest.raises(InvalidRequest, match=words):
+        open_prober(WORKLOAD, (), **asked | {"isolation": "process"} | said)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    empty = Workload(nn.Linear(6, 4, device="meta"), torch.ones(4, 6))
+    with pytest.raises(InvalidRequest, match="lies on the meta device and has no values"):
+        open_prober(empty, (), device="cpu", vram_budget=None, seed=0, isolation="process")

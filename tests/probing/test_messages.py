@@ -1,0 +1,169 @@
+"""Requests and exceptions cross between processes as JSON and come out the same."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import pickle
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users
+from autofit.plan import Plan
+from autofit.probing.messages import (
+    exception_from_dict,
+    exception_to_dict,
+    request_from_dict,
+    request_to_dict,
+    send,
+)
+from autofit.probing.prober import ProbeRequest
+
+
+class Strict(Exception):
+    """Wants more than its text, as many classes do, and so cannot be pickled as it is."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+class Holding(ValueError):
+    """Holds what cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.stream = io.StringIO() if text == "fine" else (n for n in range(3))
+
+
+class Heavy(RuntimeError):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.batch = torch.zeros(2**20)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _there_and_back(exception: BaseException, traceback: str | None = "where it was") -> Any:
+    return exception_from_dict(json.loads(json.dumps(exception_to_dict(exception, traceback))))
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
+        ValueError("plain", 3),
+        KeyError("missing"),
+        OSError(errno.ENOENT, "no such file", "x.txt"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        InvalidRequest("not that"),
+        SystemExit(3),
+    ],
+    ids=lambda exception: type(exception).__name__,
+)
+def test_exceptions_keep_type_arguments_and_text(exception: BaseException) -> None:
+    back = _there_and_back(exception)
+    assert type(back) is type(exception)
+    assert back.args == exception.args
+    assert str(back) == str(exception)
+
+
+def test_what_init_wants_does_not_matter() -> None:
+    with pytest.raises(TypeError):
+        pickle.loads(pickle.dumps(Strict(3, "bad sample")))
+    back = _there_and_back(Strict(3, "bad sample"))
+    assert type(back) is Strict
+    assert str(back) == "3: bad sample"
+    assert back.code == 3
+    refused = NoFeasiblePlan("none", plan=Plan(2), required_bytes=None, allowed_bytes=7)
+    assert _there_and_back(refused).plan == Plan(2)
+
+
+@pytest.mark.parametrize("exception", [Holding("not fine"), Heavy("with a batch")])
+def test_what_cannot_travel_stays_behind_and_the_type_does_not(exception: BaseException) -> None:
+    assert len(json.dumps(exception_to_dict(exception, None))) < 2**20
+    back = _there_and_back(exception)
+    assert type(back) is type(exception)
+    assert str(back) == str(exception)
+
+
+def test_the_workers_traceback_is_the_cause_but_not_of_our_own_errors() -> None:
+    assert "where it was" in str(_there_and_back(ValueError("x")).__cause__)
+    assert _there_and_back(ValueError("x"), None).__cause__ is None
+    assert _there_and_back(InvalidRequest("x")).__cause__ is None
+
+
+def test_what_comes_from_the_worker_is_known_for_the_users() -> None:
+    assert is_users(_there_and_back(ValueError("x")))
+    assert not is_users(_there_and_back(InvalidRequest("x")))
+
+
+def test_notes_travel() -> None:
+    noted = ValueError("x")
+    noted.add_note("in sample 7")
+    assert _there_and_back(noted).__notes__ == ["in sample 7"]
+
+
+def test_an_unreadable_exception_is_told_in_words() -> None:
+    data = exception_to_dict(Strict(3, "bad"), "where") | {"pickled": "bm90IGEgcGlja2xl"}
+    back = exception_from_dict(data)
+    assert isinstance(back, WorkloadFailed)
+    assert "Strict: 3: bad" in str(back)
+    assert type(_there_and_back(Mute())) is Mute
+
+
+def test_a_class_that_comes_home_is_left_as_it_was() -> None:
+    """cloudpickle fills a class that it reads by value, also one that was here first."""
+
+    class Mine(ValueError):
+        limit = 3
+
+        def hello(self) -> str:
+            return f"hello {self}"
+
+    before = {name: id(value) for name, value in vars(Mine).items()}
+    back = _there_and_back(Mine("from afar"))
+    assert type(back) is Mine
+    assert back.hello() == "hello from afar"
+    assert {name: id(value) for name, value in vars(Mine).items()} == before
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ProbeRequest(Plan(4)),
+        ProbeRequest(
+            Plan.split(10, 4, {"a.x": 1}),
+            payloads={"a.x": ["layer.0", "layer.1"]},
+            incumbent_samples_per_second=12.5,
+            full_accumulation=True,
+            steps=40,
+        ),
+    ],
+)
+def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
+    pipe = io.StringIO()
+    send(pipe, request_to_dict(request_))
+    (line,) = pipe.getvalue().splitlines()
+    # What the parent alone goes by: when to take the worker for hung.
+    assert set(json.loads(line)) | {"expected_seconds"} == {f.name for f in fields(ProbeRequest)}
+    assert request_from_dict(json.loads(line)) == request_
+
+
+@pytest.mark.cuda
+def test_tensors_on_a_gpu_arrive_on_the_host() -> None:
+    held = torch.ones(3, device="cuda", requires_grad=True)
+    error = LookupError("this batch", {"batch": held, "weight": torch.nn.Parameter(held.detach())})
+    vars(error)["storage"] = held.untyped_storage()
+    arrived = _there_and_back(error)
+    assert type(arrived) is LookupError
+    assert arrived.args[1]["batch"].tolist() == [1.0, 1.0, 1.0]
+    parts = (*arrived.args[1].values(), vars(arrived)["storage"])
+    assert {part.device.type for part in parts} == {"cpu"}

@@ -1,0 +1,321 @@
+"""What a worker reads is what the user has: classes from anywhere, shared tensors, live state."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from autofit.errors import InvalidRequest
+from autofit.probing.serialization import Payload, read_payload, write_payload
+from autofit.snapshot.snapshot import differences, digest
+from autofit.training.workload import Workload
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def _copied(workload: Workload, folder: Path) -> Any:
+    path = folder / "workload.pt"
+    write_payload(Payload(workload, ()), path)
+    return read_payload(path).workload
+
+
+def test_hooks_of_a_parameter_come_along_with_what_they_reach(tmp_path: Path) -> None:
+    """An optimizer that steps as soon as a gradient is there: all that its training updates by."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.weight.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]  # torch
+    model.weight.register_hook(lambda gradient: gradient * 0 + 1)  # type: ignore[no-untyped-call]  # torch
+    write_payload(Payload(Workload(model, torch.ones(2, 3)), ()), tmp_path / "payload")
+    copy: Any = read_payload(tmp_path / "payload").workload.model
+    copy(torch.randn(2, 3)).sum().backward()
+    assert torch.allclose(copy.weight, model.weight - 1)
+    assert copy.weight.grad is None
+
+
+class CannotBeTold(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        raise KeyError("the user's own way of pickling")
+
+
+def test_whatever_pickling_raises_the_ways_out_are_named(tmp_path: Path) -> None:
+    workload = Workload(CannotBeTold(3, 2), torch.ones(2, 3))
+    with pytest.raises(InvalidRequest, match=r"KeyError.*inprocess"):
+        write_payload(Payload(workload, ()), tmp_path / "payload")
+
+
+def test_a_live_model_and_its_optimizer_arrive_together_and_stay_untouched(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    groups: Any = [{"params": model[0].parameters(), "lr": 0.5}, {"params": [model[1].bias]}]
+    optimizer = torch.optim.AdamW(groups)
+    model(X).sum().backward()
+    optimizer.step()
+    before = digest({"model": model, "optimizer": optimizer})
+    copy = _copied(Workload(model, X, optimizer=optimizer), tmp_path)
+    assert differences(before, digest({"model": model, "optimizer": optimizer})) == []
+    assert copy.model[1].weight is copy.model[0].weight
+    assert not copy.model[1].bias.requires_grad
+    assert copy.optimizer.param_groups[0]["params"][0] is copy.model[0].weight
+    assert copy.optimizer.param_groups[0]["lr"] == 0.5
+    for mine, yours in zip(model.parameters(), copy.model.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+        assert mine.data_ptr() != yours.data_ptr()
+    weight = next(model.parameters())
+    state = copy.optimizer.state[copy.model[0].weight]
+    for name, value in optimizer.state[weight].items():
+        assert torch.equal(state[name], value)
+
+
+def test_every_reading_is_fresh(tmp_path: Path) -> None:
+    path = tmp_path / "workload.pt"
+    model = nn.Linear(6, 2)
+    write_payload(Payload(Workload(model, X), ()), path)
+    first: Any = read_payload(path).workload.model
+    with torch.no_grad():
+        first.weight.zero_()
+    second: Any = read_payload(path).workload.model
+    assert torch.equal(second.weight, model.weight)
+
+
+def test_a_small_view_of_a_large_tensor_travels_alone(tmp_path: Path) -> None:
+    large = torch.zeros(2**22)
+    copy = _copied(Workload(nn.Linear(4, 2), large[8:24].view(4, 4)), tmp_path)
+    assert (tmp_path / "workload.pt").stat().st_size < 2**20
+    assert torch.equal(copy.sample_batch, large[8:24].view(4, 4))
+
+
+def test_tensors_that_share_memory_in_the_model_still_do(tmp_path: Path) -> None:
+    class Windowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(12.0))
+            self.window = self.get_buffer("table")[2:8]
+
+    copy = _copied(Workload(Windowed(), X), tmp_path).model
+    copy.table.fill_(7)
+    assert torch.equal(copy.window, torch.full((6,), 7.0))
+
+
+def test_what_a_loss_closes_over_is_what_the_model_has(tmp_path: Path) -> None:
+    model = nn.Linear(6, 2)
+    teacher = nn.Linear(6, 2)
+
+    def loss(student: nn.Module, batch: Any) -> torch.Tensor:
+        distance: torch.Tensor = ((student(batch) - teacher(batch)) ** 2).mean()
+        return distance + model.bias.sum()
+
+    copy = _copied(Workload(model, X, loss_fn=loss), tmp_path)
+    cells = dict(zip(loss.__code__.co_freevars, copy.loss_fn.__closure__, strict=True))
+    assert cells["model"].cell_contents is copy.model
+    assert cells["teacher"].cell_contents is not teacher
+    assert torch.equal(copy.loss_fn(copy.model, X), loss(model, X))
+
+
+def _local_class() -> nn.Module:
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+            self.activation: Any = lambda x: x * 3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.activation(self.layer(x))
+            return out
+
+    return Local()
+
+
+_SPECTRAL: Any = parametrizations.spectral_norm
+_WEIGHT: Any = parametrizations.weight_norm
+MODELS: dict[str, Any] = {
+    "local class with a lambda": _local_class,
+    "spectral norm": lambda: nn.Sequential(_SPECTRAL(nn.Linear(6, 6)), nn.Linear(6, 2)),
+    "two on one module": lambda: _SPECTRAL(_WEIGHT(nn.Linear(6, 6))),
+    "weight norm in a recurrent layer": lambda: _WEIGHT(nn.LSTMCell(6, 6), "weight_hh"),
+    "forward hook": lambda: _hooked(nn.Linear(6, 2)),
+}
+
+
+def _hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    return layer
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_that_do_not_pickle_by_themselves_compute_the_same(
+    kind: str, tmp_path: Path
+) -> None:
+    model = MODELS[kind]().eval()
+    copy = _copied(Workload(model, X), tmp_path).model
+    assert torch.equal(_first(copy(X)), _first(model(X)))
+    assert [n for n, _ in copy.named_parameters()] == [n for n, _ in model.named_parameters()]
+    _first(copy(X)).sum().backward()
+    assert all(parameter.grad is not None for parameter in copy.parameters())
+
+
+def test_a_parametrized_copy_is_as_good_as_the_original(tmp_path: Path) -> None:
+    model = _WEIGHT(nn.LSTM(6, 6, batch_first=True), "weight_hh_l0")
+    sequence = torch.randn(2, 3, 6)
+    copy = _copied(Workload(model, sequence), tmp_path).model
+    assert torch.equal(copy(sequence)[0], model(sequence)[0])
+    with torch.no_grad():
+        copy.parametrizations.weight_hh_l0.original0.mul_(2)
+    assert not torch.allclose(copy(sequence)[0], model(sequence)[0])
+    parametrize.remove_parametrizations(copy, "weight_hh_l0")
+    assert type(copy) is nn.LSTM
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return functools.partial(int, "no number"), ()
+
+
+@pytest.mark.parametrize("thing", [threading.Lock(), (n for n in range(3))])
+def test_what_cannot_be_pickled_names_both_ways_out(thing: Any, tmp_path: Path) -> None:
+    model = nn.Linear(6, 2)
+    model.thing = thing
+    with pytest.raises(InvalidRequest, match="cannot be sent to a worker") as refusal:
+        _copied(Workload(model, X), tmp_path)
+    assert "pass a function that builds the model" in str(refusal.value)
+    assert 'isolation="inprocess"' in str(refusal.value)
+    assert type(refusal.value.__cause__).__name__ in str(refusal.value)
+
+
+def test_what_cannot_be_unpickled_names_them_too(tmp_path: Path) -> None:
+    model = nn.Linear(6, 2)
+    model.thing = _Unreadable()  # type: ignore[assignment]  # modules hold anything
+    with pytest.raises(InvalidRequest, match="cannot be read in the worker process") as refusal:
+        _copied(Workload(model, X), tmp_path)
+    assert "no number" in str(refusal.value)
+    assert 'isolation="inprocess"' in str(refusal.value)
+
+
+def test_gradients_do_not_travel_and_their_absence_is_not_the_users(tmp_path: Path) -> None:
+    model = nn.Linear(6, 2)
+    model(X).sum().backward()
+    copy = _copied(Workload(model, X), tmp_path).model
+    assert copy.weight.grad is None
+    assert model.weight.grad is not None
+
+
+def test_functions_that_name_modules_of_a_class_of_their_own_travel(tmp_path: Path) -> None:
+    """`torch.backends.cudnn` is no plain module, and cloudpickle knows only plain ones."""
+    code = "lambda model, x: model(x).mean() * (1 + torch.backends.cudnn.enabled)"
+    names = {"torch": torch, "__name__": "__main__"}
+    loss_fn = eval(code, names)  # a function of a module that the worker cannot import
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    write_payload(Payload(Workload(model, x, loss_fn=loss_fn), ()), tmp_path / "payload")
+    there = read_payload(tmp_path / "payload").workload
+    assert there.loss_fn is not None
+    assert isinstance(there.model, nn.Module)
+    assert torch.equal(there.loss_fn(there.model, x), loss_fn(model, x))
+
+
+def test_how_torch_computes_travels(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        write_payload(
+            Payload(Workload(nn.Linear(4, 2), torch.randn(3, 4)), ()), tmp_path / "payload"
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    computing = read_payload(tmp_path / "payload").computing
+    assert computing["torch.default_dtype"] is torch.float64
+    assert computing["torch.deterministic_algorithms"] == (True, True)
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.cuda
+def test_what_lay_on_the_gpu_comes_to_the_workers_device(tmp_path: Path) -> None:
+    teacher = nn.Linear(6, 2).cuda()
+    path = tmp_path / "workload.pt"
+    loss = functools.partial(lambda teacher, m, b: (m(b) - teacher(b)).mean(), teacher)
+    write_payload(Payload(Workload(nn.Linear(6, 2), X.cuda(), loss_fn=loss), ()), path)
+    copy: Any = read_payload(path, torch.device("cuda")).workload
+    assert copy.loss_fn.args[0].weight.is_cuda
+    assert not copy.model.weight.is_cuda
+    assert not copy.sample_batch.is_cuda
+    assert not read_payload(path).workload.loss_fn.args[0].weight.is_cuda  # type: ignore[union-attr]  # a partial
+
+
+BESIDE = "def twice(x):\n    return 2 * x\n"
+LOADED_FROM_A_FILE = """
+import torch
+FACTOR = 3
+def scaled(x):
+    return FACTOR * x
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return scaled(super().forward(x))
+"""
+SCRIPT = """
+import importlib.util, sys
+import torch
+from autofit import (Plan, Workload)
+from autofit.probing.worker_client import WorkerProber
+from autofit.probing.prober import ProbeRequest
+import beside
+
+spec = importlib.util.spec_from_file_location("not_on_the_path", "elsewhere/model.py")
+loaded = sys.modules["not_on_the_path"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loaded)
+
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = loaded.Scaled(6, 2)
+    def forward(self, x):
+        return beside.twice(self.layer(x))
+
+class Trouble(ValueError):
+    def __init__(self, sample, why):
+        super().__init__(why)
+        self.sample = sample
+
+def loss(model, batch):
+    if len(batch) > 4:
+        raise Trouble(5, "too many samples")
+    return model(batch).mean()
+
+workload = Workload(Mine(), torch.ones(4, 6), loss_fn=loss)
+with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
+    print(prober.probe(ProbeRequest(Plan(4))).outcome.value)
+    print(prober.probe(ProbeRequest(Plan(8))).outcome.value)
+    try:
+        raise prober.user_exception()
+    except Trouble as trouble:
+        print(trouble, trouble.sample)
+print(torch.cuda.is_initialized(), "autofit.devices.cuda" in sys.modules)
+"""
+
+
+def test_a_script_needs_no_guard_and_its_names_mean_the_same_in_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.py").write_text(LOADED_FROM_A_FILE)
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    said = done.stdout.splitlines()
+    assert said == ["ok", "user_error", "too many samples 5", "False False"], done.stderr

@@ -1,0 +1,375 @@
+"""What is found out about a workload on the CPU device before its first probe."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.devices.cpu import CpuDevice
+from autofit.errors import InvalidRequest, NoFeasiblePlan
+from autofit.plan import Dimension, Plan
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.session import Session
+from autofit.probing.survey import Survey, check_weights_fit
+from autofit.strategy import Numerics, Phase
+from autofit.training.loss import LossSource
+from autofit.training.workload import Workload
+
+MIB = 2**20
+
+
+def _session(make: Callable[[], Workload], budget: int = 256 * MIB, strategies: Any = ()) -> Any:
+    return Session(make, strategies, CpuDevice(), vram_budget_bytes=budget)
+
+
+def _net(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 4))
+
+
+def _labelled(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(samples, 6, generator=dice),
+        torch.randint(0, 4, (samples,), generator=dice),
+    )
+
+
+CROSS_ENTROPY = nn.functional.cross_entropy
+
+
+def _surveyed(*middle: nn.Module, **more: Any) -> Survey:
+    arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, "global_batch": 12}
+    survey: Survey = _session(lambda: Workload(_net(*middle), **{**arguments, **more})).survey()
+    return survey
+
+
+def test_a_survey_says_what_the_workload_is() -> None:
+    survey = _surveyed()
+    assert survey.parameters == 6 * 16 + 16 + 16 * 4 + 4
+    assert survey.parameter_bytes == 4 * survey.parameters
+    assert survey.loss == "criterion"
+    assert survey.sample_shapes == {"[0]": "float32[4, 6]", "[1]": "int64[4]"}
+    assert survey.space().baseline == Plan.split(12, 4)
+    assert survey.environment.device == "cpu"
+
+
+def test_independent_samples_may_be_split() -> None:
+    survey = _surveyed(nn.Tanh(), nn.Dropout(0.5))
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+    assert survey.may_resplit
+    assert survey.notes == ()
+
+
+def _contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return CROSS_ENTROPY(output @ output.T, torch.arange(len(output)))
+
+
+NOT_ALIKE: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
+    "BatchNorm": ([nn.BatchNorm1d(16)], {}),
+    "summed": ([], {"criterion": nn.CrossEntropyLoss(reduction="sum")}),
+    "contrastive": ([], {"criterion": _contrastive}),
+    "masked": ([], {"criterion": nn.CrossEntropyLoss(ignore_index=1)}),
+}
+
+
+class _Noisy(nn.Module):
+    """Draws noise whatever its mode, as a variational autoencoder does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(len(x), 37)[:, : x.shape[1]]
+
+
+def test_noise_of_the_models_own_is_not_blamed_on_the_split() -> None:
+    survey = _surveyed(_Noisy())
+    (note,) = survey.notes
+    assert "draws random numbers that move the gradients of the same samples by" in note
+    assert note.endswith("to free it, give allow_resplit")
+    assert not survey.may_resplit
+
+
+@pytest.mark.parametrize("kind", NOT_ALIKE)
+def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_why(
+    kind: str,
+) -> None:
+    middle, more = NOT_ALIKE[kind]
+    survey = _surveyed(*middle, **more)
+    assert survey.resplit is not None
+    assert not survey.resplit.equal
+    assert not survey.may_resplit
+    (note,) = survey.notes
+    assert f"differ from whole ones by {survey.resplit.gradient:.1%}" in note
+    assert survey.resplit.modules[0] in note
+    assert "the accumulation count stays at the baseline's" in note
+    assert ("loss_weight" in note) is (kind != "BatchNorm")
+    assert survey.space().plan(1, {}) == survey.space().baseline
+
+
+@pytest.mark.parametrize("kind", NOT_ALIKE)
+def test_the_user_may_split_all_the_same(kind: str) -> None:
+    middle, more = NOT_ALIKE[kind]
+    survey = _surveyed(*middle, **more, allow_resplit=True)
+    assert survey.may_resplit
+    assert "allow_resplit was given" in survey.notes[0]
+    assert survey.space().plan(1, {}) == Plan.split(12, 1)
+
+
+def test_a_weight_makes_a_masked_loss_splittable() -> None:
+    def valid(batch: Any) -> float:
+        return float((batch[1] != 1).sum())
+
+    criterion = nn.CrossEntropyLoss(ignore_index=1)
+    survey = _surveyed(criterion=criterion, loss_weight=valid)
+    assert survey.may_resplit
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+
+
+@pytest.mark.parametrize("kind", NOT_ALIKE)
+def test_a_weight_that_did_not_help_is_not_advised_again(kind: str) -> None:
+    middle, more = NOT_ALIKE[kind]
+    survey = _surveyed(*middle, **more, loss_weight=lambda batch: 1.0)
+    assert not survey.may_resplit
+    assert survey.notes[0].endswith("to free it, give allow_resplit")
+
+
+def test_copies_of_one_sample_prove_nothing() -> None:
+    survey = _surveyed(sample_batch=(torch.randn(1, 6), torch.tensor(2)), criterion=_of_scalar)
+    assert survey.resplit is None
+    assert not survey.may_resplit
+    assert "copies of one sample" in survey.notes[0]
+    assert survey.notes[0].endswith("to free it, give two or more samples")
+    made = _surveyed(sample_batch=_labelled)
+    assert made.may_resplit
+
+
+def _of_scalar(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output[:, target].mean()
+
+
+def _steps_itself(training: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = training.loss(batch)
+    training.backward(loss)
+    training.optimizer_step()
+    return loss
+
+
+def test_a_train_step_is_not_split_unless_the_user_says_so() -> None:
+    survey = _surveyed(train_step=_steps_itself)
+    assert survey.loss == "train_step"
+    assert not survey.may_resplit
+    assert "train_step decides" in survey.notes[0]
+    assert _surveyed(train_step=_steps_itself, allow_resplit=True).may_resplit
+
+
+@pytest.mark.parametrize("more", [{"global_batch": None}, {"global_batch": 1}])
+def test_nothing_is_compared_where_there_is_nothing_to_split(more: dict[str, Any]) -> None:
+    survey = _surveyed(nn.BatchNorm1d(16), **more)
+    assert survey.resplit is None
+    assert survey.may_resplit
+    assert survey.notes == ()
+
+
+def test_a_model_that_fails_is_surveyed_all_the_same() -> None:
+    def fails(output: Any, target: Any) -> torch.Tensor:
+        raise LookupError("no such class")
+
+    survey = _surveyed(criterion=fails)
+    assert survey.loss is None
+    assert not survey.may_resplit
+    assert "could not be compared (LookupError: no such class)" in survey.notes[0]
+
+
+def test_a_survey_survives_json() -> None:
+    survey = _surveyed(nn.BatchNorm1d(16))
+    assert Survey.from_dict(survey.to_dict()) == survey
+
+
+def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
+    survey = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)), MIB).survey()
+    with pytest.raises(NoFeasiblePlan, match="alone take 1") as refusal:
+        check_weights_fit(survey)
+    assert refusal.value.plan is None
+    assert refusal.value.allowed_bytes == MIB
+    assert refusal.value.required_bytes == 4 * (512 * 512 + 512)
+
+
+class _Wide(nn.Module):
+    """A little weight, and a lot of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.weight * x).expand(4 * MIB, -1, -1).exp().mean()
+        return out
+
+
+@pytest.mark.parametrize(("budget", "loss"), [(8 * MIB, None), (1024 * MIB, LossSource.MODEL)])
+def test_the_first_loss_is_computed_within_the_budget(budget: int, loss: str | None) -> None:
+    """Two samples of it take 32 MiB."""
+    session = _session(lambda: Workload(_Wide(), torch.ones(2, 1)), budget)
+    assert session.survey().loss == loss
+
+
+class _Watched(nn.Module):
+    """Counts how many of its kind are alive whenever one is made."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    counts: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        _Watched.alive.add(self)
+        _Watched.counts.append(len(_Watched.alive))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class _Curious:
+    """A strategy that looks at the model, profiles it twice, says so, and offers a setting."""
+
+    name, phase, numerics = "curious", Phase.MODEL, Numerics.EXACT
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        assert context.model.layer.weight.shape == (4, 6)
+        for micro_batch in (1, 3):
+            loss = context.profile(lambda training, batch: training.step(batch), micro_batch)
+            context.note(f"{loss:.0f} at {micro_batch} on {context.device}")
+        return {"curious.level": Dimension([0, context.capabilities.device_type])}
+
+    def apply(self, training: Any, settings: Any, payloads: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+class _Failing(_Curious):
+    name = "failing"
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        raise RuntimeError("cannot look")
+
+
+def test_strategies_look_at_models_and_say_what_they_find() -> None:
+    strategies = [_Failing(), _Curious()]
+
+    def make() -> Workload:
+        return Workload(_Watched, torch.zeros(4, 6), loss_fn=lambda m, b: (0 * m(b)).abs().sum())
+
+    survey = _session(make, strategies=strategies).survey()
+    assert survey.dimensions == {"curious.level": Dimension([0, "cpu"])}
+    assert survey.notes == (
+        "failing left out: RuntimeError: cannot look",
+        "0 at 1 on cpu",
+        "0 at 3 on cpu",
+    )
+    nothing_to_choose = replace(survey, dimensions={"curious.level": Dimension([0])}).space()
+    assert (nothing_to_choose.dimensions, nothing_to_choose.fixed) == ({}, {"curious.level": 0})
+
+
+class _Mistaken(_Curious):
+    name = "mistaken"
+    offers: Any
+
+    def __init__(self, offers: Any) -> None:
+        self.offers = offers
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        offered: Mapping[str, Dimension] = self.offers
+        return offered
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        (["mistaken.level"], "'mistaken' must answer with a mapping"),
+        ({"another.level": Dimension([0, 1])}, "its settings begin with 'mistaken.'"),
+        ({"mistaken.level": [0, 1]}, "which is no Dimension"),
+    ],
+)
+def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(
+    offers: Any, words: str
+) -> None:
+    session = _session(lambda: Workload(_net(), _labelled()[0]), strategies=[_Mistaken(offers)])
+    with pytest.raises(InvalidRequest, match=words):
+        session.survey()
+
+
+def test_one_model_is_alive_at_a_time() -> None:
+    def make() -> Workload:
+        return Workload(_Watched, _labelled()[0], global_batch=8)
+
+    session = _session(make, strategies=[_Curious()])
+    gc.collect()
+    _Watched.counts.clear()
+    survey = session.survey()
+    assert survey.may_resplit
+    session.probe(ProbeRequest(survey.space().baseline))
+    session.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+    assert len(_Watched.counts) > 6
+    assert set(_Watched.counts) == {1}
+
+
+def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
+    class Watching(CpuDevice):
+        alive: list[int]
+
+        def release_cache(self) -> None:
+            super().release_cache()
+            self.alive.append(len(_Watched.alive))
+
+    device = Watching()
+    device.alive = []
+    session = Session(
+        lambda: Workload(_Watched, _labelled()[0], global_batch=8),
+        [_Curious()],
+        device,
+        vram_budget_bytes=64 * MIB,
+    )
+    gc.collect()
+    session.survey()
+    assert set(device.alive) == {0}
+
+
+def test_a_function_that_makes_another_batch_each_time_is_asked_once() -> None:
+    made = itertools.count()
+
+    def make(samples: int) -> Any:
+        inputs, labels = _labelled(samples)
+        return inputs + next(made), labels
+
+    survey = _surveyed(nn.Tanh(), sample_batch=make)
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+
+
+def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() -> None:
+    class Shy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            if not self.training:
+                return {"labels": labels}
+            return {"loss": CROSS_ENTROPY(self.net(x), labels)}
+
+    survey = _session(lambda: Workload(Shy(), _labelled(), global_batch=8)).survey()
+    assert survey.resplit is not None
+    assert survey.resplit.equal

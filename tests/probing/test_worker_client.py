@@ -1,0 +1,248 @@
+"""A search's view of its worker: it answers as in process, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import DeviceUnavailable, InvalidRequest
+from autofit.measurement import Outcome
+from autofit.plan import Plan
+from autofit.probing.inprocess import InProcessProber
+from autofit.probing.prober import ProbeRequest
+from autofit.probing.worker_client import WorkerProber
+from autofit.registry import load_strategies
+from autofit.snapshot.snapshot import differences, digest
+from autofit.training.workload import Workload
+from autofit.units import format_bytes
+
+BUDGET = 64 * 2**20
+HOPELESS: Any = {"incumbent_samples_per_second": 1e12}
+"""A rate that no plan beats: probes are as short as can be."""
+
+
+class Trouble(LookupError):
+    def __init__(self, sample: int, why: str) -> None:
+        super().__init__(why)
+        self.sample = sample
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 4)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+def _criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy; larger batches than any real one make it fail in one way each."""
+    print("user code may print", len(output))
+    if len(output) == 77:
+        raise Trouble(7, "sample 7 is broken")
+    if len(output) == 78:
+        raise SystemExit("enough")
+    if len(output) == 79:
+        return output
+    return nn.functional.cross_entropy(output, target)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: Any = [{"params": trained[:2], "lr": 0.1}, {"params": trained[2:]}]
+    return torch.optim.AdamW(groups)
+
+
+class Live:
+    """A training in progress and its prober."""
+
+    def __init__(self) -> None:
+        self.model = Net()
+        self.optimizer = _adam(self.model)
+        for _ in range(2):
+            self.model(torch.randn(4, 6)).sum().backward()
+            self.optimizer.step()
+        self.batch = (torch.randn(4, 6), torch.randint(0, 4, (4,)))
+        self.workload = Workload(
+            self.model,
+            self.batch,
+            criterion=_criterion,
+            optimizer=self.optimizer,
+            global_batch=12,
+        )
+        self.before = self.digest()
+        self.prober = WorkerProber(
+            self.workload, load_strategies(None), device="cpu", vram_budget=BUDGET
+        )
+
+    def digest(self) -> dict[str, str]:
+        objects = {"model": self.model, "optimizer": self.optimizer, "batch": self.batch}
+        facts = digest(objects)
+        return {name: fact for name, fact in facts.items() if name.startswith(tuple(objects))}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    opened = Live()
+    yield opened
+    opened.prober.close()
+
+
+@pytest.fixture(autouse=True)
+def _untouched(live: Live) -> Iterator[None]:
+    yield
+    assert differences(live.before, live.digest()) == []
+
+
+def test_a_worker_finds_what_would_be_found_in_process(live: Live) -> None:
+    with InProcessProber(
+        live.workload, load_strategies(None), device="cpu", vram_budget=BUDGET
+    ) as here:
+        assert live.prober.survey() == here.survey()
+        plan = here.survey().space().baseline
+        away = live.prober.probe(ProbeRequest(plan, **HOPELESS))
+        near = here.probe(ProbeRequest(plan, **HOPELESS))
+    assert away.ok
+    assert away.loss == pytest.approx(near.loss, rel=1e-5)
+    assert away.peak_allocated_bytes == near.peak_allocated_bytes
+    assert away.peak_reserved_bytes == near.peak_reserved_bytes
+
+
+def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
+    """What is there before the first step must count as what a first step makes."""
+    fresh = Workload(live.model, live.batch, criterion=_criterion, optimizer=_adam(live.model))
+    with InProcessProber(fresh, device="cpu", vram_budget=BUDGET) as prober:
+        made = prober.probe(ProbeRequest(Plan(4), **HOPELESS)).peak_allocated_bytes
+    brought = live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).peak_allocated_bytes
+    assert made is not None
+    assert brought is not None
+    # On the CPU, step counts that a first step makes count too; those that are brought do not.
+    counts = len(live.optimizer.state)
+    assert made - brought == 512 * counts
+
+
+def test_every_probe_starts_from_the_same_weights(live: Live) -> None:
+    losses = [live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).loss for _ in range(2)]
+    assert losses[0] is not None
+    assert losses[0] == losses[1]
+
+
+def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) -> None:
+    assert live.prober.probe(ProbeRequest(Plan(77))).outcome is Outcome.USER_ERROR
+    raised = live.prober.user_exception()
+    assert type(raised) is Trouble
+    assert raised.sample == 7
+    assert str(raised) == "sample 7 is broken"
+    assert "in _criterion" in str(raised.__cause__)
+    assert Path(__file__).name in str(raised.__cause__)
+
+
+def test_an_exit_is_the_users_error_too_and_the_worker_stays(live: Live) -> None:
+    assert live.prober.probe(ProbeRequest(Plan(78))).outcome is Outcome.USER_ERROR
+    assert isinstance(live.prober.user_exception(), SystemExit)
+    assert live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).ok
+
+
+def test_what_is_no_loss_is_refused_in_our_words(live: Live) -> None:
+    assert live.prober.probe(ProbeRequest(Plan(79))).outcome is Outcome.USER_ERROR
+    assert isinstance(live.prober.user_exception(), InvalidRequest)
+    assert "criterion must return one number" in str(live.prober.user_exception())
+
+
+def test_out_of_memory_is_an_outcome_and_the_next_probe_is_as_before(live: Live) -> None:
+    before = live.prober.probe(ProbeRequest(Plan(4), **HOPELESS))
+    assert live.prober.probe(ProbeRequest(Plan(2**17))).outcome is Outcome.OOM
+    after = live.prober.probe(ProbeRequest(Plan(4), **HOPELESS))
+    assert after.peak_reserved_bytes == before.peak_reserved_bytes
+
+
+def test_plans_are_compared_in_the_worker(live: Live) -> None:
+    found = live.prober.compare(Plan(5), Plan.split(5, 3), ({}, {}), 5)
+    assert not found.equal
+    assert found.modules == ("norm",)
+
+
+def test_a_renewed_worker_is_another_process_with_the_same_budget(live: Live) -> None:
+    first = live.prober._process
+    live.prober.rebudget(32 * 2**20)
+    live.prober.renew()
+    assert live.prober.vram_budget_bytes == 32 * 2**20
+    assert live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).ok
+    assert live.prober.probe(ProbeRequest(Plan(2**16))).outcome is Outcome.OOM
+    second = live.prober._process
+    assert first is not None
+    assert second is not None
+    assert first.pid != second.pid
+    live.prober.rebudget(BUDGET)
+
+
+def test_closing_ends_the_worker_and_removes_the_payload(
+    live: Live, running: Callable[[int], bool]
+) -> None:
+    payload = Path(str(live.prober._opening["payload"]))
+    process = live.prober._process
+    assert payload.exists()
+    assert process is not None
+    live.prober.close()
+    assert not payload.exists()
+    assert not running(process.pid)
+    live.prober.close()
+
+
+def test_what_cannot_be_opened_is_refused_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model: Any = nn.Linear(6, 4)
+    with pytest.raises(InvalidRequest, match="larger than the device"):
+        WorkerProber(Workload(model, torch.randn(4, 6)), device="cpu", vram_budget="1000TiB")
+    model.thing = (n for n in range(3))
+    with pytest.raises(InvalidRequest, match="pass a function that builds the model"):
+        WorkerProber(Workload(model, torch.randn(4, 6)), device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_computes_as_its_parent_does() -> None:
+    """A model built under another default dtype, or with TF32 allowed, is measured with them."""
+
+    def build() -> nn.Module:
+        assert torch.get_num_threads() == threads
+        assert torch.get_float32_matmul_precision() == "medium"
+        return nn.Linear(4, 2)  # of the default dtype, as the batch is
+
+    before = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        workload = Workload(build, torch.randn(3, 4))
+        with WorkerProber(workload, (), device="cpu", vram_budget=BUDGET) as prober:
+            assert prober.probe(ProbeRequest(Plan(3), **HOPELESS)).outcome is Outcome.OK
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_said_so() -> None:
+    with pytest.raises(DeviceUnavailable, match="cuda:1 was asked for"):
+        WorkerProber(Workload(nn.Linear(6, 4), torch.randn(4, 6)), device="cuda:1")
+
+
+@pytest.mark.cuda
+def test_what_the_caller_holds_on_the_gpu_is_named_with_the_way_to_free_it() -> None:
+    model = nn.Linear(1024, 1024).cuda()
+    with WorkerProber(Workload(model, torch.randn(4, 1024)), device="cuda") as prober:
+        survey = prober.survey()
+    held = sum(4 * p.numel() for p in model.parameters())
+    assert f"holds {format_bytes(held)} on the GPU" in survey.notes[-1]
+    assert "model.cpu()" in survey.notes[-1]

@@ -1,0 +1,87 @@
+"""What a run may still do, told from its bounds and its trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.samplers import RandomSampler
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Plan
+from autofit.searching.limits import Allowance, check_search_arguments
+
+
+def trials(count: int, seconds: float = 1.0) -> list[Trial]:
+    """So many probes, and a vetoed proposal, which is none."""
+    ran = Measurement(Outcome.OK, step_times_s=[0.1], seconds=seconds)
+    roles = [Role.SEARCH] * count + [Role.VETOED]
+    return [Trial(number, role, Plan(4), ran) for number, role in enumerate(roles)]
+
+
+def test_nothing_bounds_a_search_that_was_given_no_bounds() -> None:
+    free = Allowance(None, None)
+    assert free.spent(trials(1000)) is None
+    assert (free.probes_left(trials(3)), free.seconds_left) == (None, None)
+    assert not free.time_is_short(trials(3, seconds=1e9), probes=1)
+
+
+def test_the_last_probe_is_kept_for_a_confirmation() -> None:
+    bounded = Allowance(4, None)
+    assert bounded.probes_left(trials(3)) == 1
+    assert bounded.spent(trials(2)) is None
+    assert bounded.spent(trials(3)) == "max_probes=4 reached"
+    assert bounded.probes_left(trials(9)) == 0
+
+
+def test_the_baseline_is_run_whatever_the_bounds() -> None:
+    assert Allowance(1, 1e-9).spent([]) is None
+
+
+@pytest.mark.parametrize(("seconds", "short"), [(10.0, False), (40.0, True)])
+def test_time_is_short_where_two_more_probes_would_not_end(seconds: float, short: bool) -> None:
+    bounded = Allowance(None, 60.0)
+    assert bounded.time_is_short(trials(3, seconds), probes=2) is short
+    assert (bounded.spent(trials(3, seconds)) == "timeout of 60 s reached") is short
+
+
+GOOD: dict[str, Any] = {
+    "max_micro_batch": 8,
+    "max_probes": 3,
+    "timeout": 1.5,
+    "study": Path("study.log"),
+    "sampler": RandomSampler(),
+    "progress": print,
+}
+
+
+def test_what_means_something_passes() -> None:
+    check_search_arguments(**GOOD)
+    check_search_arguments(**dict.fromkeys(GOOD))
+    check_search_arguments(**GOOD | {"progress": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_micro_batch", 0),
+        ("max_micro_batch", "3"),
+        ("max_probes", 0),
+        ("max_probes", 1.5),
+        ("max_probes", True),
+        ("timeout", 0),
+        ("timeout", "3"),
+        ("timeout", float("nan")),
+        ("study", 3),
+        ("study", b"x"),
+        ("sampler", "tpe"),
+        ("sampler", RandomSampler),
+        ("study", ""),
+        ("progress", 3),
+    ],
+)
+def test_what_means_nothing_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        check_search_arguments(**GOOD | {name: value})

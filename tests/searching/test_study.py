@@ -1,0 +1,286 @@
+"""The study on disk: nothing finished is lost, and nobody else's study is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofit.errors import StudyRefused
+from autofit.searching import study as study_module
+from autofit.searching.engine import run_search
+from autofit.searching.study import Store
+from autofit.searching.study_lock import Claim, Owner
+
+IDENTITY = {"workload": "rig"}
+
+_SEARCH = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from conftest import DIMENSIONS, Rig
+from autofit.searching import study as study_module
+from autofit.searching.study_lock import Claim
+from autofit.searching.engine import run_search
+from autofit.searching.study import Store
+from autofit.space import Space
+
+rig = Rig(Space(DIMENSIONS, sample_batch_size=4))
+prober = rig.prober()
+probe = prober.probe
+
+def counted(request):
+    if len(prober.probed) == {after}:
+        {then}
+    return probe(request)
+
+prober.probe = counted
+with Store.open({study!r}, {{"workload": "rig"}}) as store:
+    run_search(prober, rig.facts(), store=store)
+"""
+
+
+def _child(study: str, after: int, then: str) -> subprocess.Popen[str]:
+    """A search in a process of its own that does something at one of its probes."""
+    path = [str(Path(__file__).parent), *sys.path]
+    code = textwrap.dedent(_SEARCH).format(path=path, study=study, after=after, then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def _killed_child(study: str, after: int) -> None:
+    child = _child(study, after, "os.kill(os.getpid(), signal.SIGKILL)")
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == -signal.SIGKILL, errors
+
+
+@pytest.mark.parametrize("storage", ["file", "sqlite"])
+def test_a_killed_search_is_resumed_without_repeating_a_trial(
+    rig: Any, tmp_path: Path, storage: str
+) -> None:
+    path = tmp_path / "study.journal"
+    study = str(path) if storage == "file" else f"sqlite:///{path}"
+    _killed_child(study, after=4)
+    prober = rig.prober()
+    with Store.open(study, IDENTITY) as store:
+        before = store.trials
+        assert len(before) == 4
+        assert {t.state.name for t in store.study.trials} == {"COMPLETE", "FAIL"}
+        result = run_search(prober, rig.facts(), store=store)
+    assert result.trials[:4] == before
+    assert len(prober.probed) == result.probes - 4
+    assert [t.plan for t in result.trials] == [
+        t.plan for t in run_search(rig.prober(), rig.facts()).trials
+    ]
+
+
+def test_a_search_that_ended_is_answered_from_its_study(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        first = run_search(rig.prober(), rig.facts(), store=store)
+    prober = rig.prober()
+    with Store.open(path, IDENTITY) as store:
+        again = run_search(prober, rig.facts(), store=store)
+    assert prober.probed == []
+    assert (again.best, again.trials) == (first.best, first.trials)
+    assert again.stopped_because == first.stopped_because
+
+
+def test_more_probes_go_on_where_fewer_ended(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        run_search(rig.prober(), rig.facts(), store=store, max_probes=3)
+    with Store.open(path, IDENTITY) as store:
+        result = run_search(rig.prober(), rig.facts(), store=store, max_probes=6)
+    assert result.probes == 6
+
+
+def test_a_torn_last_line_is_cut_off(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        run_search(rig.prober(), rig.facts(), store=store, max_probes=4)
+        trials = store.trials
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"op_code":8,"worker_id":"x","trial')
+    with Store.open(path, IDENTITY) as store:
+        assert store.trials == trials
+        run_search(rig.prober(), rig.facts(), store=store, max_probes=6)
+    with Store.open(path, IDENTITY) as store:
+        assert len(store.trials) > len(trials)
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.mark.parametrize("content", [b"a letter\nto a friend", b'{"schema": 1}\n', b"no newline"])
+def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_bytes(content)
+    with pytest.raises(StudyRefused, match="not a study"):
+        Store.open(path, IDENTITY)
+    assert path.read_bytes() == content
+
+
+def test_a_changed_workload_is_refused_and_named(rig: Any, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        store.begin(rig.facts())
+    with pytest.raises(StudyRefused, match="workload: rig there, other here"):
+        Store.open(path, {"workload": "other"})
+    with Store.open(path, IDENTITY) as store:
+        assert store.facts is not None
+        assert store.facts.to_dict() == rig.facts().to_dict()
+
+
+def test_other_facts_are_refused(rig: Any, rig_of: Any, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "study.journal", IDENTITY) as store:
+        store.begin(rig.facts())
+        with pytest.raises(StudyRefused, match="another space, budget or seed"):
+            store.begin(rig_of(max_micro_batch=7).facts())
+
+
+@pytest.mark.parametrize("storage", ["file", "sqlite"])
+def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str) -> None:
+    path = tmp_path / "study.journal"
+    study = str(path) if storage == "file" else f"sqlite:///{path}"
+    wait = "print('ready', flush=True); sys.stdin.read()"
+    child = _child(study, after=2, then=wait)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        with pytest.raises(StudyRefused, match="using the study"):
+            Store.open(study, IDENTITY)
+    finally:
+        child.kill()
+        child.communicate()
+    with Store.open(study, IDENTITY) as store:
+        assert len(store.trials) == 2
+
+
+def test_of_searches_that_begin_in_the_same_instant_one_gets_in(tmp_path: Path) -> None:
+    """Each claims before any looks: a barrier stands between the two."""
+    study = f"sqlite:///{tmp_path / 'study.db'}"
+    together, may_end = threading.Barrier(2), threading.Event()
+    got_in: list[str] = []
+    refused: list[str] = []
+
+    class Claiming(Claim):
+        def renew(self) -> None:
+            super().renew()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(timeout=2)
+
+    def search() -> None:
+        try:
+            with Store.open(study, IDENTITY):
+                got_in.append(study)
+                may_end.wait(timeout=30)
+        except StudyRefused as refusal:
+            refused.append(str(refusal))
+            may_end.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_module, "Claim", Claiming)
+        searches = [threading.Thread(target=search) for _ in range(2)]
+        for one in searches:
+            one.start()
+        for one in searches:
+            one.join()
+    assert len(got_in) == len(refused) == 1
+    assert "is using the study" in refused[0]
+
+
+def test_nothing_is_open_once_a_study_is_closed(rig: Any, tmp_path: Path) -> None:
+    study = f"sqlite:///{tmp_path / 'study.db'}"
+
+    def is_open() -> bool:
+        places = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return any(str(tmp_path) in os.path.realpath(place) for place in places)
+
+    gc.disable()
+    try:
+        with Store.open(study, IDENTITY) as opened:
+            run_search(rig.prober(), rig.facts(), store=opened, max_probes=2)
+            assert is_open()
+        assert not is_open()
+        with pytest.raises(StudyRefused, match="belongs to another search"):
+            Store.open(study, {"workload": "other"})
+        assert not is_open()
+    finally:
+        gc.enable()
+
+
+def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StudyRefused, match=r"cannot write the study .*No such file"):
+        Store.open(tmp_path / "nowhere" / "study.journal", IDENTITY)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may write anywhere")
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StudyRefused, match=r"cannot write the study .*denied"):
+            Store.open(tmp_path / "study.journal", IDENTITY)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_folder_in_place_of_a_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StudyRefused, match="cannot write the study"):
+        Store.open(tmp_path, IDENTITY)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/null"])
+def test_what_may_have_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
+    path = Path(kind)
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(StudyRefused, match="it is a pipe or a device, no file"):
+        Store.open(path, IDENTITY)
+
+
+def test_an_unknown_kind_of_url_is_said() -> None:
+    with pytest.raises(StudyRefused, match="cannot open the study nosql://host/x"):
+        Store.open("nosql://host/x", IDENTITY)
+
+
+def test_a_full_disk_ends_the_search_and_keeps_what_it_had(rig: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "study.journal")
+    limit = (
+        f"import resource; size = os.stat({path!r}).st_size + 100; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))"
+    )
+    child = _child(path, after=3, then=limit)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 1
+    assert "StudyRefused: cannot write the study" in errors
+    assert "3 finished trials" in errors
+    with Store.open(path, IDENTITY) as store:
+        assert len(store.trials) == 3
+        assert run_search(rig.prober(), rig.facts(), store=store).best.ok
+
+
+def test_whether_an_owner_lives_is_told_by_its_start_too() -> None:
+    me = Owner.current()
+    assert me.alive is True
+    assert Owner(me.pid, me.host, 1).alive is False
+    assert Owner(me.pid, "elsewhere", me.started).alive is None
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    other = Owner(child.pid, me.host, None)
+    child.wait()
+    assert other.alive is False
+    assert Owner.from_dict(me.to_dict()) == me

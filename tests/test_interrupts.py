@@ -1,0 +1,92 @@
+"""Ctrl-C waits for the end of what must be finished, and is then answered."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from autofit.interrupts import interrupts_deferred, interrupts_remembered
+
+
+def interrupted_twice(done: list[str]) -> None:
+    with interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        done.append("after the first")
+        signal.raise_signal(signal.SIGINT)
+        done.append("after the second")
+
+
+def test_is_answered_once_the_body_is_done() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice(done)
+    assert done == ["after the first", "after the second"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    done: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupted_twice(done)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(done) == 2
+
+
+def test_the_handler_that_the_body_put_in_force_answers() -> None:
+    answered: list[int] = []
+
+    def finish() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.signal(signal.SIGINT, lambda number, _: answered.append(number))
+
+    try:
+        finish()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert answered == [signal.SIGINT]
+
+
+def test_does_nothing_in_other_threads() -> None:
+    handlers: list[object] = []
+
+    def body() -> None:
+        with interrupts_deferred():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
+
+
+def test_an_interrupt_is_raised_at_once_and_remembered() -> None:
+    with interrupts_remembered() as interrupts:
+        interrupts.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_is_left_alone() -> None:
+    came: list[int] = []
+
+    def own(number: int, _: object) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with interrupts_remembered() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+            interrupts.check()
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGINT]

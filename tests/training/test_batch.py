@@ -1,0 +1,207 @@
+"""Which tensors hold samples, and how batches of any shape are grown and cut."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.training.batch import (
+    batch_size,
+    batched_places,
+    check_batched_dimension,
+    describe,
+    map_tensors,
+    pieces,
+    resize,
+    tensors_of,
+)
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Graphs:
+    nodes: torch.Tensor
+    labels: torch.Tensor
+    name: str = "graphs"
+
+
+class Encoding(UserDict[str, Any]):
+    """What a tokenizer returns: a mapping that is no dict, with attributes for its keys."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class Fussy(Mapping[str, Any]):
+    """A mapping whose constructor takes no mapping."""
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self._values = {"one": one, "other": other}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _rows(samples: int, width: int = 3) -> torch.Tensor:
+    return torch.arange(samples * width, dtype=torch.float32).reshape(samples, width)
+
+
+def _batches() -> list[Any]:
+    x, y = _rows(4), torch.arange(4)
+    return [
+        x,
+        (x, y),
+        [x, {"deep": (y, None, "text")}],
+        Pair(x, y),
+        {"x": x, "scale": torch.tensor(2.0), "n": 7},
+        Encoding(input_ids=x, labels=y),
+        (Encoding(input_ids=x), y),
+        Graphs(x, y),
+        {"graphs": [Graphs(x, y)]},
+    ]
+
+
+@pytest.mark.parametrize("batch", _batches(), ids=lambda batch: type(batch).__name__)
+@pytest.mark.parametrize("samples", [1, 3, 4, 9])
+def test_growing_cycles_the_samples_and_keeps_the_kind_of_batch(batch: Any, samples: int) -> None:
+    grown = resize(batch, samples)
+    assert type(grown) is type(batch)
+    assert batch_size(grown) == samples
+    for before, after in zip(tensors_of(batch), tensors_of(grown), strict=True):
+        if before.dim() == 0:
+            assert after is before
+        else:
+            assert torch.equal(after, before[torch.arange(samples) % 4])
+
+
+@pytest.mark.parametrize("batch", _batches(), ids=lambda batch: type(batch).__name__)
+def test_pieces_are_views_that_make_up_the_batch(batch: Any) -> None:
+    cut = list(pieces(batch, (2, 1, 1)))
+    assert [batch_size(piece) for piece in cut] == [2, 1, 1]
+    for place, whole in enumerate(tensors_of(batch)):
+        parts = [tensors_of(piece)[place] for piece in cut]
+        if whole.dim() == 0:
+            assert all(part is whole for part in parts)
+        else:
+            assert torch.equal(torch.cat(parts), whole)
+            storage = whole.untyped_storage().data_ptr()
+            assert all(part.untyped_storage().data_ptr() == storage for part in parts)
+
+
+def test_attributes_of_a_tokenizers_output_survive() -> None:
+    batch = Encoding(input_ids=_rows(2), labels=torch.arange(2))
+    assert resize(batch, 4).input_ids.shape == (4, 3)
+    assert next(pieces(batch, (1, 1))).labels.shape == (1,)
+
+
+def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict() -> None:
+    grown = resize(Fussy(_rows(2), torch.arange(2)), 3)
+    assert type(grown) is dict
+    assert torch.equal(grown["other"], torch.tensor([0, 1, 0]))
+
+
+def test_a_tensor_of_another_size_stays_whole_also_where_a_grown_batch_reaches_its_size() -> None:
+    batch = (_rows(4), torch.arange(8))
+    places = batched_places(batch)
+    grown = resize(batch, 8)
+    assert grown[1] is batch[1]
+    for piece in pieces(grown, (4, 4), places):
+        assert piece[0].shape == (4, 3)
+        assert piece[1] is batch[1]
+
+
+def test_what_requires_a_gradient_is_a_leaf_again_when_it_was_grown() -> None:
+    points = _rows(2).requires_grad_()
+    grown = resize(points, 4)
+    assert grown.is_leaf
+    for _ in range(2):
+        (grown**2).sum().backward()
+    assert grown.grad is not None
+    assert points.grad is None
+
+
+def test_map_tensors_leaves_the_rest_as_it_is() -> None:
+    marker = object()
+    doubled = map_tensors(lambda tensor: tensor * 2, {"x": _rows(1), "other": [marker, None, 3]})
+    assert torch.equal(doubled["x"], _rows(1) * 2)
+    assert doubled["other"] == [marker, None, 3]
+
+
+def test_a_batch_is_described_by_place() -> None:
+    batch = {"ids": torch.zeros(2, 5, dtype=torch.int64), "extra": [torch.tensor(1.0)]}
+    assert describe(batch) == {"['ids']": "int64[2, 5]", "['extra'][0]": "float32[]"}
+    assert describe(_rows(2)) == {"batch": "float32[2, 3]"}
+    assert describe(Graphs(_rows(2), torch.arange(2)))["['labels']"] == "int64[2]"
+
+
+@pytest.mark.parametrize("batch", [[], {}, "text", 3, None, (torch.tensor(1.0),)])
+def test_a_batch_without_samples_is_refused_with_the_way_out(batch: Any) -> None:
+    with pytest.raises(InvalidRequest, match="pass a callable n -> batch"):
+        batch_size(batch)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="is empty"):
+        batch_size(torch.empty(0, 3))
+
+
+def test_one_sample_cannot_be_told_from_a_shared_row() -> None:
+    with pytest.raises(InvalidRequest, match="2 of its tensors have size 1"):
+        check_batched_dimension((torch.zeros(1, 3), torch.zeros(1)))
+    check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
+    check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One field is no argument, and making it anew would do it twice."""
+
+    x: torch.Tensor
+    doubled: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubled", self.x * 2)
+
+
+def test_a_dataclass_is_copied_and_not_made_anew() -> None:
+    batch = resize(Computed(torch.ones(2, 3)), 5)
+    assert isinstance(batch, Computed)
+    assert batch.x.shape == batch.doubled.shape == (5, 3)
+    assert torch.equal(batch.doubled, batch.x * 2)
+
+
+def test_a_sparse_batch_grows_and_is_cut() -> None:
+    whole = torch.eye(4)
+    grown = resize(whole.to_sparse(), 6)
+    cut = [piece.to_dense() for piece in pieces(grown, (4, 2))]
+    assert torch.equal(cut[0], whole)
+    assert torch.equal(cut[1], whole[:2])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(4).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["csr", "jagged", "nested"],
+)
+def test_what_torch_cannot_cut_is_refused_with_the_way_out(tensor: torch.Tensor) -> None:
+    with pytest.raises(InvalidRequest, match="pass a callable n -> batch"):
+        check_batched_dimension({"x": torch.ones(4, 2), "other": tensor})

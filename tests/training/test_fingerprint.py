@@ -1,0 +1,294 @@
+"""The fingerprint changes with what changes memory or speed, and with nothing else."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.devices.base import Environment
+from autofit.snapshot import process
+from autofit.training.fingerprint import fingerprint
+from autofit.training.workload import Workload
+
+HERE = Environment("cpu", None, None, 2**34, None, None, "2.13.0", "3.11")
+GPU = replace(HERE, device="cuda:0", gpu="NVIDIA H200")
+
+
+class Net(nn.Module):
+    """Settings that no parameter shows: how often a layer is repeated, and whether it drops."""
+
+    def __init__(
+        self, width: int = 8, repeats: int = 2, gated: bool = False, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, width)
+        self.register_buffer("mask", torch.ones(width))
+        self.repeats, self.gated, self.dropout = repeats, gated, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        for _ in range(self.repeats):
+            hidden = self._again(hidden)
+        return hidden
+
+    def _again(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(hidden))
+
+
+def _helper_of_another_kind(self: Net, hidden: torch.Tensor) -> torch.Tensor:
+    again: torch.Tensor = self.second(hidden)
+    return again.relu().exp()
+
+
+def _loss(steps: int, temperature: float = 1.0) -> Callable[..., torch.Tensor]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = sum((model(batch) for _ in range(steps)), torch.zeros(()))
+        return value.mean() / temperature
+
+    return loss
+
+
+class _RepeatedLoss:
+    def __init__(self, steps: int) -> None:
+        self.options = {"steps": steps}
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.stack([model(batch).mean() for _ in range(self.options["steps"])]).mean()
+
+
+def _workload(model: nn.Module | Callable[[], nn.Module] | None = None, **more: Any) -> Workload:
+    torch.manual_seed(0)
+    return Workload(**{"model": model or Net(), "sample_batch": torch.randn(3, 4), **more})
+
+
+def _digest(
+    workload: Workload,
+    environment: Environment = HERE,
+    computing: Mapping[str, Any] | None = None,
+) -> str:
+    model = workload.build_model()
+    optimizer = workload.build_optimizer(model)
+    flags = process.computing() if computing is None else computing
+    return fingerprint(workload, model, optimizer, environment, flags)
+
+
+def _prepared(change: Callable[[Net], object]) -> Net:
+    model = Net()
+    change(model)
+    return model
+
+
+def _adam(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **options)
+
+
+def _two_groups(model: Net) -> torch.optim.Optimizer:
+    parts = (model.first, model.second)
+    return torch.optim.AdamW([{"params": list(part.parameters())} for part in parts])
+
+
+def _tied() -> Net:
+    model = Net(width=4)
+    model.second.weight = model.first.weight
+    return model
+
+
+MODEL = Net()
+CHANGES: dict[str, Callable[[], Workload]] = {
+    "width": lambda: _workload(Net(width=9)),
+    "repeats": lambda: _workload(Net(repeats=3)),
+    "flag": lambda: _workload(Net(gated=True)),
+    "dropout from none": lambda: _workload(Net(dropout=0.1)),
+    "dtype": lambda: _workload(Net().double(), sample_batch=torch.randn(3, 4).double()),
+    "one frozen": lambda: _workload(_prepared(lambda m: m.first.bias.requires_grad_(False))),
+    "evaluation mode of a part": lambda: _workload(_prepared(lambda m: m.second.eval())),
+    "buffer": lambda: _workload(_prepared(lambda m: m.register_buffer("mask", torch.ones(9)))),
+    "forward of the instance": lambda: _workload(
+        _prepared(lambda m: setattr(m.second, "forward", lambda x: x.exp()))
+    ),
+    "hook": lambda: _workload(
+        _prepared(lambda m: m.second.register_forward_hook(lambda module, given, out: out + 1))
+    ),
+    "part of another class": lambda: _workload(
+        _prepared(lambda m: setattr(m, "second", nn.Sequential(nn.Linear(8, 8), nn.GELU())))
+    ),
+    "longer samples": lambda: _workload(sample_batch=torch.randn(3, 5, 4)),
+    "more samples": lambda: _workload(sample_batch=torch.randn(4, 4)),
+    "sample type": lambda: _workload(sample_batch=torch.randn(3, 4).double()),
+    "sample structure": lambda: _workload(sample_batch={"x": torch.randn(3, 4)}),
+    "optimizer": lambda: _workload(optimizer=torch.optim.SGD),
+    "optimizer option": lambda: _workload(optimizer=functools.partial(_adam, amsgrad=True)),
+    "optimizer groups": lambda: _workload(MODEL, optimizer=_two_groups(MODEL)),
+    "loss": lambda: _workload(loss_fn=_loss(1)),
+    "criterion": lambda: _workload(criterion=nn.functional.mse_loss),
+    "clipping": lambda: _workload(clip_grad_norm=1.0),
+    "before_step": lambda: _workload(before_step=lambda m, o: None),
+    "loss_weight": lambda: _workload(loss_weight=len),
+    "global batch": lambda: _workload(global_batch=12),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_cost_changes_it(what: str) -> None:
+    assert _digest(CHANGES[what]()) != _digest(_workload())
+
+
+def test_all_of_these_differ_from_each_other() -> None:
+    digests = {what: _digest(make()) for what, make in CHANGES.items()}
+    assert len(set(digests.values())) == len(CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"loss_fn": _loss(1)}, {"loss_fn": _loss(2)}),
+        ({"criterion": nn.CrossEntropyLoss()}, {"criterion": nn.MSELoss()}),
+        (
+            {"criterion": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)},
+            {"criterion": nn.functional.cross_entropy},
+        ),
+        ({"loss_fn": lambda m, b: m(b).mean()}, {"loss_fn": lambda m, b: m(b).sum()}),
+        ({"loss_fn": lambda m, b, k=1: m(b)}, {"loss_fn": lambda m, b, k=2: m(b)}),
+        ({"loss_fn": _RepeatedLoss(1)}, {"loss_fn": _RepeatedLoss(2)}),
+        ({"criterion": nn.CrossEntropyLoss()}, {"criterion": nn.CrossEntropyLoss(reduction="sum")}),
+        ({"loss_weight": len}, {"loss_weight": sum}),
+    ],
+)
+def test_losses_differ_by_code_defaults_and_what_they_close_over(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert _digest(_workload(**one)) != _digest(_workload(**other))
+
+
+def test_a_method_that_forward_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _digest(_workload())
+    monkeypatch.setattr(Net, "_again", _helper_of_another_kind)
+    assert _digest(_workload()) != before
+
+
+def test_tied_weights_cost_less_than_equal_ones() -> None:
+    untied = Net(width=4)
+    assert _digest(_workload(_tied())) != _digest(_workload(untied))
+
+
+@pytest.mark.parametrize(
+    "elsewhere", [{"torch": "2.12.0"}, {"device": "cuda:0", "gpu": "NVIDIA H200"}]
+)
+def test_torch_and_the_kind_of_device_count(elsewhere: dict[str, str]) -> None:
+    assert _digest(_workload(), replace(HERE, **elsewhere)) != _digest(_workload())  # type: ignore[arg-type]  # all are texts
+
+
+def test_which_of_equal_devices_it_is_does_not_count() -> None:
+    there = [_digest(_workload(), replace(GPU, device=name)) for name in ("cuda:0", "cuda:3")]
+    assert there[0] == there[1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "other"),
+    [
+        ("torch.default_dtype", torch.float64),
+        ("torch.float32_matmul_precision", "high"),
+        ("torch.deterministic_algorithms", (True, False)),
+        ("torch.backends.cudnn.benchmark", True),
+        ("torch.backends.cuda.flash_sdp", False),
+    ],
+)
+def test_how_torch_computes_counts(flag: str, other: object) -> None:
+    flags = process.computing()
+    assert flags[flag] != other
+    assert _digest(_workload(), GPU, flags) != _digest(_workload(), GPU, {**flags, flag: other})
+
+
+def test_threads_count_where_they_compute() -> None:
+    for environment, matters in ((HERE, True), (GPU, False)):
+        digests = {_digest(_workload(), environment, {"torch.num_threads": n}) for n in (1, 2)}
+        assert (len(digests) == 2) is matters
+
+
+def test_the_allocators_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _digest(_workload())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert _digest(_workload()) != before
+
+
+def test_a_model_whose_own_code_reaches_it_is_described_all_the_same() -> None:
+    model = Net()
+    model.register_forward_hook(lambda module, given, output: model.second(output))
+    assert _digest(_workload(model)) == _digest(_workload(model))
+
+
+def test_the_same_workload_has_it_in_every_process() -> None:
+    script = (
+        "import sys, functools, torch\n"
+        "from autofit.devices.cpu import CpuDevice\n"
+        "from autofit.training.fingerprint import fingerprint\n"
+        "from autofit.restoring import process_state\n"
+        "from autofit.training.workload import Workload\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))\n"
+        "net.register_forward_hook(lambda m, i, o: o * 2)\n"
+        "def group(parameters):\n"
+        "    return torch.optim.SGD([{'params': parameters, 'key': object(), 'of': {'a', 'b'}}])\n"
+        "pick = functools.partial(lambda o, t, kinds, where: (o - t).mean(),\n"
+        "    kinds={'one', 'two', 'three'}, where=object())\n"
+        "work = Workload(net, (torch.randn(3, 4), torch.randn(3, 4)), criterion=pick,\n"
+        "    optimizer=group, before_step=lambda m, o: print in {'x', 'y', 'z'})\n"
+        "model = work.build_model()\n"
+        "print(fingerprint(work, model, work.build_optimizer(model), CpuDevice().environment,\n"
+        "    process.computing()))\n"
+    )
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(script, {"__name__": "__main__"})  # the sets of this process have another order
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert elsewhere.stdout == printed.getvalue()
+    assert len(elsewhere.stdout.strip()) == 32
+
+
+def test_values_do_not_count() -> None:
+    torch.manual_seed(5)
+    other = Net()
+    assert not torch.equal(other.first.weight, Net().first.weight)
+    same = [
+        _workload(other),
+        _workload(sample_batch=torch.zeros(3, 4)),
+        _workload(optimizer=functools.partial(torch.optim.AdamW, lr=0.5)),
+        _workload(lambda: Net()),
+    ]
+    assert {_digest(workload) for workload in same} == {_digest(_workload())}
+    dropping = [_digest(_workload(Net(dropout=p))) for p in (0.1, 0.2)]
+    assert dropping[0] == dropping[1]
+    decayed = [functools.partial(torch.optim.AdamW, weight_decay=by) for by in (0.1, 0.2)]
+    assert len({_digest(_workload(optimizer=optimizer)) for optimizer in decayed}) == 1
+    hotter = [_digest(_workload(loss_fn=_loss(1, t))) for t in (0.5, 2.0)]
+    assert hotter[0] == hotter[1]
+    clipped = [_digest(_workload(clip_grad_norm=norm)) for norm in (0.5, 2.0)]
+    assert clipped[0] == clipped[1]
+
+
+def test_state_that_an_optimizer_gathered_does_not_count() -> None:
+    def digest_after(steps: int) -> str:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.randn(2, 4)).mean().backward()
+            optimizer.step()
+        return _digest(_workload(model, optimizer=optimizer))
+
+    assert digest_after(0) == digest_after(2)

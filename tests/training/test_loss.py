@@ -1,0 +1,112 @@
+"""Where a loss comes from, and what is no loss."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+from autofit.training.loss import LossSource, Recipe, call_model
+
+
+class Says(nn.Module):
+    """Returns what `answer` makes of a layer's output."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.answer = answer
+
+    def forward(self, x: torch.Tensor, **_: Any) -> Any:
+        return self.answer(self.layer(x))
+
+
+X = torch.randn(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "source"),
+    [
+        (lambda y: SimpleNamespace(loss=y.mean(), logits=y), LossSource.MODEL),
+        (lambda y: {"loss": y.mean(), "logits": y}, LossSource.MODEL),
+        (lambda y: y.mean(), LossSource.MODEL),
+        (lambda y: y.mean().reshape(1), LossSource.MODEL),
+        (lambda y: y, LossSource.STAND_IN),
+        (lambda y: {"logits": y, "labels": torch.arange(4)}, LossSource.STAND_IN),
+        (lambda y: (y.mean(0), [y]), LossSource.STAND_IN),
+    ],
+)
+def test_a_model_says_its_loss_or_its_outputs_stand_in(answer: Any, source: LossSource) -> None:
+    model = Says(answer)
+    loss, told = Recipe().loss_and_source(model, X)
+    assert told is source
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, model.layer(X).mean())
+    loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    assert model.layer.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda y: y.argmax(1), lambda y: None, lambda y: {"labels": torch.arange(4)}]
+)
+def test_an_output_that_cannot_be_averaged_is_refused_with_both_ways_out(answer: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"give loss_fn=.*or criterion="):
+        Recipe().loss(Says(answer), X)
+
+
+def test_a_loss_of_many_numbers_is_refused_by_the_name_of_who_made_it() -> None:
+    model = Says(lambda y: {"loss": y.mean(1)})
+    with pytest.raises(InvalidRequest, match=r"output.loss must return one number.*\[4\]"):
+        Recipe().loss(model, X)
+    with pytest.raises(InvalidRequest, match=r"loss_fn must return one number.*got float"):
+        Recipe(loss_fn=lambda m, b: 3.0).loss(model, X)  # type: ignore[arg-type,return-value]  # wrong on purpose
+    with pytest.raises(InvalidRequest, match=r"criterion must return one number.*\[4, 2\]"):
+        Recipe(criterion=lambda y, t: y - y).loss(Says(lambda y: y), (X, X))
+
+
+def test_a_criterion_gets_output_and_target() -> None:
+    model, target = nn.Linear(3, 2), torch.randn(4, 2)
+    loss, source = Recipe(criterion=nn.functional.mse_loss).loss_and_source(model, (X, target))
+    assert source is LossSource.CRITERION
+    assert torch.equal(loss, nn.functional.mse_loss(model(X), target))
+
+
+def test_a_criterion_takes_inputs_by_name() -> None:
+    model = Says(lambda y: y)
+    loss = Recipe(criterion=lambda y, t: (y - t).mean()).loss(model, ({"x": X}, torch.zeros(4, 2)))
+    assert torch.equal(loss, model.layer(X).mean())
+
+
+@pytest.mark.parametrize("batch", [X, {"x": X}, (X, X, X)])
+def test_a_criterion_needs_input_and_target(batch: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"the batch must be \(input, target\)"):
+        Recipe(criterion=nn.functional.mse_loss).loss(nn.Linear(3, 2), batch)
+
+
+def test_models_are_called_as_their_batches_ask_for() -> None:
+    bilinear = nn.Bilinear(3, 3, 2)
+    assert torch.equal(call_model(bilinear, (X, X)), bilinear(X, X))
+    assert torch.equal(call_model(bilinear, {"input1": X, "input2": -X}), bilinear(X, -X))
+
+
+def test_two_losses_and_clipping_at_nothing_are_contradictions() -> None:
+    with pytest.raises(InvalidRequest, match="not both"):
+        Recipe(loss_fn=lambda m, b: b, criterion=lambda y, t: y)
+    for norm in (0.0, -1.0, float("nan")):
+        with pytest.raises(InvalidRequest, match="clip_grad_norm must be a number above zero"):
+            Recipe(clip_grad_norm=norm)
+
+
+def test_a_batch_weighs_its_samples_unless_the_user_weighs_it() -> None:
+    assert Recipe().weight(X) == 4.0
+    assert Recipe(loss_weight=lambda batch: (batch > 1e9).sum()).weight(X) == 0.0
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_no_mean_can_be_over_is_refused(wrong: float) -> None:
+    with pytest.raises(InvalidRequest, match="loss_weight must return"):
+        Recipe(loss_weight=lambda batch: wrong).weight(X)

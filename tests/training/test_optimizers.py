@@ -1,0 +1,140 @@
+"""Whatever stands for an optimizer becomes one for the model, or is refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+X = torch.randn(4, 3)
+
+
+def _step(training: Any, batch: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+def _of_another_model() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(3, 2).parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": "adam"}, "must be a function of parameters.* got 'adam'"),
+        ({"optimizer": {"": torch.optim.SGD}}, "a mapping of optimizers needs train_step"),
+        ({"optimizer": {"": "adam"}, "train_step": _step}, "got 'adam'"),
+        (
+            {"model": lambda: nn.Linear(3, 2), "optimizer": _of_another_model()},
+            "a live optimizer belongs to the parameters of a live model",
+        ),
+        ({"optimizer": _of_another_model()}, "not one of the model's parameters"),
+        (
+            {"optimizer": {"g": _of_another_model()}, "train_step": _step},
+            "not one of the model's parameters",
+        ),
+    ],
+)
+def test_what_can_be_no_optimizer_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Workload(**{"model": nn.Linear(3, 2), "sample_batch": X, **arguments})
+
+
+def test_a_function_is_believed_only_as_far_as_it_delivers() -> None:
+    with pytest.raises(InvalidRequest, match="got a str"):
+        Workload(nn.Linear(3, 2), X, optimizer=lambda p: "adam").build_optimizer(nn.Linear(3, 2))  # type: ignore[arg-type,return-value]  # wrong on purpose
+
+
+def test_frozen_parameters_and_tied_weights_reach_the_optimizer_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    optimizer = Workload(model, X).build_optimizer(model)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    (group,) = optimizer.param_groups
+    assert len(group["params"]) == 3
+    assert group["params"][0] is model[1].weight
+
+
+def test_functions_in_a_mapping_take_the_parameters_of_the_submodule_they_name() -> None:
+    model = nn.ModuleDict({"g": nn.Linear(3, 3), "d": nn.Linear(3, 1)})
+    adam, sgd = torch.optim.Adam, torch.optim.SGD
+    workload = Workload(model, X, optimizer={"g": adam, "d": sgd}, train_step=_step)
+    built = workload.build_optimizer(model)
+    assert isinstance(built, dict)
+    assert isinstance(built["g"], adam)
+    assert built["d"].param_groups[0]["params"] == list(model["d"].parameters())
+    wrong = Workload(model, X, optimizer={"x": adam}, train_step=_step)
+    with pytest.raises(InvalidRequest, match=r"must name the submodule.*\['g', 'd'\]"):
+        wrong.build_optimizer(model)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SGD]
+)
+def test_a_live_optimizers_state_is_placed_and_trains_on_as_before(kind: Any) -> None:
+    def trained(place: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = kind(
+            model.parameters(), **({"momentum": 0.9} if kind is torch.optim.SGD else {})
+        )
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = (model(X) ** 2).mean()
+            value.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return value
+
+        optimizer.step(loss)
+        workload = Workload(model, X, optimizer=optimizer)
+        built: Any = workload.build_optimizer(model, place)
+        assert built is optimizer
+        built.step(loss)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    placed: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        placed.append(tensor)
+        return tensor.clone()
+
+    for moved, left in zip(trained(place), trained(None), strict=True):
+        assert torch.equal(moved, left)
+    assert placed
+    assert all(tensor.dim() > 0 for tensor in placed)
+
+
+def test_a_states_type_is_not_changed_by_placing_it() -> None:
+    model = nn.Linear(3, 2).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 3, dtype=torch.float32)
+    Workload(model, X, optimizer=optimizer).build_optimizer(model, torch.clone)
+    assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.float32
+
+
+def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    cpu = torch.device("cpu")
+    with pytest.raises(InvalidRequest, match=r"LBFGS steps by calling a closure.*train_step"):
+        Training(model, optimizer, Recipe(), Plan(4), device=cpu)
+
+    def step(training: Any, batch: torch.Tensor) -> torch.Tensor:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value: torch.Tensor = (model(batch) ** 2).mean()
+            value.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return value
+
+        return cast(torch.Tensor, training.optimizer.step(loss))
+
+    own = Training(model, optimizer, Recipe(train_step=step), Plan(4), device=cpu)
+    assert own.step(X) > own.step(X)

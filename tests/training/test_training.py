@@ -1,0 +1,551 @@
+"""One optimizer step: split gradients equal whole ones, and the user's own parts are honoured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.registry import load_strategies
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+
+CPU = torch.device("cpu")
+IGNORED = -100
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def _training(
+    model: nn.Module, recipe: Recipe, micro_batch: int, optimizer: Any = None, **more: Any
+) -> Training:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, optimizer, recipe, Plan(micro_batch, **more), device=CPU)
+
+
+def _gradients(model: nn.Module, recipe: Recipe, micro_batch: int, batch: Any) -> Any:
+    training = _training(model, recipe, micro_batch)
+    training.zero_grad()
+    loss = training.accumulate(batch)
+    return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _classes(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(samples, 6), torch.randint(0, 5, (samples,))
+
+
+CROSS_ENTROPY = Recipe(criterion=nn.functional.cross_entropy)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7, 9, 10, 50])
+def test_split_gradients_equal_whole_ones_also_where_the_count_does_not_divide(
+    micro_batch: int,
+) -> None:
+    batch = _classes(10)
+    loss, whole = _gradients(_mlp(), CROSS_ENTROPY, 10, batch)
+    split_loss, split = _gradients(_mlp(), CROSS_ENTROPY, micro_batch, batch)
+    torch.testing.assert_close(split_loss, loss)
+    for one, other in zip(split, whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _masked_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of 8 tokens whose valid lengths differ, one of them empty."""
+    torch.manual_seed(2)
+    targets = torch.randint(0, 5, (7, 8))
+    for sample, length in enumerate((8, 1, 3, 0, 8, 2, 5)):
+        targets[sample, length:] = IGNORED
+    return torch.randn(7, 8, 6), targets
+
+
+def _token_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    loss: torch.Tensor = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    return loss
+
+
+def _valid_tokens(batch: Any) -> float:
+    return float((batch[1] != IGNORED).sum())
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_masked_tokens_need_their_weight(micro_batch: int) -> None:
+    batch = _masked_batch()
+    weighted = Recipe(loss_fn=_token_loss, loss_weight=_valid_tokens)
+    loss, whole = _gradients(_mlp(), weighted, 7, batch)
+    split_loss, split = _gradients(_mlp(), weighted, micro_batch, batch)
+    torch.testing.assert_close(split_loss, loss)
+    for one, other in zip(split, whole, strict=True):
+        torch.testing.assert_close(one, other)
+    _, by_samples = _gradients(_mlp(), Recipe(loss_fn=_token_loss), micro_batch, batch)
+    assert not torch.allclose(by_samples[0], whole[0], rtol=0.01)
+
+
+def test_a_micro_batch_without_one_valid_token_does_not_spoil_the_others() -> None:
+    inputs, targets = _masked_batch()
+    alone = (inputs[3:4], targets[3:4])
+    assert torch.isnan(_token_loss(_mlp(), alone))
+    weighted = Recipe(loss_fn=_token_loss, loss_weight=_valid_tokens)
+    training = _training(_mlp(), weighted, 1)
+    shares = [weight for _, weight in training.micro_batches((inputs, targets))]
+    assert len(shares) == 6
+    assert sum(shares) == pytest.approx(1.0)
+    assert torch.isfinite(training.step((inputs, targets)))
+
+
+def test_a_batch_that_weighs_nothing_trains_as_it_would_whole() -> None:
+    inputs, targets = _masked_batch()
+    nothing = (inputs, torch.full_like(targets, IGNORED))
+    weighted = Recipe(loss_fn=_token_loss, loss_weight=_valid_tokens)
+    assert torch.isnan(_training(_mlp(), weighted, 7).step(nothing))
+    assert torch.isnan(_training(_mlp(), weighted, 2).step(nothing))
+
+
+def test_a_step_is_what_a_user_would_write() -> None:
+    batch = _classes(6)
+    ours, theirs = _mlp(), _mlp()
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    training = _training(ours, CROSS_ENTROPY, 6, torch.optim.AdamW(ours.parameters(), lr=0.01))
+    for _ in range(3):
+        loss = training.step(batch)
+        expected: Any = nn.functional.cross_entropy(theirs(batch[0]), batch[1])
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert not loss.requires_grad
+        assert torch.equal(loss, expected)
+    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+        assert mine.grad is None
+
+
+def test_a_loop_of_ones_own_from_the_public_parts_is_the_same_step() -> None:
+    batch = _classes(7)
+    whole, own = _mlp(), _mlp()
+    expected = _training(whole, CROSS_ENTROPY, 3).step(batch)
+    training = _training(own, CROSS_ENTROPY, 3)
+    training.zero_grad()
+    total = 0.0
+    for (inputs, targets), weight in training.micro_batches(batch):
+        with training.context():
+            loss = nn.functional.cross_entropy(own(inputs), targets)
+        training.backward(loss, weight)
+        total += float(loss.detach()) * weight
+    training.optimizer_step()
+    assert total == pytest.approx(float(expected))
+    for mine, yours in zip(own.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 16])
+def test_a_step_takes_any_number_of_samples(samples: int) -> None:
+    seen: list[int] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.append(len(batch[0]))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    _training(_mlp(), Recipe(loss_fn=loss_fn), 4).step(_classes(samples))
+    assert sum(seen) == samples
+    assert len(seen) == -(-samples // 4)
+    assert max(seen) - min(seen) <= 1
+
+
+def test_tensors_that_the_sample_batch_kept_whole_stay_whole() -> None:
+    positions = torch.randn(8)
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert batch[1].shape == (8,)
+        loss: torch.Tensor = model(batch[0]).mean() * batch[1].sum()
+        return loss
+
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    recipe = Recipe(loss_fn=loss_fn)
+    training = Training(model, optimizer, recipe, Plan(4), device=CPU, batched={0})
+    assert torch.isfinite(training.step((torch.randn(8, 6), positions)))
+
+
+def test_gradients_are_clipped_over_all_micro_batches_and_then_shown_to_before_step() -> None:
+    norms: list[float] = []
+
+    def before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.cat(grads).norm()))
+
+    recipe = Recipe(
+        criterion=lambda y, t: 100 * nn.functional.cross_entropy(y, t),
+        clip_grad_norm=0.5,
+        before_step=before_step,
+    )
+    model = _mlp()
+    before = [p.detach().clone() for p in model.parameters()]
+    _training(model, recipe, 3).step(_classes(10))
+    assert norms == [pytest.approx(0.5, rel=1e-4)]
+    moved = torch.cat(
+        [
+            (old - new.detach()).flatten()
+            for new, old in zip(model.parameters(), before, strict=True)
+        ]
+    )
+    assert float(moved.norm()) == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+def test_parameter_groups_frozen_and_tied_parameters_are_trained_as_they_say() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [model[0].weight], "lr": 0.1},
+            {"params": [*model[1].parameters(), model[2].bias], "lr": 0.0},
+        ]
+    )
+    before = copy.deepcopy(model.state_dict())
+    _training(model, Recipe(), 2, optimizer).step(torch.randn(5, 6))
+    assert model[2].weight is model[0].weight
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
+    assert changed == {"0.weight", "2.weight"}
+    assert model[1].bias.grad is None
+
+
+def test_micro_batches_are_placed_one_by_one() -> None:
+    placed: list[int] = []
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        placed.append(len(tensor))
+        return tensor.clone()
+
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    training = Training(model, optimizer, Recipe(), Plan(2), device=CPU, place=place)
+    cut = training.micro_batches(torch.randn(6, 6))
+    next(cut)
+    assert placed == [2]
+    list(cut)
+    assert placed == [2, 2, 2]
+
+
+class _Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(2, 6)
+        self.critic = nn.Linear(6, 1)
+
+
+def _gan_step(training: Training, batch: Any) -> torch.Tensor:
+    """Critic and generator in turn, from the training's public parts."""
+    gan, real = cast("_Gan", training.model), batch
+    fake = gan.generator(real[:, :2])
+    critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
+    training.backward(critic_loss)
+    training.optimizer_step("critic")
+    loss = -gan.critic(fake).mean()
+    training.backward(loss)
+    training.optimizer_step("generator")
+    both: torch.Tensor = critic_loss + loss
+    return both
+
+
+def _gan_by_hand(
+    gan: Any,
+    optimizers: Any,
+    real: torch.Tensor,
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> torch.Tensor:
+    gan.zero_grad()
+    with forward():
+        fake = gan.generator(real[:, :2])
+        critic_loss = gan.critic(fake.detach()).mean() - gan.critic(real).mean()
+    critic_loss.backward()
+    optimizers["critic"].step()
+    optimizers["critic"].zero_grad()
+    with forward():
+        loss = -gan.critic(fake).mean()
+    loss.backward()
+    optimizers["generator"].step()
+    result: torch.Tensor = critic_loss + loss
+    return result
+
+
+def _gan_and_optimizers() -> tuple[_Gan, dict[str, torch.optim.Optimizer]]:
+    torch.manual_seed(3)
+    gan = _Gan()
+    return gan, {
+        "generator": torch.optim.Adam(gan.generator.parameters(), lr=0.01),
+        "critic": torch.optim.SGD(gan.critic.parameters(), lr=0.1),
+    }
+
+
+def test_a_gan_with_two_optimizers_trains_as_it_does_by_hand() -> None:
+    (ours, our_optimizers), (theirs, their_optimizers) = (
+        _gan_and_optimizers(),
+        _gan_and_optimizers(),
+    )
+    training = _training(ours, Recipe(train_step=_gan_step), 8, our_optimizers)
+    real = torch.randn(8, 6)
+    for _ in range(3):
+        assert torch.equal(training.step(real), _gan_by_hand(theirs, their_optimizers, real))
+    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+
+
+def _bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_a_gan_under_autocast_runs_its_second_forward_with_the_updated_critic() -> None:
+    (ours, our_optimizers), (theirs, their_optimizers) = (
+        _gan_and_optimizers(),
+        _gan_and_optimizers(),
+    )
+    recipe = Recipe(train_step=_gan_step)
+    real = torch.randn(8, 6)
+    with _in(BFLOAT16, ours, recipe, our_optimizers) as training:
+        for _ in range(3):
+            by_hand = _gan_by_hand(theirs, their_optimizers, real, _bfloat16)
+            assert torch.equal(training.step(real), by_hand)
+
+
+def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast() -> None:
+    def by_closure(
+        model: nn.Module, optimizer: Any, batch: torch.Tensor, forward: Any = nullcontext
+    ) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            with forward():
+                loss: torch.Tensor = (model(batch).float() ** 2).mean()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return loss
+
+        optimizer.step(closure)
+        return closure()
+
+    ours, theirs, batch = _mlp(), _mlp(), torch.randn(8, 6)
+    recipe = Recipe(train_step=lambda t, b: by_closure(t.model, t.optimizer, b))
+    with _in(BFLOAT16, ours, recipe, torch.optim.LBFGS(ours.parameters(), lr=0.1)) as training:
+        loss = training.step(batch)
+    optimizer = torch.optim.LBFGS(theirs.parameters(), lr=0.1)
+    assert torch.equal(loss, by_closure(theirs, optimizer, batch, _bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda training, batch: None, "train_step must return one number as a tensor, got None"),
+        (lambda training, batch: batch, r"train_step must return one number.*\[8, 6\]"),
+        (
+            lambda training, batch: training.optimizer_step("other"),
+            "there is no optimizer 'other'; there are: generator, critic",
+        ),
+    ],
+)
+def test_a_train_step_that_goes_wrong_is_told_how(step: Any, message: str) -> None:
+    gan, optimizers = _gan_and_optimizers()
+    with pytest.raises(InvalidRequest, match=message):
+        _training(gan, Recipe(train_step=step), 8, optimizers).step(torch.randn(8, 6))
+
+
+def test_the_batch_of_a_train_step_lies_on_the_device() -> None:
+    placed: list[torch.Tensor] = []
+
+    def train_step(training: Training, batch: Any) -> torch.Tensor:
+        assert batch is placed[0]
+        return training.loss(batch)
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        placed.append(tensor.clone())
+        return placed[-1]
+
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    recipe = Recipe(train_step=train_step)
+    Training(model, optimizer, recipe, Plan(2), device=CPU, place=place).step(torch.randn(2, 6))
+
+
+FLOAT16, BFLOAT16 = {"precision.dtype": "float16"}, {"precision.dtype": "bfloat16"}
+
+
+def _in(settings: Any, model: nn.Module, recipe: Recipe, optimizer: Any) -> Training:
+    strategies = load_strategies(["precision"])
+    plan = Plan(5, settings=settings)
+    return Training(model, optimizer, recipe, plan, device=CPU, strategies=strategies)
+
+
+def test_float16_scales_the_loss_and_clips_what_was_unscaled() -> None:
+    seen: list[float] = []
+
+    def before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        seen.append(float(torch.cat(grads).norm()))
+
+    model, batch = _mlp(), _classes(10)
+    _, exact = _gradients(_mlp(), CROSS_ENTROPY, 10, batch)
+    recipe = Recipe(criterion=nn.functional.cross_entropy, before_step=before_step)
+    with _in(FLOAT16, model, recipe, torch.optim.SGD(model.parameters(), lr=0.1)) as training:
+        assert training.scaler is not None
+        scale = training.scaler.get_scale()
+        training.step(batch)
+        assert training.scaler.get_scale() == scale
+    expected = float(torch.cat([g.flatten() for g in exact]).norm())
+    assert seen == [pytest.approx(expected, rel=0.01)]
+    assert training.scaler is None
+
+
+@pytest.mark.parametrize("names", [[None], ["a", "b"], ["a", "again", "b"]])
+def test_gradients_are_unscaled_by_the_scale_they_have(names: list[str | None]) -> None:
+    """The first one overflows; were the scale halved before the second, that would move double."""
+    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    model = nn.ModuleList([a, b])
+    optimizers = {n: torch.optim.SGD(m.parameters(), lr=1.0) for n, m in (("a", a), ("b", b))}
+
+    def train_step(training: Training, batch: Any) -> torch.Tensor:
+        loss = a.weight.sum() * float("inf") + b.weight.sum() * 0.5
+        training.backward(loss)
+        for name in names:
+            if name == "again":
+                training.backward(a.weight.sum() * 0.25)
+            training.optimizer_step("a" if name == "again" else name)
+        return loss
+
+    before = [module.weight.detach().clone() for module in (a, b)]
+    with _in(FLOAT16, model, Recipe(train_step=train_step), optimizers) as training:
+        assert training.scaler is not None
+        scale = training.scaler.get_scale()
+        training.step(torch.ones(1, 1))
+        assert training.scaler.get_scale() == scale / 2
+    moved = [float((old - m.weight.detach()).sum()) for old, m in zip(before, (a, b), strict=True)]
+    assert moved == [0.25 if "again" in names else 0.0, 0.5]
+
+
+def test_the_scale_is_updated_when_a_step_ends_though_gradients_are_left() -> None:
+    gan, optimizers = _gan_and_optimizers()
+
+    def train_step(training: Training, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = gan.critic(gan.generator(batch[:, :2])).sum() * float("inf")
+        training.backward(loss)
+        training.optimizer_step("generator")
+        return loss
+
+    with _in(FLOAT16, gan, Recipe(train_step=train_step), optimizers) as training:
+        assert training.scaler is not None
+        scale = training.scaler.get_scale()
+        training.step(torch.randn(8, 6))
+        assert training.scaler.get_scale() == scale / 2
+
+
+def test_a_train_step_that_forgets_the_scaler_is_told_so() -> None:
+    def train_step(training: Training, batch: Any) -> torch.Tensor:
+        loss = training.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        training.optimizer.step()  # type: ignore[union-attr]  # there is one
+        return loss
+
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    training = _in(FLOAT16, model, Recipe(train_step=train_step), optimizer)
+    with pytest.raises(InvalidRequest, match="never used the gradient scaler"):
+        training.step(torch.randn(2, 6))
+    training.undo()
+
+
+class _Recording:
+    """A strategy that writes down when it is applied and undone, and wraps what can be wrapped."""
+
+    numerics = 0
+
+    def __init__(self, name: str, phase: int, told: list[str]) -> None:
+        self.name, self.phase, self._told = name, phase, told
+
+    def dimensions(self, context: Any) -> dict[str, Any]:
+        return {}
+
+    @contextmanager
+    def apply(self, training: Any, settings: Any, payloads: Any) -> Iterator[None]:
+        self._told.append(f"{self.name} {dict(settings)} {dict(payloads)}")
+        unwrap = training.wrap_forward(self._forward)
+        unwrap_step = training.wrap_optimizer_step(self._step)
+        try:
+            yield
+        finally:
+            unwrap()
+            unwrap_step()
+            self._told.append(f"undo {self.name}")
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        self._told.append(f"{self.name} forward")
+        yield
+
+    def _step(self, update: Any) -> None:
+        self._told.append(f"{self.name} update")
+        update()
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_backwards() -> None:
+    told: list[str] = []
+    strategies: Any = [_Recording("late", 2, told), _Recording("early", 0, told)]
+    plan = Plan(4, settings={"late.x": 1, "early.y": 2, "lately.z": 3})
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    training = Training(
+        model,
+        optimizer,
+        CROSS_ENTROPY,
+        plan,
+        device=CPU,
+        strategies=strategies,
+        payloads={"early.y": "p"},
+    )
+    assert told == ["early {'early.y': 2} {'early.y': 'p'}", "late {'late.x': 1} {}"]
+    told.clear()
+    with training:
+        training.step(_classes(4))
+    assert told == [
+        "early forward",
+        "late forward",
+        "late update",
+        "early update",
+        "undo late",
+        "undo early",
+    ]
+    training.undo()
+    assert told[-1] == "undo early"
+    with pytest.raises(InvalidRequest, match="has ended"):
+        training.step(_classes(4))
+
+
+def test_strategies_already_applied_are_undone_where_a_later_one_raises() -> None:
+    told: list[str] = []
+
+    class Broken(_Recording):
+        @contextmanager
+        def apply(self, training: Any, settings: Any, payloads: Any) -> Iterator[None]:
+            raise RuntimeError("not here")
+            yield
+
+    strategies: Any = [_Recording("first", 0, told), Broken("second", 1, told)]
+    with pytest.raises(RuntimeError, match="not here"):
+        Training(
+            _mlp(),
+            torch.optim.SGD(_mlp().parameters()),
+            Recipe(),
+            Plan(1, settings={"first.x": 1, "second.x": 1}),
+            device=CPU,
+            strategies=strategies,
+        )
+    assert told[-1] == "undo first"

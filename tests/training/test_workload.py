@@ -1,0 +1,101 @@
+"""Contradictions are refused at once; everything else becomes model, batch and optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.training.workload import Workload
+
+X = torch.randn(4, 3)
+
+
+def _step(training: Any, batch: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "resnet50"}, "model must be an nn.Module or a function"),
+        ({"global_batch": 0}, "global_batch must be a whole number from 1, got 0"),
+        ({"sample_batch": {"text": "no tensor"}}, "pass a callable n -> batch"),
+        ({"sample_batch": (X[:1], X[:1])}, "2 of its tensors have size 1"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm must be a number above zero"),
+        ({"loss_fn": _step, "criterion": _step}, "not both"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Workload(**{"model": nn.Linear(3, 2), "sample_batch": X, **arguments})
+
+
+def test_functions_are_believed_only_as_far_as_they_deliver() -> None:
+    with pytest.raises(InvalidRequest, match="model function returned a str"):
+        Workload(lambda: "model", X).build_model()  # type: ignore[arg-type,return-value]  # wrong on purpose
+    with pytest.raises(InvalidRequest, match="asked for 5 samples and returned 4"):
+        Workload(nn.Linear(3, 2), lambda n: X).batch(5)
+
+
+def test_a_function_makes_batches_from_two_samples_on() -> None:
+    workload = Workload(nn.Linear(3, 2), lambda n: torch.ones(n, 3))
+    assert workload.sample_batch_size == 2
+    assert workload.batch(7).shape == (7, 3)
+    assert workload.batched_places is None
+    assert Workload(nn.Linear(3, 2), (X, torch.ones(9))).batched_places == frozenset({0})
+
+
+def test_a_module_that_can_be_called_is_the_model_and_not_its_builder() -> None:
+    model = nn.Linear(3, 2)
+    assert Workload(model, X).build_model() is model
+    assert isinstance(Workload(nn.Identity, X).build_model(), nn.Identity)
+
+
+def test_a_workload_is_not_changed_by_asking_it() -> None:
+    model = nn.Linear(3, 2)
+    before = copy.deepcopy(model.state_dict())
+    workload = Workload(model, (X, X[:, 0]))
+    workload.batch(9)
+    workload.build_optimizer(workload.build_model())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+SET = {"naming.word": "Anna"}
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "said", "meant"),
+    [
+        (None, {}, Plan(4)),
+        (None, {"micro_batch": 3, "settings": SET}, Plan(3, settings=SET)),
+        (None, {"accumulation_steps": 2}, Plan(4, accumulation_steps=2)),
+        (None, {"global_batch": 10}, Plan.split(10, 4)),
+        (10, {}, Plan.split(10, 4)),
+        (3, {"settings": SET}, Plan.split(3, 3, SET)),
+        (10, {"micro_batch": 5}, Plan.split(10, 5)),
+        (10, {"micro_batch": 5, "global_batch": 20}, Plan.split(20, 5)),
+        (10, {"micro_batch": 5, "accumulation_steps": 3}, Plan(5, accumulation_steps=3)),
+    ],
+)
+def test_what_a_plans_words_leave_out_is_the_workloads_own(
+    global_batch: int | None, said: dict[str, Any], meant: Plan
+) -> None:
+    assert Workload(nn.Linear(3, 2), X, global_batch=global_batch).plan(**said) == meant
+
+
+def test_counts_that_make_no_plan_are_refused() -> None:
+    workload = Workload(nn.Linear(3, 2), X)
+    with pytest.raises(InvalidRequest, match="micro-batches of 3, not 4"):
+        workload.plan(4, 3, 9)
+
+
+def test_a_micro_batch_larger_than_the_global_batch_is_refused() -> None:
+    workload = Workload(nn.Linear(3, 2), X, global_batch=32)
+    with pytest.raises(InvalidRequest, match="64 is larger than the global batch of 32"):
+        workload.plan(64)
