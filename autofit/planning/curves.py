@@ -9,8 +9,8 @@ variant that shares a setting with it; hints and predicted lines are prior means
 What is known is kept as worlds: draws of all lines that agree with the measurements. A draw is the
 point nearest to a random draw of the prior that explains the measurements, each moved by a random
 draw of its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci.
-Comput. 36, 2014), found by `autofit.planning.curve_fit`. A bound is a quantile over worlds, and so is wide
-where little was measured.
+Comput. 36, 2014), found by `autofit.planning.curve_fit`. A bound is a quantile over worlds, and so
+is wide where little was measured.
 """
 
 from __future__ import annotations

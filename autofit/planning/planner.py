@@ -1,7 +1,7 @@
 """What to run next, and why no more: pure functions of what is believed after some trials.
 
-`decide` is asked while the search goes on, `confirm` (in `autofit.planning.confirmation`) when it is
-over. Beliefs are worked out from facts and trials alone, so the same trials always give the same
+`decide` is asked while the search goes on, `confirm` (in `autofit.planning.confirmation`) when it
+is over. Beliefs are worked out from facts and trials alone, so the same trials always give the same
 answer, in whatever process.
 """
 
@@ -26,10 +26,10 @@ from autofit.units import format_bytes
 #
 # Every variant has a ceiling in each world: the largest micro-batch that its line there leaves room
 # for. What the variant would gain over the leading plan at its ceiling is its potential. A probe is
-# worth what its own plan gains, and a share of the potential that it opens, wherever it fits; against
-# that stands what running out of memory costs, wherever it does not. A plan that was run is worth
-# running again as far as noise hides whether it beats the leader (the knowledge gradient of Frazier,
-# Powell and Dayanik, SIAM J. Control Optim. 47, 2008).
+# worth what its own plan gains, and a share of the potential that it opens, wherever it fits;
+# against that stands what running out of memory costs, wherever it does not. A plan that was run is
+# worth running again as far as noise hides whether it beats the leader (the knowledge gradient of
+# Frazier, Powell and Dayanik, SIAM J. Control Optim. 47, 2008).
 #
 # All worths are logarithms of speed: 0.01 is one percent.
 

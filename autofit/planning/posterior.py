@@ -1,8 +1,8 @@
 """What the probes so far say of every variant: which micro-batches fit, and how fast they are.
 
 It is worked out from facts and probes alone, in worlds: draws of all memory lines and time lines
-that agree with what was measured (`autofit.planning.curves`). Whatever is asked for is worked out once, and
-kept with the beliefs: who decides several times after the same probes keeps the beliefs.
+that agree with what was measured (`autofit.planning.curves`). Whatever is asked for is worked out
+once, and kept with the beliefs: who decides several times after the same probes keeps the beliefs.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The plain variant is rehearsed at three micro-batches, the last one where the budget seems to end,
 and the line goes through what the larger two require: near the budget it must be right. Then every
 other value of a setting is rehearsed at these two, beside plain values, as far as time allows; the
-lines of their combinations are composed of these (`autofit.planning.curves`). A line is a hint: a search
-corrects it by what it measures, so a wrong one costs probes, never the answer.
+lines of their combinations are composed of these (`autofit.planning.curves`). A line is a hint: a
+search corrects it by what it measures, so a wrong one costs probes, never the answer.
 """
 
 from __future__ import annotations

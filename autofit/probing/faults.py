@@ -6,8 +6,8 @@ speaks: in a plain RuntimeError or in one of their own classes. Everything it do
 user's own error, so a bug is never taken for a lack of memory.
 
 `fault_of` keeps what a person needs of an exception as plain data, so that the exception itself,
-and the tensors that its frames hold, can be let go (`autofit.errors.release_exception`). No torch is
-imported here.
+and the tensors that its frames hold, can be let go (`autofit.errors.release_exception`). No torch
+is imported here.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ def _cut(text: str) -> str:
 #
 # An out-of-memory error that live tensors and the request do not add up to may be the allocator's
 # bad luck (a block whose release on another stream is pending, a cache in pieces), so it is tried
-# once more; where other processes hold what the budget allows, the plan's size is not to blame. A run
-# that held more than the device had spilled to host memory and is no fit. One that went over the
-# budget by the libraries it loaded is run again, with the allocator's cap beside them. Messages of
-# libraries mean a lack of memory only where memory was short.
+# once more; where other processes hold what the budget allows, the plan's size is not to blame. A
+# run that held more than the device had spilled to host memory and is no fit. One that went over
+# the budget by the libraries it loaded is run again, with the allocator's cap beside them. Messages
+# of libraries mean a lack of memory only where memory was short.
 
 SHORT = 0.9
 """From this share of what the process can have, memory counts as short."""

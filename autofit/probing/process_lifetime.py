@@ -44,9 +44,9 @@ def _offer_to_the_oom_killer() -> None:
 
 # Processes that a worker leaves behind in sessions of their own, where no signal to it reaches.
 #
-# A worker's environment bears a mark. What it starts inherits the mark, however far it goes away from
-# its parent, so on Linux the mark finds it; a process that was given another environment is not
-# found.
+# A worker's environment bears a mark. What it starts inherits the mark, however far it goes away
+# from its parent, so on Linux the mark finds it; a process that was given another environment is
+# not found.
 
 _NAME = "AUTOFIT_WORKER"
 _MOST_ROUNDS = 5  # a process that is being killed may just have started another

@@ -135,13 +135,14 @@ def note_own_copy(survey: Survey, workload: Workload) -> Survey:
 # What is found out about a workload before its first probe.
 #
 # The facts (size, shapes, fingerprint) come from the model where it lies. Loss, dimensions and
-# gradients take trainings on the device, one at a time; where one of those fails, the survey says so
-# and goes on: the baseline's probe will meet the same fault and report it in full. A strategy that
-# breaks the contract of plug-ins is refused instead.
+# gradients take trainings on the device, one at a time; where one of those fails, the survey says
+# so and goes on: the baseline's probe will meet the same fault and report it in full. A strategy
+# that breaks the contract of plug-ins is refused instead.
 #
 # The budget holds here too. On the CPU device, whose budget binds under accounting alone, it holds
-# for the loss: strategies time what they profile, and gradients are compared on the host, which there
-# is the device itself, so accounting would tell the one wrong times and count the other twice.
+# for the loss: strategies time what they profile, and gradients are compared on the host, which
+# there is the device itself, so accounting would tell the one wrong times and count the other
+# twice.
 
 _IN_EVAL_MODE = (
     "the model was handed over in eval mode, and trained so: dropout and BatchNorm did as they do "

@@ -1,7 +1,7 @@
 """The worker process: holds the device and the model, and does as it is told until told to stop.
 
-It never outlives its parent (`autofit.probing.process_lifetime`), and it answers on a pipe of its own, so
-user code may print what it likes.
+It never outlives its parent (`autofit.probing.process_lifetime`), and it answers on a pipe of its
+own, so user code may print what it likes.
 """
 
 from __future__ import annotations

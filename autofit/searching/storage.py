@@ -27,8 +27,9 @@ from autofit.errors import StudyRefused
 # The study's file: an Optuna journal that one search at a time may write.
 #
 # Two locks keep it whole. `flock` on the file is held for as long as a search runs and falls with
-# its process, however that ends: a second search is refused at once. Optuna's own lock, a link beside
-# the file, is held for each write, so that other Optuna programs can read and write meanwhile.
+# its process, however that ends: a second search is refused at once. Optuna's own lock, a link
+# beside the file, is held for each write, so that other Optuna programs can read and write
+# meanwhile.
 
 _STALE_LOCK_S = (
     3  # a write takes milliseconds; a lock this old was left by a process that was killed

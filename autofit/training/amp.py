@@ -87,7 +87,8 @@ def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor
 
 # Casts of weights under autocast: a forward after an update runs with the updated weights.
 #
-# Autocast drops its casts only where its outermost region is left, and a whole train_step may be one.
+# Autocast drops its casts only where its outermost region is left, and a whole train_step may be
+# one.
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from .units import Unit
 #
 # This is `torch.utils.checkpoint` in its non-reentrant form, made exact where that one is silently
 # not: state that a forward changes (running statistics, moving averages, spectral norm's vectors,
-# counts and caches in attributes) is shown to the second run as it was before the first, and is left
-# alone by it.
+# counts and caches in attributes) is shown to the second run as it was before the first, and is
+# left alone by it.
 
 
 def recomputed(

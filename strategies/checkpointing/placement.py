@@ -21,13 +21,15 @@ from .timeline import Timeline
 # A knapsack along a forward pass, solved for many ceilings on the peak at once.
 #
 # Items come in the order they run, an outer one before those within it. State is how many bytes the
-# items chosen so far release. An item runs its backward pass while all its activations are there, so
-# it fits under a ceiling only beside what is still held when its turn comes; choosing an item skips
-# those within it, so none are nested. Released bytes are counted in quanta, rounded to the nearest.
+# items chosen so far release. An item runs its backward pass while all its activations are there,
+# so it fits under a ceiling only beside what is still held when its turn comes; choosing an item
+# skips those within it, so none are nested. Released bytes are counted in quanta, rounded to the
+# nearest.
 #
-# Sources: the knapsack by dynamic programming of Kellerer, Pferschy and Pisinger, Knapsack Problems,
-# 2004, chapter 2; the memory of a chain of Herrmann et al., Optimal checkpointing for heterogeneous
-# chains, 2019, with whole items recomputed and never a checkpoint within a checkpoint.
+# Sources: the knapsack by dynamic programming of Kellerer, Pferschy and Pisinger, Knapsack
+# Problems, 2004, chapter 2; the memory of a chain of Herrmann et al., Optimal checkpointing for
+# heterogeneous chains, 2019, with whole items recomputed and never a checkpoint within a
+# checkpoint.
 
 QUANTA = 2048
 

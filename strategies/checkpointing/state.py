@@ -92,8 +92,8 @@ def altered(value: Any) -> Any:
 
 # Shows the second run of a unit what the first one found, and leaves what is live alone.
 #
-# What is shown has a name: a buffer or an attribute of a module its dotted one, the random states of
-# Python and numpy (torch's are kept by torch) those below.
+# What is shown has a name: a buffer or an attribute of a module its dotted one, the random states
+# of Python and numpy (torch's are kept by torch) those below.
 
 StatePath = tuple[str, str]
 """Dotted name of a module below the one that is run, and its buffer's or attribute's name."""

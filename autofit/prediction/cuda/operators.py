@@ -125,8 +125,8 @@ emulate("log_softmax.int", _softmax("log_softmax"))
 
 # Matrix products in groups, as mixtures of experts make them.
 #
-# The meta device takes them in bfloat16 alone; CUDA takes float16 and float32 too, one product after
-# the other (`_grouped_mm_cuda` of cuda/GroupedBlas.cpp).
+# The meta device takes them in bfloat16 alone; CUDA takes float16 and float32 too, one product
+# after the other (`_grouped_mm_cuda` of cuda/GroupedBlas.cpp).
 
 
 def grouped_product(args: Any) -> tuple[torch.Tensor, Order]:
@@ -141,11 +141,12 @@ def grouped_product(args: Any) -> tuple[torch.Tensor, Order]:
 
 # Operators of the backward pass that are in place on CUDA, and are not on meta tensors.
 #
-# Autograd does without in-place operators where tensors are "like subclasses": meta tensors are, and
-# every tensor is while a dispatch mode listens (ATen/TensorSubclassLikeUtils.h). So in a rehearsal
-# gradients that meet at a fork are added up in new memory, and a scatter into zeros copies them. On a
-# GPU the first gradient is added to, where nobody else holds it (`can_accumulate_inplace` of
-# torch/csrc/autograd/input_buffer.cpp), and zeros are written to (`FunctionsManual.cpp`).
+# Autograd does without in-place operators where tensors are "like subclasses": meta tensors are,
+# and every tensor is while a dispatch mode listens (ATen/TensorSubclassLikeUtils.h). So in a
+# rehearsal gradients that meet at a fork are added up in new memory, and a scatter into zeros
+# copies them. On a GPU the first gradient is added to, where nobody else holds it
+# (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp), and zeros are written to
+# (`FunctionsManual.cpp`).
 
 _HELD_BY_AUTOGRAD_ALONE = 4
 """C++ references to an argument that arrives here: autograd's, and three on the way from there."""
