@@ -72,8 +72,7 @@ def _row(name: str, prober: WorkerProber, workload: Workload, plan: Plan, gpu: G
     free = prober.probe(request)
     if free.peak_allocated_bytes is None or free.non_torch_bytes is None:
         raise RuntimeError(f"{name} did not run: {free.outcome} {free.detail}")
-    constants = Calibration(free.non_torch_bytes)  # the context alone, and no residual
-    prediction = predict(workload, plan=plan, gpu=gpu, calibration=constants)
+    prediction = predict(workload, plan=plan, gpu=gpu, calibration=Calibration.learn(free))
 
     def runs_within(budget: float) -> bool:
         prober.rebudget(int(budget))

@@ -26,59 +26,43 @@ from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import KIB
 
-# What one real probe teaches about a GPU with its driver and torch, for later predictions.
-
-_PLAUSIBLE = (0.8, 1.25)
-"""A measured peak further than this from the predicted one has another cause than constants."""
-
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants of a GPU, its driver and torch.
+    """Measured constants of a GPU, its driver and torch.
+
+    The context is all that a probe teaches: adding the error of one plan's predicted peak to the
+    predictions of others makes them no better (benchmarks/results/prediction-ablation).
 
     Attributes:
         non_torch_bytes: what a process holds outside the allocator.
-        residual_bytes: measured peak allocated less the predicted one, at the plan that was run
-            (for convolutions, what cuDNN's choice of algorithms took beyond the prediction).
     """
 
     non_torch_bytes: int
-    residual_bytes: int = 0
 
     @classmethod
-    def learn(cls, prediction: Prediction, measurement: Measurement) -> Calibration:
-        """From a plan that was predicted without calibration, and then run.
+    def learn(cls, measurement: Measurement) -> Calibration:
+        """Return what the measurement of any plan teaches.
 
         Raises:
-            InvalidRequest: nothing was measured, or something else than the predicted plan.
+            InvalidRequest: it has no non-torch bytes, as after an out-of-memory error.
         """
-        measured, non_torch = measurement.peak_allocated_bytes, measurement.non_torch_bytes
-        if measured is None or non_torch is None:
+        if measurement.non_torch_bytes is None:
             raise InvalidRequest(
                 f"nothing can be learned from a probe that ended as {measurement.outcome}: "
                 "it measured no memory"
             )
-        ratio = measured / prediction.peak_allocated_bytes
-        if not _PLAUSIBLE[0] <= ratio <= _PLAUSIBLE[1]:
-            raise InvalidRequest(
-                f"the measured peak is {ratio:.2f} times the predicted one: the two are not of "
-                "the same plan, or the model does something that a rehearsal does not see"
-            )
-        return cls(non_torch, residual_bytes=measured - prediction.peak_allocated_bytes)
+        return cls(measurement.non_torch_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, for the report's "calibration"."""
+        """Return the JSON form, for the report's "calibration"."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
-        """The calibration that `to_dict` wrote; keys it does not know are ignored."""
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**known)
-
-    @classmethod
     def of(cls, given: Calibration | Mapping[str, Any] | None) -> Calibration | None:
-        """What a user gave as one: itself, or a report's; None where that is empty.
+        """Return the calibration given, or that of a report; None where it is empty.
+
+        Keys of other versions are ignored.
 
         Raises:
             InvalidRequest: it is neither.
@@ -86,7 +70,7 @@ class Calibration:
         if given is None or isinstance(given, Calibration):
             return given
         if isinstance(given, Mapping) and (not given or "non_torch_bytes" in given):
-            return cls.from_dict(given) if given else None
+            return cls(given["non_torch_bytes"]) if given else None
         raise InvalidRequest(
             f"calibration must be a report's, or what Calibration.learn returned, got {given!r}"
         )
@@ -260,9 +244,7 @@ def predict(
     learned = Calibration.of(calibration)
     meant = found if learned is None else replace(found, context_bytes=learned.non_torch_bytes)
     complete, meanings = meaning_of(chosen_plan, workload, meant, chosen, payloads)
-    return predict_as_meant(
-        workload, complete, meant, strategies=chosen, payloads=meanings, calibration=learned
-    )
+    return predict_as_meant(workload, complete, meant, strategies=chosen, payloads=meanings)
 
 
 def predict_as_meant(
@@ -272,7 +254,6 @@ def predict_as_meant(
     *,
     strategies: Sequence[Strategy] = (),
     payloads: Mapping[str, Any] = MappingProxyType({}),
-    calibration: Calibration | None = None,
 ) -> Prediction:
     """Like `predict`, where it is known what all the settings mean: as payloads say.
 
@@ -280,7 +261,6 @@ def predict_as_meant(
         CannotTell: the training cannot be run without values; the message names the user's line.
         Exception: what the user's own code raised, as it was raised.
     """
-    constants = calibration or Calibration(gpu.context_bytes)
 
     def at(micro_batch: int) -> Prediction:
         steps = plan.accumulation_steps
@@ -300,7 +280,7 @@ def predict_as_meant(
         breakdown = rehearsal.labels.at_peak(
             rehearsal.recording, expandable_segments=expandable_segments()
         )
-        return _prediction(plan, gpu, rehearsal.recording, breakdown, constants, at)
+        return _prediction(plan, gpu, rehearsal.recording, breakdown, at)
 
     return told(plan)
 
@@ -322,26 +302,20 @@ def _prediction(
     gpu: Gpu,
     recording: Recording,
     breakdown: Mapping[str, int],
-    calibration: Calibration,
     at: Callable[[int], Prediction],
 ) -> Prediction:
     expandable = expandable_segments()
     free = replay(recording, expandable_segments=expandable)
     required = required_bytes(recording, expandable_segments=expandable)
-    required += calibration.residual_bytes
     margin = round(margin_bytes(recording, required))
     required += gpu.context_bytes
     return Prediction(
         plan,
         gpu,
-        free.peak_allocated_bytes + calibration.residual_bytes,
-        free.peak_reserved_bytes + calibration.residual_bytes,
+        free.peak_allocated_bytes,
+        free.peak_reserved_bytes,
         required,
-        {
-            **breakdown,
-            "temporaries": breakdown["temporaries"] + calibration.residual_bytes,
-            "non_torch": gpu.context_bytes,
-        },
+        {**breakdown, "non_torch": gpu.context_bytes},
         (required - margin, required + margin),
         at,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from autofit.measurement import Trial
 from autofit.prediction.memory_lines import PredictedLines, gpu_of, memory_lines
-from autofit.prediction.predict import Calibration, predict_as_meant
+from autofit.prediction.predict import Calibration
 from autofit.probing.survey import Survey
 from autofit.space import Space
 from autofit.strategy import Strategy
@@ -39,21 +39,8 @@ def predicted_lines(
     )
 
 
-def learned(
-    workload: Workload,
-    survey: Survey,
-    space: Space,
-    strategies: Sequence[Strategy],
-    baseline: Trial,
-) -> Mapping[str, Any]:
-    """The calibration that the baseline's probe teaches; {} where it teaches none."""
-    gpu = gpu_of(survey.environment)
-    if gpu is None or not baseline.ok:
+def learned(survey: Survey, baseline: Trial) -> Mapping[str, Any]:
+    """Return the calibration that the baseline's probe on a GPU teaches; {} where there is none."""
+    if gpu_of(survey.environment) is None or baseline.measurement.non_torch_bytes is None:
         return {}
-    plan = baseline.plan
-    payloads = space.payloads(plan.settings)
-    try:
-        prediction = predict_as_meant(workload, plan, gpu, strategies=strategies, payloads=payloads)
-        return Calibration.learn(prediction, baseline.measurement).to_dict()
-    except Exception:  # a calibration is a gift to later predictions, never worth a report
-        return {}
+    return Calibration.learn(baseline.measurement).to_dict()

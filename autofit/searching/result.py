@@ -211,7 +211,7 @@ def record_of(
         },
         notes=(*survey.notes, *_not_split(result.best)),
         difference=difference,
-        calibration=learned(workload, survey, space, strategies, result.baseline),
+        calibration=learned(survey, result.baseline),
     )
 
 
