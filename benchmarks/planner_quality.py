@@ -36,7 +36,7 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from autofit.errors import NoFeasiblePlan
 from autofit.measurement import Role, Trial
 from autofit.planning.confirmation import best_of
-from autofit.planning.posterior import Beliefs
+from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from benchmarks.simulated_devices import Device, draw_device
 
@@ -85,12 +85,12 @@ class Score:
 
 def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
     """Search the device once; None: with the planner."""
-    facts, optimum = device.facts(), device.optimum()
+    spec, optimum = device.spec(), device.optimum()
     seen: list[Trial] = []
     try:
         result = run_search(
             device.prober(),
-            facts,
+            spec,
             sampler=sampler,
             max_probes=None if sampler is None else CUTS[-1],
             veto=veto,
@@ -103,7 +103,7 @@ def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
     end = device.speed(result.best.plan) / optimum
     after = []
     for cut in CUTS:
-        best = best_of(Beliefs(facts, probes[:cut])) if len(probes) > cut else result.best
+        best = best_of(Posterior(spec, probes[:cut])) if len(probes) > cut else result.best
         after.append(0.0 if best is None else device.speed(best.plan) / optimum)
     return Score(tuple(after), end, _ooms(probes), not probes[0].ok, len(probes))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autofit.plan import Dimension, Hint, Plan, Scalar, Settings, VariantKey, variant_key
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 
@@ -116,9 +116,9 @@ class Device:
             seed=self.seed,
         )
 
-    def facts(self) -> SearchFacts:
+    def spec(self) -> SearchSpec:
         """What a search on this device begins with."""
-        return SearchFacts(self.space, self.budget_bytes, seed=self.seed)
+        return SearchSpec(self.space, self.budget_bytes, seed=self.seed)
 
 
 def draw_device(seed: int, *, hints: bool) -> Device:

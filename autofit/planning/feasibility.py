@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
 from autofit.planning.curve_fit import Array
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
@@ -56,12 +56,12 @@ class Exclusions:
         return max(self.smallest, self.smallest_of.get(variant_key(settings), 1))
 
 
-def exclusions_of(facts: SearchFacts, trials: Sequence[Trial]) -> Exclusions:
+def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     """What these trials rule out."""
     blamed: dict[VariantKey, str] = {}
     largest: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
-    plain = facts.space.baseline
+    plain = spec.space.baseline
     ran = [t.plan for t in trials if t.role is not Role.VETOED and t.measurement.step_times_s]
     works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
     works |= set(plain.variant)

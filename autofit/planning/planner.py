@@ -1,8 +1,8 @@
-"""What to run next, and why no more: pure functions of what is believed after some trials.
+"""The next plan to probe, or the reason to stop: pure functions of a posterior.
 
 `decide` is asked while the search goes on, `confirm` (in `autofit.planning.confirmation`) when it
-is over. Beliefs are worked out from facts and trials alone, so the same trials always give the same
-answer, in whatever process.
+is over. A posterior follows from the specification and the trials alone, so the same trials give
+the same answer in any process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autofit.measurement import Measurement, Outcome, Trial, oom_probes_of
 from autofit.plan import Plan
 from autofit.planning.curve_fit import Array
 from autofit.planning.feasibility import Counts
-from autofit.planning.posterior import MEMORY_ERROR, Beliefs
+from autofit.planning.posterior import MEMORY_ERROR, Posterior
 from autofit.units import format_bytes
 
 # Which plan is worth a probe most.
@@ -35,11 +35,11 @@ from autofit.units import format_bytes
 
 Mask: TypeAlias = NDArray[np.bool_]
 
-WORTH_A_PROBE = 0.002
-FORETOLD_WORTH_A_PROBE = 0.001
+MIN_GAIN = 0.002
+MIN_GAIN_WITH_PRIOR = 0.001
 """A probe that is worth less is not run; where none is worth more, the search ends.
 
-Where memory was foretold the ladder is short, and there are probes to spare for smaller gains."""
+With a prior on memory the ladder is short, and there are probes to spare for smaller gains."""
 
 PATIENCE = 20
 """After so many probes the next must be worth more, with the square of their number."""
@@ -48,7 +48,7 @@ OPENED = 0.6
 """How much of a variant's potential a probe of it is credited with."""
 
 OOM_COST = 0.055
-FORETOLD_OOM_COST = 0.3
+OOM_COST_WITH_PRIOR = 0.3
 """What running out of memory costs the first time: a probe is lost, and a fresh worker may be
 needed. See `oom_cost`."""
 
@@ -71,93 +71,93 @@ class Proposal:
     worth: float
 
 
-def leading(beliefs: Beliefs) -> Trial | None:
+def leading(posterior: Posterior) -> Trial | None:
     """The trial whose plan, among those that ran and fit, is expected to be fastest."""
-    return max(beliefs.fitting, key=lambda t: float(beliefs.speed(t.plan).mean()), default=None)
+    return max(posterior.fitting, key=lambda t: float(posterior.speed(t.plan).mean()), default=None)
 
 
-def propose(beliefs: Beliefs, allowed: Mask) -> Plan | None:
+def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
     """The plan of an allowed variant that is most worth a probe; None where none is."""
-    leader = leading(beliefs)
+    leader = leading(posterior)
     if leader is None:
-        return _likeliest_to_fit(beliefs, allowed)
-    found = [*_new_plans(beliefs, leader, allowed), *_repeats(beliefs, leader, allowed)]
+        return _likeliest_to_fit(posterior, allowed)
+    found = [*_new_plans(posterior, leader, allowed), *_repeats(posterior, leader, allowed)]
     best = max(found, key=lambda proposal: proposal.worth, default=None)
-    worth = FORETOLD_WORTH_A_PROBE if beliefs.foretold else WORTH_A_PROBE
-    least = worth * max(1.0, len(beliefs.probes) / PATIENCE) ** 2
+    worth = MIN_GAIN_WITH_PRIOR if posterior.has_prior_memory else MIN_GAIN
+    least = worth * max(1.0, len(posterior.probes) / PATIENCE) ** 2
     return best.plan if best is not None and best.worth > least else None
 
 
-def oom_cost(beliefs: Beliefs, risk: Array) -> Array:
+def oom_cost(posterior: Posterior, risk: Array) -> Array:
     """What such a risk of running out of memory costs after these probes.
 
-    It grows with every time that it happened. Where memory was foretold, risks are near the truth,
+    It grows with every time that it happened. With a prior on memory, risks are near the truth,
     and the cost is in proportion. Elsewhere small risks are the least certain (on simulated devices
     those below 1 % came true in 3 % of the probes, those above 20 % in a quarter of what was said),
     so it goes with the root.
     """
-    happened = oom_probes_of(beliefs.probes)
-    if beliefs.foretold:
-        return FORETOLD_OOM_COST * (1 + happened / 2) * risk
+    happened = oom_probes_of(posterior.probes)
+    if posterior.has_prior_memory:
+        return OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk
     cost: Array = OOM_COST * (1 + happened) * np.sqrt(risk)
     return cost
 
 
-def ceilings(beliefs: Beliefs) -> Counts:
+def ceilings(posterior: Posterior) -> Counts:
     """(worlds, variants): the largest micro-batch with room to spare; 0 where there is none."""
-    budget = beliefs.facts.vram_budget_bytes * math.exp(-CEILING_MARGIN)
-    return beliefs.sizes.down(np.minimum(beliefs.memory.reach(budget), beliefs.bound))
+    budget = posterior.spec.vram_budget_bytes * math.exp(-CEILING_MARGIN)
+    return posterior.sizes.down(np.minimum(posterior.memory.reach(budget), posterior.bound))
 
 
-def _new_plans(beliefs: Beliefs, leader: Trial, allowed: Mask) -> list[Proposal]:
+def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
     """Per risk of running out of memory, the best plan at just that risk."""
-    ahead = beliefs.speed(leader.plan)[:, None]
-    potential = np.maximum(beliefs.speeds(ceilings(beliefs)) - ahead, 0).mean(axis=0)
+    ahead = posterior.speed(leader.plan)[:, None]
+    potential = np.maximum(posterior.speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
     proposals = []
-    for sizes in _steps(beliefs):
-        fits = beliefs.room >= sizes
-        gain = (np.maximum(beliefs.speeds(sizes) - ahead, 0) * fits).mean(axis=0)
+    for sizes in _steps(posterior):
+        fits = posterior.room >= sizes
+        gain = (np.maximum(posterior.speeds(sizes) - ahead, 0) * fits).mean(axis=0)
         opened = OPENED * np.maximum(potential - gain, 0)
         chance = fits.mean(axis=0)
-        worth = gain + chance * opened - oom_cost(beliefs, 1 - chance)
+        worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
         worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
         best = int(np.argmax(worth))
         if worth[best] > -np.inf:
-            plan = beliefs.facts.space.plan(int(sizes[best]), beliefs.variants[best])
+            plan = posterior.spec.space.plan(int(sizes[best]), posterior.variants[best])
             proposals.append(Proposal(plan, float(worth[best])))
     return proposals
 
 
-def _steps(beliefs: Beliefs) -> list[Counts]:
+def _steps(posterior: Posterior) -> list[Counts]:
     """Per risk, the next micro-batch of every variant; 0 where that would tell nothing new."""
-    ran = [trial.plan for trial in beliefs.probes if trial.measurement.step_times_s]
-    largest = np.zeros(len(beliefs.variants))
+    ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
+    largest = np.zeros(len(posterior.variants))
     for plan in ran:
-        index = beliefs.index(plan)
-        if plan.micro_batch <= beliefs.bound[index]:
+        index = posterior.index(plan)
+        if plan.micro_batch <= posterior.bound[index]:
             largest[index] = max(largest[index], plan.micro_batch)
-    bound = np.minimum(beliefs.bound, STRIDE * max(plan.micro_batch for plan in ran))
+    bound = np.minimum(posterior.bound, STRIDE * max(plan.micro_batch for plan in ran))
     steps = []
-    for room in np.quantile(beliefs.room, _RISKS, axis=0):
-        wanted = np.maximum(np.minimum(room, bound), beliefs.sizes.smallest)
-        sizes = beliefs.sizes.handy(wanted)
-        news = (sizes > _SMALLEST_STRIDE * largest) & (sizes <= beliefs.bound)
+    for room in np.quantile(posterior.room, _RISKS, axis=0):
+        wanted = np.maximum(np.minimum(room, bound), posterior.sizes.smallest)
+        sizes = posterior.sizes.handy(wanted)
+        news = (sizes > _SMALLEST_STRIDE * largest) & (sizes <= posterior.bound)
         steps.append(np.where(news, sizes, 0))
     return steps
 
 
-def _repeats(beliefs: Beliefs, leader: Trial, allowed: Mask) -> list[Proposal]:
+def _repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
     """Plans that noise may hide the worth of."""
     rivals = {
         trial.plan: trial
-        for trial in beliefs.fitting
-        if trial.plan != leader.plan and allowed[beliefs.index(trial.plan)]
+        for trial in posterior.fitting
+        if trial.plan != leader.plan and allowed[posterior.index(trial.plan)]
     }
     proposals = []
     for plan, trial in rivals.items():
-        ahead = beliefs.speed(plan) - beliefs.speed(leader.plan)
-        cost = oom_cost(beliefs, np.array(beliefs.risk(plan)))
-        proposals.append(Proposal(plan, _knowledge(ahead, beliefs.scatter(trial)) - float(cost)))
+        ahead = posterior.speed(plan) - posterior.speed(leader.plan)
+        cost = oom_cost(posterior, np.array(posterior.risk(plan)))
+        proposals.append(Proposal(plan, _knowledge(ahead, posterior.scatter(trial)) - float(cost)))
     return proposals
 
 
@@ -172,17 +172,17 @@ def _knowledge(ahead: Array, noise: float) -> float:
     return told * (density + z * (1 + math.erf(z / math.sqrt(2))) / 2)
 
 
-def _likeliest_to_fit(beliefs: Beliefs, allowed: Mask) -> Plan | None:
+def _likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
     """While nothing fits: the smallest plan not run yet that most likely does."""
-    if len(beliefs.probes) >= _MOST_WITHOUT_FIT:
+    if len(posterior.probes) >= _MOST_WITHOUT_FIT:
         return None
-    smallest = beliefs.sizes.smallest
-    chance = (beliefs.room >= smallest).mean(axis=0)
-    open_ones: Sequence[int] = np.flatnonzero(allowed & (smallest <= beliefs.bound)).tolist()
+    smallest = posterior.sizes.smallest
+    chance = (posterior.room >= smallest).mean(axis=0)
+    open_ones: Sequence[int] = np.flatnonzero(allowed & (smallest <= posterior.bound)).tolist()
     best = max(open_ones, key=lambda index: (float(chance[index]), -index), default=None)
     if best is None:
         return None
-    return beliefs.facts.space.plan(int(smallest[best]), beliefs.variants[best])
+    return posterior.spec.space.plan(int(smallest[best]), posterior.variants[best])
 
 
 VETO_RISK = 0.1
@@ -217,18 +217,18 @@ class Forecast:
     seconds: float | None
 
 
-def decide(beliefs: Beliefs) -> Decision:
+def decide(posterior: Posterior) -> Decision:
     """The plan to probe next, or the reason why none can be expected to win."""
-    space = beliefs.facts.space
-    if not beliefs.probes:
+    space = posterior.spec.space
+    if not posterior.probes:
         return Decision(space.baseline)
-    costly = np.array([space.is_costly(settings) for settings in beliefs.variants])
-    plan = propose(beliefs, beliefs.usable & ~costly)
+    costly = np.array([space.is_costly(settings) for settings in posterior.variants])
+    plan = propose(posterior, posterior.usable & ~costly)
     if plan is None and costly.any():
-        plan = propose(beliefs, beliefs.usable & costly & _beside_leaders(beliefs))
+        plan = propose(posterior, posterior.usable & costly & _beside_leaders(posterior))
     if plan is not None:
         return Decision(plan)
-    fits = any(trial.ok for trial in beliefs.probes)
+    fits = any(trial.ok for trial in posterior.probes)
     why = (
         "no plan left is expected to gain enough to be worth a probe"
         if fits
@@ -237,49 +237,49 @@ def decide(beliefs: Beliefs) -> Decision:
     return Decision(None, stopped_because=why)
 
 
-def veto(beliefs: Beliefs, plan: Plan) -> Measurement | None:
+def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
     """What stands for a proposal that must not run; None where it may.
 
     For a plan that was measured before, what was measured stands in the trial. One that is set
     aside, refused at this size, or whose upper bound is over the budget, stands there as not run.
     The sampler is told PRUNED of either.
     """
-    before = next((trial for trial in beliefs.probes if trial.plan == plan), None)
+    before = next((trial for trial in posterior.probes if trial.plan == plan), None)
     if before is not None:
         return before.measurement
-    why = beliefs.exclusions.why(plan.settings)
+    why = posterior.exclusions.why(plan.settings)
     if why is not None:
         return Measurement(Outcome.UNSUPPORTED, detail=f"not run: {why}")
-    variant = beliefs.index(plan)
-    if plan.micro_batch > beliefs.bound[variant]:
+    variant = posterior.index(plan)
+    if plan.micro_batch > posterior.bound[variant]:
         return Measurement(Outcome.OVER_BUDGET, detail="not run: a smaller one did not fit")
-    if (beliefs.room[:, variant] < plan.micro_batch).mean() <= VETO_RISK:
+    if (posterior.room[:, variant] < plan.micro_batch).mean() <= VETO_RISK:
         return None
-    bound = float(np.quantile(beliefs.held(plan), 1 - VETO_RISK))
-    allowed = format_bytes(beliefs.facts.vram_budget_bytes)
+    bound = float(np.quantile(posterior.held(plan), 1 - VETO_RISK))
+    allowed = format_bytes(posterior.spec.vram_budget_bytes)
     return Measurement(
         Outcome.OVER_BUDGET,
         detail=f"not run: may hold up to {format_bytes(bound)} where {allowed} are allowed",
     )
 
 
-def forecast(beliefs: Beliefs, plan: Plan) -> Forecast:
+def forecast(posterior: Posterior, plan: Plan) -> Forecast:
     """What a plan is expected to need."""
-    peak = round(float(np.median(beliefs.held(plan)))) if beliefs.knows_memory else None
-    timed = [t.measurement for t in beliefs.probes if t.measurement.step_times_s]
+    peak = round(float(np.median(posterior.held(plan)))) if posterior.can_predict_memory else None
+    timed = [t.measurement for t in posterior.probes if t.measurement.step_times_s]
     lengths = [m.seconds - sum(m.step_times_s) for m in timed if m.seconds is not None]
     if not lengths:
         return Forecast(peak, None)
-    step_time_s = plan.samples_per_step / float(np.exp(np.median(beliefs.speed(plan))))
+    step_time_s = plan.samples_per_step / float(np.exp(np.median(posterior.speed(plan))))
     return Forecast(peak, max(lengths) + max(5.0, 10 * step_time_s))
 
 
-def _beside_leaders(beliefs: Beliefs) -> Mask:
+def _beside_leaders(posterior: Posterior) -> Mask:
     """Variants that differ from one of the fastest in nothing but costly values."""
-    space = beliefs.facts.space
-    cheap = [t for t in beliefs.probes if t.ok and not space.is_costly(t.plan.settings)]
-    cheap.sort(key=lambda trial: -float(beliefs.speed(trial.plan).mean()))
+    space = posterior.spec.space
+    cheap = [t for t in posterior.probes if t.ok and not space.is_costly(t.plan.settings)]
+    cheap.sort(key=lambda trial: -float(posterior.speed(trial.plan).mean()))
     leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
     costly = {name for name, dimension in space.dimensions.items() if dimension.trial_cost_s > 0}
     rests = [{pair for pair in variant if pair[0] not in costly} for variant in leaders]
-    return np.array([any(rest <= set(v.items()) for rest in rests) for v in beliefs.variants])
+    return np.array([any(rest <= set(v.items()) for rest in rests) for v in posterior.variants])

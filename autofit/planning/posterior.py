@@ -1,8 +1,8 @@
 """What the probes so far say of every variant: which micro-batches fit, and how fast they are.
 
-It is worked out from facts and probes alone, in worlds: draws of all memory lines and time lines
-that agree with what was measured (`autofit.planning.curves`). Whatever is asked for is worked out
-once, and kept with the beliefs: who decides several times after the same probes keeps the beliefs.
+It follows from the specification and the probes alone, as samples ("worlds") of all memory lines
+and time lines that agree with the measurements (`autofit.planning.curves`). Derived values are
+computed once and cached, so keep the posterior for several decisions after the same probes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.curve_fit import Array
 from autofit.planning.curves import LineFamily, Point, Spread, Worlds
 from autofit.planning.feasibility import Counts, Exclusions, Sizes, exclusions_of
-from autofit.planning.search_spec import MemoryLine, SearchFacts
+from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 WORLDS = 160
 MEMORY_ERROR = 0.02
@@ -35,27 +35,27 @@ _MEMORY_SPREAD = Spread(trend=0.7, bend=0.4)
 _TIME_SPREAD = Spread(trend=0.3, bend=0.15)
 
 
-class Beliefs:
+class Posterior:
     """What is known of a space after some trials.
 
     Attributes:
-        facts: the facts of the search.
+        spec: the specification of the search.
         probes: the trials that were run.
         variants: the settings of every variant; arrays have one column for each.
     """
 
-    def __init__(self, facts: SearchFacts, trials: Sequence[Trial]) -> None:
-        self.facts = facts
-        self.variants: list[Settings] = list(facts.space.variants())
+    def __init__(self, spec: SearchSpec, trials: Sequence[Trial]) -> None:
+        self.spec = spec
+        self.variants: list[Settings] = list(spec.space.variants())
         self._index: dict[VariantKey, int] = {
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
         self.probes = [t for t in probes_of(trials) if t.plan.variant in self._index]
         self._known_speeds: dict[Plan, Array] = {}
 
-    def after(self, trials: Sequence[Trial]) -> Beliefs:
-        """The beliefs after those trials: these, where they hold the same probes."""
-        fresh = Beliefs(self.facts, trials)
+    def updated(self, trials: Sequence[Trial]) -> Posterior:
+        """The posterior after those trials: these, where they hold the same probes."""
+        fresh = Posterior(self.spec, trials)
         return self if fresh.probes == self.probes else fresh
 
     def index(self, plan: Plan) -> int:
@@ -65,18 +65,18 @@ class Beliefs:
     @cached_property
     def exclusions(self) -> Exclusions:
         """What may not be run whatever it holds."""
-        return exclusions_of(self.facts, self.probes)
+        return exclusions_of(self.spec, self.probes)
 
     @cached_property
     def sizes(self) -> Sizes:
         """The micro-batches that may be run."""
-        return Sizes(self.facts.space, [self.exclusions.least(v) for v in self.variants])
+        return Sizes(self.spec.space, [self.exclusions.least(v) for v in self.variants])
 
     @cached_property
     def bound(self) -> Counts:
         """Per variant, the largest micro-batch that is not ruled out."""
         bounds = [self.exclusions.bound(settings) for settings in self.variants]
-        largest = self.facts.space.largest_micro_batch
+        largest = self.spec.space.largest_micro_batch
         return np.array([largest if bound is None else bound for bound in bounds])
 
     @cached_property
@@ -99,7 +99,7 @@ class Beliefs:
     def memory(self) -> Worlds:
         """Bytes over micro-batch."""
         lines, hints = self._predicted_lines(), self._hints("bytes_per_sample")
-        dimensions = self.facts.space.dimensions
+        dimensions = self.spec.space.dimensions
         family = LineFamily(self.variants, dimensions, _MEMORY_SPREAD, hints, lines)
         return family.worlds(self._memory_points(), WORLDS, self.seed)
 
@@ -107,13 +107,13 @@ class Beliefs:
     def time(self) -> Worlds:
         """Seconds of one micro-batch over its size."""
         hints = self._hints("seconds_per_sample")
-        family = LineFamily(self.variants, self.facts.space.dimensions, _TIME_SPREAD, hints, {})
+        family = LineFamily(self.variants, self.spec.space.dimensions, _TIME_SPREAD, hints, {})
         return family.worlds(self._time_points(), WORLDS, self.seed + 1)
 
     @property
     def seed(self) -> int:
         """Of the random choices after these probes."""
-        return 1000 * self.facts.seed + len(self.probes)
+        return 1000 * self.spec.seed + len(self.probes)
 
     def speeds(self, micro_batches: Counts) -> Array:
         """(worlds, variants): logarithms of samples per second at those micro-batches.
@@ -122,7 +122,7 @@ class Beliefs:
             micro_batches: one per variant, or one per world and variant; -inf where it is 0.
         """
         size = np.maximum(micro_batches, 1)
-        whole = self.facts.space.global_batch
+        whole = self.spec.space.global_batch
         steps = 1 if whole is None else np.ceil(whole / size)
         samples = size if whole is None else whole
         seconds = steps * np.exp(self.time.intercept) + np.exp(self.time.slope) * samples
@@ -164,18 +164,18 @@ class Beliefs:
         return held
 
     @property
-    def knows_memory(self) -> bool:
+    def can_predict_memory(self) -> bool:
         """Whether anything was measured or predicted of what plans hold."""
         measured = any(not point.at_least for point in self._memory_points())
         return measured or bool(self._predicted_lines())
 
     @cached_property
-    def foretold(self) -> bool:
+    def has_prior_memory(self) -> bool:
         """Whether something was said beforehand of what every variant holds, by line or by hint."""
         hinted = self._hints("bytes_per_sample")
         values = {
             (name, value)
-            for name, dimension in self.facts.space.dimensions.items()
+            for name, dimension in self.spec.space.dimensions.items()
             for value in dimension.values[1:]
         }
         by_hints = bool(values) and values <= hinted.keys()
@@ -185,7 +185,7 @@ class Beliefs:
     def room(self) -> Array:
         """(worlds, variants): the micro-batch that a probe just has room for, noise included."""
         noise = np.random.default_rng(self.seed + 2).standard_normal((WORLDS, 1))
-        return self.memory.reach(self.facts.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
+        return self.memory.reach(self.spec.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
 
     def risk(self, plan: Plan) -> float:
         """The probability that a probe of the plan runs out of memory."""
@@ -209,14 +209,14 @@ class Beliefs:
     def _hints(self, field: str) -> dict[tuple[str, Scalar], float]:
         return {
             (name, value): factor
-            for name, dimension in self.facts.space.dimensions.items()
+            for name, dimension in self.spec.space.dimensions.items()
             for value, hint in dimension.hints.items()
             if (factor := getattr(hint, field)) is not None and factor > 0
         }
 
     def _predicted_lines(self) -> Mapping[int, MemoryLine]:
         """By variant, those that a logarithm can be taken of; none without the plain one's."""
-        lines = [self.facts.predicted_line(settings) for settings in self.variants]
+        lines = [self.spec.predicted_line(settings) for settings in self.variants]
         found = {i: line for i, line in enumerate(lines) if line is not None and min(line) > 0}
         return found if 0 in found else {}
 
@@ -235,7 +235,7 @@ class Beliefs:
             if outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
                 points.append(Point(variant, x, float(held), MEMORY_ERROR))
             elif outcome.about_memory and not trial.measurement.contended:
-                budget = float(self.facts.vram_budget_bytes)
+                budget = float(self.spec.vram_budget_bytes)
                 points.append(Point(variant, x, budget, MEMORY_ERROR, at_least=True))
             elif outcome.about_memory and held:  # others took the room that was left
                 points.append(Point(variant, x, float(held), MEMORY_ERROR, at_least=True))

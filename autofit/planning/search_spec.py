@@ -1,4 +1,4 @@
-"""The immutable facts of a search: written once when its study is made, never changed after.
+"""The immutable spec of a search: written once when its study is made, never changed after.
 
 Everything a planner may know beside the trials stands here, as plain data, so that the next plan
 is a pure function of what the study holds: a killed search goes on where it was, and a "level 2"
@@ -19,7 +19,7 @@ MemoryLine = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class SearchFacts:
+class SearchSpec:
     """What a planner knows before anything was run.
 
     Attributes:
@@ -60,8 +60,8 @@ class SearchFacts:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SearchFacts:
-        """The facts that `to_dict` wrote; keys it does not know are ignored."""
+    def from_dict(cls, data: Mapping[str, Any]) -> SearchSpec:
+        """The spec that `to_dict` wrote; keys it does not know are ignored."""
         space = Space(
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
             sample_batch_size=data["sample_batch_size"],

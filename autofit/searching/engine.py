@@ -25,8 +25,8 @@ from autofit.measurement import (
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
-from autofit.planning.posterior import Beliefs
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.posterior import Posterior
+from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Prober, ProbeRequest
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import Allowance
@@ -100,7 +100,7 @@ _MOST_RETURNS = 2  # from confirming to searching, each after a leading plan tha
 
 def run_search(
     prober: Prober,
-    facts: SearchFacts,
+    spec: SearchSpec,
     *,
     store: Store | None = None,
     sampler: BaseSampler | None = None,
@@ -113,7 +113,7 @@ def run_search(
 
     Args:
         prober: runs the plans; it is not closed.
-        facts: what to search.
+        spec: what to search.
         store: the open study; None: in memory.
         sampler: any Optuna sampler that proposes plans; None: the planner. What others propose
             is run unless it must be expected not to fit.
@@ -131,11 +131,11 @@ def run_search(
         StudyRefused: the study cannot be written.
         Exception: whatever the user's code raised on the plain workload.
     """
-    held = nullcontext(store) if store is not None else Store.open(None, facts.identity)
+    held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         search = _Search(
             prober=prober,
-            facts=facts,
+            spec=spec,
             store=opened,
             sampler=sampler,
             max_probes=max_probes,
@@ -153,7 +153,7 @@ class _Search:
         self,
         *,
         prober: Prober,
-        facts: SearchFacts,
+        spec: SearchSpec,
         store: Store,
         sampler: BaseSampler | None,
         max_probes: int | None,
@@ -161,14 +161,14 @@ class _Search:
         on_event: events.OnEvent | None,
         veto: bool,
     ) -> None:
-        store.begin(facts)
-        self._prober, self._facts, self._store = prober, facts, store
+        store.begin(spec)
+        self._prober, self._spec, self._store = prober, spec, store
         self._foreign_sampler = None if isinstance(sampler, PlannerSampler) else sampler
         self._allowance = Allowance(max_probes, timeout_s)
         self._may_veto = veto
         self._tell = on_event or (lambda event: None)
         self._trials = store.trials
-        self._beliefs = Beliefs(facts, self._trials)
+        self._posterior = Posterior(spec, self._trials)
         self._interrupts = Interrupts()
 
     def result(self) -> SearchResult:
@@ -180,15 +180,15 @@ class _Search:
             if not any(trial.ok for trial in self._trials):
                 raise
             stopped_because = INTERRUPTED
-        best = confirmation.best_of(self._beliefs)
+        best = confirmation.best_of(self._posterior)
         if best is None:
-            raise result.nothing_fits(self._facts, self._trials)
+            raise result.nothing_fits(self._spec, self._trials)
         return SearchResult(
-            self._facts,
+            self._spec,
             self._trials,
             best,
             self._trials[0],
-            skips(self._beliefs),
+            skips(self._posterior),
             stopped_because,
         )
 
@@ -210,13 +210,13 @@ class _Search:
             if reason is not None:
                 return reason
             if not self._trials:
-                self._probe(OnePlan(self._facts.space.baseline), Role.BASELINE)
+                self._probe(OnePlan(self._spec.space.baseline), Role.BASELINE)
                 continue
             sampler = self._foreign_sampler
             if sampler is None or self._planner_ends_sampling:
                 if self._store.ended is not None:
                     return self._store.ended
-                decision = planner.decide(self._beliefs)
+                decision = planner.decide(self._posterior)
                 if decision.plan is None:
                     return decision.stopped_because or "nothing is left to try"
                 sampler = sampler or OnePlan(decision.plan)
@@ -243,7 +243,7 @@ class _Search:
         """
         begun = False
         while True:
-            plan = confirmation.confirm(self._beliefs)
+            plan = confirmation.confirm(self._posterior)
             if plan is None or self._may_not_probe():
                 return True
             if not begun:
@@ -263,11 +263,11 @@ class _Search:
         """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
         self._interrupts.check()
         with self._store.asking(sampler) as asked:
-            plan = trial_codec.plan_of(asked.params, self._facts.space)
-            forecast = planner.forecast(self._beliefs, plan)
+            plan = trial_codec.plan_of(asked.params, self._spec.space)
+            forecast = planner.forecast(self._posterior, plan)
             veto = None
             if self._may_veto and sampler is self._foreign_sampler:
-                veto = planner.veto(self._beliefs, plan)
+                veto = planner.veto(self._posterior, plan)
             if veto is not None:
                 role, measurement = Role.VETOED, veto
             else:
@@ -276,14 +276,14 @@ class _Search:
                     plan,
                     role,
                     prober=self._prober,
-                    space=self._facts.space,
+                    space=self._spec.space,
                     trials=self._trials,
                     expected_seconds=forecast.seconds,
                 )
             number = len(self._trials)
             self._store.record(asked, Trial(number, role, plan, measurement, forecast.peak_bytes))
         self._trials = self._store.trials
-        self._beliefs = self._beliefs.after(self._trials)
+        self._posterior = self._posterior.updated(self._trials)
         finished = events.Vetoed if veto is not None else events.ProbeFinished
         self._tell(finished(self._trials[-1], self._progress()))
         error = result.hopeless(self._trials[-1], self._prober)

@@ -16,8 +16,8 @@ from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
 from autofit.plan import Plan, Scalar, settings_of
 from autofit.planning.feasibility import Counts
 from autofit.planning.planner import ceilings, leading
-from autofit.planning.posterior import Beliefs
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.posterior import Posterior
+from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Prober, WorkloadProber, users_error
 from autofit.probing.survey import Survey
 from autofit.report.record import Record, SearchSummary, Skipped
@@ -35,7 +35,7 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        facts: what it searched.
+        spec: what it searched.
         trials: every trial of the study, in order.
         best: the plan to train with; confirmed, unless the search was cut short before that (its
             role says so). It was run, and it fits.
@@ -44,7 +44,7 @@ class SearchResult:
         stopped_because: why no further plan was searched.
     """
 
-    facts: SearchFacts
+    spec: SearchSpec
     trials: tuple[Trial, ...]
     best: Trial
     baseline: Trial
@@ -112,7 +112,7 @@ def _size(trial: Trial) -> tuple[int, float]:
     return trial.plan.micro_batch, math.inf if held is None else held
 
 
-def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
+def nothing_fits(spec: SearchSpec, trials: Sequence[Trial]) -> AutofitError:
     """What to say when not one plan that was tried can be returned."""
     tried = probes_of(trials)
     about_memory = [trial for trial in tried if trial.measurement.outcome.about_memory]
@@ -123,7 +123,7 @@ def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
             f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
         )
     smallest = min(about_memory, key=_size)
-    required, allowed = smallest.measurement.held_bytes, facts.vram_budget_bytes
+    required, allowed = smallest.measurement.held_bytes, spec.vram_budget_bytes
     if required is None:
         needed = "ran out of memory"
     elif required <= allowed:  # its peak before it asked for what there was not
@@ -132,16 +132,16 @@ def nothing_fits(facts: SearchFacts, trials: Sequence[Trial]) -> AutofitError:
         needed = f"needed {format_bytes(required)}"
     return NoFeasiblePlan(
         f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
-        f"{format_bytes(allowed)} were allowed; {_ways_out(facts)}",
+        f"{format_bytes(allowed)} were allowed; {_ways_out(spec)}",
         plan=smallest.plan,
         required_bytes=required,
         allowed_bytes=allowed,
     )
 
 
-def _ways_out(facts: SearchFacts) -> str:
+def _ways_out(spec: SearchSpec) -> str:
     ways = "raise the VRAM budget, shorten the samples or make the model smaller"
-    fixed = facts.space.only_micro_batch
+    fixed = spec.space.only_micro_batch
     if fixed is None or fixed == 1:
         return ways
     return (
@@ -175,7 +175,7 @@ def record_of(
         difference: see `difference_of`.
         seconds: what all of it took, the worker's start included.
     """
-    space = result.facts.space
+    space = result.spec.space
     return Record(
         version=version("torch-autofit"),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -192,13 +192,13 @@ def record_of(
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": dict(survey.sample_shapes),
         },
-        vram_budget_bytes=result.facts.vram_budget_bytes,
+        vram_budget_bytes=result.spec.vram_budget_bytes,
         search=SearchSummary(
             probes=result.probes,
             oom_probes=result.oom_probes,
             seconds=seconds,
             stopped_because=result.stopped_because,
-            seed=result.facts.seed,
+            seed=result.spec.seed,
         ),
         dimensions=space.dimensions,
         trials=result.trials,
@@ -231,7 +231,7 @@ def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, 
     best, baseline = result.best.plan, result.baseline.plan
     if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
         return None
-    payloads = [result.facts.space.payloads(plan.settings) for plan in (baseline, best)]
+    payloads = [result.spec.space.payloads(plan.settings) for plan in (baseline, best)]
     samples = min(best.samples_per_step, baseline.samples_per_step)
     try:
         compared = prober.compare(baseline, best, payloads, samples).to_dict()
@@ -244,35 +244,35 @@ def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, 
 # What a search left out, in words that a person can check.
 
 
-def skips(beliefs: Beliefs) -> tuple[Skipped, ...]:
+def skips(posterior: Posterior) -> tuple[Skipped, ...]:
     """What was set aside, then each value of a setting that was never run."""
-    blamed = [Skipped(dict(pairs), why) for pairs, why in beliefs.exclusions.blamed.items()]
-    size: Counts = np.median(ceilings(beliefs), axis=0).astype(np.int64)
-    run = {pair for trial in beliefs.probes for pair in trial.plan.variant}
+    blamed = [Skipped(dict(pairs), why) for pairs, why in posterior.exclusions.blamed.items()]
+    size: Counts = np.median(ceilings(posterior), axis=0).astype(np.int64)
+    run = {pair for trial in posterior.probes for pair in trial.plan.variant}
     never = [
         Skipped({name: value}, why)
-        for name, dimension in beliefs.facts.space.dimensions.items()
+        for name, dimension in posterior.spec.space.dimensions.items()
         for value in dimension.values
-        if (name, value) not in run and (why := _why_not(beliefs, name, value, size))
+        if (name, value) not in run and (why := _why_not(posterior, name, value, size))
     ]
     return (*blamed, *never)
 
 
-def _why_not(beliefs: Beliefs, name: str, value: Scalar, size: Counts) -> str | None:
+def _why_not(posterior: Posterior, name: str, value: Scalar, size: Counts) -> str | None:
     """Why that value was not run; None where what was set aside says so already.
 
     `size` is the largest micro-batch that each variant is expected to have room for.
     """
-    having = [settings[name] == value for settings in beliefs.variants]
-    variants = np.flatnonzero(np.array(having) & beliefs.usable)
-    leader = leading(beliefs)
+    having = [settings[name] == value for settings in posterior.variants]
+    variants = np.flatnonzero(np.array(having) & posterior.usable)
+    leader = leading(posterior)
     if not len(variants):
         return None
     fitting = variants[size[variants] >= 1]
     if not len(fitting) or leader is None:
-        return _too_large(beliefs, variants)
-    predicted = np.median(beliefs.speeds(size), axis=0)
-    best, ahead = float(predicted[fitting].max()), float(np.median(beliefs.speed(leader.plan)))
+        return _too_large(posterior, variants)
+    predicted = np.median(posterior.speeds(size), axis=0)
+    best, ahead = float(predicted[fitting].max()), float(np.median(posterior.speed(leader.plan)))
     words = (
         f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
         f"{format_rate(np.exp(ahead))}"
@@ -280,14 +280,14 @@ def _why_not(beliefs: Beliefs, name: str, value: Scalar, size: Counts) -> str | 
     return words if best <= ahead else f"not tried before the search stopped: {words}"
 
 
-def _too_large(beliefs: Beliefs, variants: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
+def _too_large(posterior: Posterior, variants: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
     """What the leanest of those variants would hold at its smallest micro-batch."""
-    space = beliefs.facts.space
-    plans = [space.plan(int(beliefs.sizes.smallest[i]), beliefs.variants[i]) for i in variants]
+    space = posterior.spec.space
+    plans = [space.plan(int(posterior.sizes.smallest[i]), posterior.variants[i]) for i in variants]
     held, plan = min(
-        ((float(np.median(beliefs.held(plan))), plan) for plan in plans), key=lambda pair: pair[0]
+        ((float(np.median(posterior.held(plan))), plan) for plan in plans), key=lambda pair: pair[0]
     )
     return (
         f"predicted to hold {format_bytes(held)} at micro-batch {plan.micro_batch} where "
-        f"{format_bytes(beliefs.facts.vram_budget_bytes)} are allowed"
+        f"{format_bytes(posterior.spec.vram_budget_bytes)} are allowed"
     )

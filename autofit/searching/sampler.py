@@ -1,6 +1,6 @@
 """Optuna samplers that ask for plans: the planner, and one given plan.
 
-`PlannerSampler` reads the facts from the study's attributes and decides from its trials alone, so
+`PlannerSampler` reads the spec from the study's attributes and decides from its trials alone, so
 any process that has the study goes on with the same plan.
 """
 
@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
-from autofit.planning.posterior import Beliefs
+from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
 
 
@@ -33,7 +33,7 @@ class _PlanSampler(BaseSampler):
         trial: FrozenTrial,
     ) -> dict[str, BaseDistribution]:
         """All settings and the micro-batch."""
-        return trial_codec.distributions(trial_codec.facts_of(study).space)
+        return trial_codec.distributions(trial_codec.spec_of(study).space)
 
     def sample_relative(
         self,
@@ -73,9 +73,9 @@ class PlannerSampler(_PlanSampler):
     """autofit's planner; once nothing can be expected to win, it repeats the best plan."""
 
     def _plan(self, study: Study) -> Plan:
-        beliefs = Beliefs(trial_codec.facts_of(study), trial_codec.trials_of(study))
-        plan = planner.decide(beliefs).plan
+        posterior = Posterior(trial_codec.spec_of(study), trial_codec.trials_of(study))
+        plan = planner.decide(posterior).plan
         if plan is not None:
             return plan
-        best = confirmation.best_of(beliefs)
-        return beliefs.facts.space.baseline if best is None else best.plan
+        best = confirmation.best_of(posterior)
+        return posterior.spec.space.baseline if best is None else best.plan

@@ -13,7 +13,7 @@ import torch
 from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.search_spec import SearchSpec
 from autofit.probing.isolation import open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
@@ -132,17 +132,17 @@ def search(
         check_weights_fit(survey)
         identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
         with Store.open(study, identity) as store:
-            facts = store.facts
-            if facts is None:
+            spec = store.spec
+            if spec is None:
                 space = survey.space(max_micro_batch)
                 foreseen = predicted_lines(workload, survey, space, chosen)
                 survey = replace(survey, notes=(*survey.notes, *foreseen.notes))
                 budget = survey.vram_budget_bytes
-                facts = SearchFacts(space, budget, seed, identity, foreseen.lines)
-            prober.rebudget(facts.vram_budget_bytes)
+                spec = SearchSpec(space, budget, seed, identity, foreseen.lines)
+            prober.rebudget(spec.vram_budget_bytes)
             result = run_search(
                 prober,
-                facts,
+                spec,
                 store=store,
                 sampler=sampler,
                 max_probes=max_probes,

@@ -1,7 +1,7 @@
-"""The study of a search: its facts and its trials, kept where the user said.
+"""The study of a search: its spec and its trials, kept where the user said.
 
 Promises: a finished trial is stored before the next is asked for; opening the study again gives
-the same facts and every finished trial; a study that belongs to another search, or that another
+the same spec and every finished trial; a study that belongs to another search, or that another
 search is using, is refused; trials whose process died do not stay under way.
 
 A file is locked for as long as it is open (`autofit.searching.storage`); what a storage URL names
@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
 from autofit.measurement import Trial
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.search_spec import SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.storage import AskedStudy, cause_of, open_study
 from autofit.searching.study_lock import Claim
@@ -36,7 +36,7 @@ class Store:
 
     Attributes:
         study: the Optuna study itself; where a sampler stops it, the search has run out of plans.
-        facts: what the study was made for; None until `begin`.
+        spec: what the study was made for; None until `begin`.
     """
 
     def __init__(self, study: AskedStudy, name: str, claim: Claim | None, held: ExitStack) -> None:
@@ -44,7 +44,7 @@ class Store:
         self.name = name
         self._claim = claim
         self._held = held  # what must be let go of, beside the claim
-        self.facts = trial_codec.facts_of(study) if trial_codec.FACTS in study.user_attrs else None
+        self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in study.user_attrs else None
 
     @classmethod
     def open(cls, study: str | os.PathLike[str] | None, identity: Mapping[str, str]) -> Self:
@@ -52,7 +52,7 @@ class Store:
 
         Args:
             study: a file path, an Optuna storage URL, or None for memory alone.
-            identity: as in `SearchFacts`; compared with the stored one, where there is one.
+            identity: as in `SearchSpec`; compared with the stored one, where there is one.
 
         Raises:
             StudyRefused: it belongs to another search, is in use, or cannot be read or written.
@@ -69,19 +69,19 @@ class Store:
             closed_unless_taken.pop_all()
         return store
 
-    def begin(self, facts: SearchFacts) -> None:
-        """Write the facts of a new study; nothing where it already has them.
+    def begin(self, spec: SearchSpec) -> None:
+        """Write the spec of a new study; nothing where it already has them.
 
         Raises:
-            StudyRefused: the study has other facts, or cannot be written.
+            StudyRefused: the study has other spec, or cannot be written.
         """
-        if self.facts is None:
+        if self.spec is None:
             with self._writing():
-                self.study.set_user_attr(trial_codec.FACTS, facts.to_dict())
-            self.facts = facts
-        elif self.facts.to_dict() != facts.to_dict():
+                self.study.set_user_attr(trial_codec.SPEC, spec.to_dict())
+            self.spec = spec
+        elif self.spec.to_dict() != spec.to_dict():
             raise StudyRefused(
-                f"the study {self.name} was made for another space, budget or seed: use the facts "
+                f"the study {self.name} was made for another space, budget or seed: use the spec "
                 "it holds, or give another study"
             )
 
@@ -107,7 +107,7 @@ class Store:
             self.study.sampler = sampler
             if self._claim is not None:
                 self._claim.renew()
-            space = trial_codec.facts_of(self.study).space
+            space = trial_codec.spec_of(self.study).space
             asked = self.study.ask(trial_codec.distributions(space))
         try:
             yield asked
@@ -116,11 +116,16 @@ class Store:
                 self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
             raise
 
-    def record(self, asked: optuna.Trial, trial: Trial) -> None:
-        """Store what became of an asked trial."""
-        assert self.facts is not None, "begin() comes before the first trial"
+    def record(self, asked: optuna.Trial, trial: Trial) -> Trial:
+        """Store a finished trial and return it as stored: with its number in this study.
+
+        Args:
+            asked: the Optuna trial that it finishes.
+            trial: the trial; its own number is not used.
+        """
+        assert self.spec is not None, "begin() comes before the first trial"
         with self._writing():
-            trial_codec.record(self.study, asked, trial, self.facts)
+            return trial_codec.record(self.study, asked, trial, self.spec)
 
     def close(self) -> None:
         """Let other searches have the study."""
@@ -144,9 +149,9 @@ class Store:
             self.close()
 
     def _check_identity(self, identity: Mapping[str, str]) -> None:
-        if self.facts is None:
+        if self.spec is None:
             return
-        stored = self.facts.identity
+        stored = self.spec.identity
         parts = sorted(
             part for part in {*stored, *identity} if stored.get(part) != identity.get(part)
         )

@@ -24,26 +24,26 @@ from optuna.trial import FrozenTrial, TrialState
 from autofit.errors import StudyRefused
 from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
-FACTS = "autofit_facts"
-"""The study attribute that holds the facts of the search."""
+SPEC = "autofit_facts"
+"""The study attribute that holds the spec of the search."""
 MICRO_BATCH = "micro_batch"
 _RECORD = "autofit_trial"
 _CONSTRAINT = "vram"
 _LEAST_EXCESS = 0.01
 
 
-def facts_of(study: optuna.Study) -> SearchFacts:
-    """The facts that a study was made with.
+def spec_of(study: optuna.Study) -> SearchSpec:
+    """The spec that a study was made with.
 
     Raises:
         StudyRefused: the study has none: it is not of this project.
     """
-    if FACTS not in study.user_attrs:
-        raise StudyRefused(f"the study {study.study_name!r} has no facts of a search of autofit's")
-    return SearchFacts.from_dict(study.user_attrs[FACTS])
+    if SPEC not in study.user_attrs:
+        raise StudyRefused(f"the study {study.study_name!r} has no spec of a search of autofit's")
+    return SearchSpec.from_dict(study.user_attrs[SPEC])
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
@@ -74,11 +74,13 @@ def plan_of(params: dict[str, Any], space: Space) -> Plan:
     return space.plan(params[MICRO_BATCH], settings)
 
 
-def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, facts: SearchFacts) -> None:
-    """Store a finished trial and tell Optuna its state."""
-    asked.set_constraint(_CONSTRAINT, _excess(trial, facts))
+def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec) -> Trial:
+    """Store a finished trial, tell Optuna its state, and return it as `trials_of` numbers it."""
+    asked.set_constraint(_CONSTRAINT, _excess(trial, spec))
     asked.set_user_attr(_RECORD, trial.to_dict())
     study.tell(asked, *_value_and_state(trial))
+    place = [frozen.number for frozen in _recorded(study)].index(asked.number)
+    return trials_of(study)[place]
 
 
 def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
@@ -91,9 +93,13 @@ def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
 
 def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
     """Every recorded trial in order, numbered from 0; unfinished and lost ones are left out."""
-    finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
-    records = [t.user_attrs[_RECORD] for t in finished if _RECORD in t.user_attrs]
+    records = [frozen.user_attrs[_RECORD] for frozen in _recorded(study)]
     return tuple(_trial(number, data) for number, data in enumerate(records))
+
+
+def _recorded(study: optuna.Study) -> list[FrozenTrial]:
+    finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
+    return [t for t in finished if _RECORD in t.user_attrs]
 
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
@@ -107,12 +113,12 @@ def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
     return None, TrialState.FAIL
 
 
-def _excess(trial: Trial, facts: SearchFacts) -> float:
+def _excess(trial: Trial, spec: SearchSpec) -> float:
     """By which share of the budget the plan is over it; at most zero where it fits."""
     held = trial.measurement.held_bytes
     if held is None:
         held = trial.predicted_peak_bytes
-    excess = 0.0 if held is None else held / facts.vram_budget_bytes - 1
+    excess = 0.0 if held is None else held / spec.vram_budget_bytes - 1
     if trial.measurement.outcome is Outcome.OK:
         return min(excess, 0.0)
     return max(excess, _LEAST_EXCESS)

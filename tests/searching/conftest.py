@@ -9,7 +9,7 @@ import pytest
 
 from autofit.measurement import Measurement
 from autofit.plan import Dimension, Plan
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 
@@ -18,7 +18,7 @@ BUDGET = 8 * GIB
 
 
 @dataclass(frozen=True)
-class Rig:
+class SimulatedDevice:
     """A device of two precisions and five checkpoint levels: a budget, lines, and a space."""
 
     space: Space
@@ -49,8 +49,8 @@ class Rig:
         )
         return max(self.speed(plan) for plan in plans if self.memory(plan) <= self.budget)
 
-    def facts(self) -> SearchFacts:
-        return SearchFacts(self.space, self.budget, seed=3, identity={"workload": "rig"})
+    def spec(self) -> SearchSpec:
+        return SearchSpec(self.space, self.budget, seed=3, identity={"workload": "device"})
 
     def prober(
         self,
@@ -75,17 +75,17 @@ DIMENSIONS = {
 
 
 @pytest.fixture
-def rig() -> Rig:
+def device() -> SimulatedDevice:
     """Ten variants, free micro-batch."""
-    return Rig(Space(DIMENSIONS, sample_batch_size=4))
+    return SimulatedDevice(Space(DIMENSIONS, sample_batch_size=4))
 
 
 @pytest.fixture
-def rig_of() -> Callable[..., Rig]:
-    """Like `rig`, with other arguments of the space or another budget."""
+def make_device() -> Callable[..., SimulatedDevice]:
+    """Like `device`, with other arguments of the space or another budget."""
 
-    def make(budget: int = BUDGET, **arguments: object) -> Rig:
+    def make(budget: int = BUDGET, **arguments: object) -> SimulatedDevice:
         space = {"dimensions": DIMENSIONS, "sample_batch_size": 4} | arguments
-        return Rig(Space(**space), budget)  # type: ignore[arg-type]  # as the test wrote them
+        return SimulatedDevice(Space(**space), budget)  # type: ignore[arg-type]  # as the test wrote them
 
     return make

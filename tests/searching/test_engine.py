@@ -23,7 +23,7 @@ from autofit.searching.result import INTERRUPTED
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
 
-MakeRig = Callable[..., Any]
+MakeDevice = Callable[..., Any]
 GIB = 2**30
 
 
@@ -37,20 +37,20 @@ def _failing(
     return lambda plan: Measurement(outcome, detail="on purpose") if when(plan) else None
 
 
-def test_the_answer_was_run_again_after_a_renewal(rig: Any) -> None:
-    prober = rig.prober()
-    result = run_search(prober, rig.facts())
+def test_the_answer_was_run_again_after_a_renewal(device: Any) -> None:
+    prober = device.prober()
+    result = run_search(prober, device.spec())
     assert result.best.role is Role.CONFIRMED
     assert prober.renewals == 1
     assert prober.probed[-1].full_accumulation
     assert [request.plan for request in prober.probed].count(result.best.plan) >= 2
-    assert result.baseline.plan == rig.space.baseline
+    assert result.baseline.plan == device.space.baseline
     assert result.probes == len(prober.probed)
 
 
-def test_later_probes_are_told_what_to_beat(rig: Any) -> None:
-    prober = rig.prober()
-    run_search(prober, rig.facts(), max_probes=4)
+def test_later_probes_are_told_what_to_beat(device: Any) -> None:
+    prober = device.prober()
+    run_search(prober, device.spec(), max_probes=4)
     incumbents = [request.incumbent_samples_per_second for request in prober.probed]
     assert incumbents[0] is None
     assert all(rate is not None and rate > 0 for rate in incumbents[1:-1])
@@ -58,15 +58,15 @@ def test_later_probes_are_told_what_to_beat(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
-def test_no_more_probes_than_allowed(rig: Any, most: int) -> None:
-    result = run_search(rig.prober(), rig.facts(), max_probes=most)
+def test_no_more_probes_than_allowed(device: Any, most: int) -> None:
+    result = run_search(device.prober(), device.spec(), max_probes=most)
     assert result.probes == most
     assert result.stopped_because == f"max_probes={most} reached"
     assert result.best.role is (Role.BASELINE if most == 1 else Role.CONFIRMED)
 
 
-def test_a_timeout_that_is_over_leaves_the_baseline(rig: Any) -> None:
-    result = run_search(rig.prober(), rig.facts(), timeout_s=0.0)
+def test_a_timeout_that_is_over_leaves_the_baseline(device: Any) -> None:
+    result = run_search(device.prober(), device.spec(), timeout_s=0.0)
     assert result.probes == 1
     assert result.best.role is Role.BASELINE
     assert "timeout" in result.stopped_because
@@ -75,8 +75,8 @@ def test_a_timeout_that_is_over_leaves_the_baseline(rig: Any) -> None:
 class _Interrupting:
     """A simulated device whose n-th probe is interrupted."""
 
-    def __init__(self, rig: Any, at: int) -> None:
-        self._inner, self._left = rig.prober(), at
+    def __init__(self, device: Any, at: int) -> None:
+        self._inner, self._left = device.prober(), at
 
     @property
     def vram_budget_bytes(self) -> int:
@@ -98,8 +98,8 @@ class _Interrupting:
     def close(self) -> None: ...
 
 
-def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(rig: Any) -> None:
-    result = run_search(_Interrupting(rig, at=5), rig.facts())
+def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(device: Any) -> None:
+    result = run_search(_Interrupting(device, at=5), device.spec())
     assert result.stopped_because == INTERRUPTED
     assert len(result.trials) == 4
     fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
@@ -107,12 +107,12 @@ def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(rig: Any) 
     assert result.best.role in (Role.SEARCH, Role.BASELINE)
 
 
-def test_an_interrupt_before_anything_ran_is_passed_on(rig: Any) -> None:
+def test_an_interrupt_before_anything_ran_is_passed_on(device: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_search(_Interrupting(rig, at=1), rig.facts())
+        run_search(_Interrupting(device, at=1), device.spec())
 
 
-def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(rig: Any) -> None:
+def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(device: Any) -> None:
     class _Raising(_Interrupting):
         def probe(self, request: ProbeRequest) -> Measurement:
             self.asked = getattr(self, "asked", 0) + 1
@@ -121,14 +121,14 @@ def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(rig: Any) -
         def user_exception(self) -> BaseException | None:
             return KeyError("labels")
 
-    prober = _Raising(rig, at=99)
+    prober = _Raising(device, at=99)
     with pytest.raises(KeyError, match="labels"):
-        run_search(prober, rig.facts())
+        run_search(prober, device.spec())
     assert prober.asked == 1
 
 
-def test_an_error_of_one_variant_sets_it_aside(rig: Any) -> None:
-    result = run_search(rig.prober(_failing(Outcome.USER_ERROR, _is_half)), rig.facts())
+def test_an_error_of_one_variant_sets_it_aside(device: Any) -> None:
+    result = run_search(device.prober(_failing(Outcome.USER_ERROR, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     failed = [t for t in result.trials if not t.ok]
     assert {trial.measurement.outcome for trial in failed} == {Outcome.UNSUPPORTED}
@@ -138,8 +138,8 @@ def test_an_error_of_one_variant_sets_it_aside(rig: Any) -> None:
     ]
 
 
-def test_a_precision_that_makes_the_loss_infinite_is_out(rig: Any) -> None:
-    result = run_search(rig.prober(_failing(Outcome.NONFINITE, _is_half)), rig.facts())
+def test_a_precision_that_makes_the_loss_infinite_is_out(device: Any) -> None:
+    result = run_search(device.prober(_failing(Outcome.NONFINITE, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     tried = [trial.ok for trial in result.trials if _is_half(trial.plan)]
     assert tried in ([False], [False, False])
@@ -149,44 +149,44 @@ def test_a_precision_that_makes_the_loss_infinite_is_out(rig: Any) -> None:
     ("outcome", "words"), [(Outcome.NONFINITE, "not finite"), (Outcome.LEAK, "more memory")]
 )
 def test_a_plain_workload_that_is_broken_is_an_error(
-    rig: Any, outcome: Outcome, words: str
+    device: Any, outcome: Outcome, words: str
 ) -> None:
     with pytest.raises(WorkloadFailed, match=words):
-        run_search(rig.prober(_failing(outcome, lambda plan: True)), rig.facts())
+        run_search(device.prober(_failing(outcome, lambda plan: True)), device.spec())
 
 
-def test_a_crash_costs_one_probe_and_bounds_what_worked_smaller(rig: Any) -> None:
-    prober = rig.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 20))
-    result = run_search(prober, rig.facts())
+def test_a_crash_costs_one_probe_and_bounds_what_worked_smaller(device: Any) -> None:
+    prober = device.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 20))
+    result = run_search(prober, device.spec())
     assert result.best.plan.micro_batch <= 20
-    assert rig.speed(result.best.plan) > 2 * rig.speed(rig.space.baseline)
+    assert device.speed(result.best.plan) > 2 * device.speed(device.space.baseline)
 
 
-def test_nothing_fits_says_what_was_tried_needed_and_allowed(rig_of: MakeRig) -> None:
-    other = rig_of(budget=GIB)
+def test_nothing_fits_says_what_was_tried_needed_and_allowed(make_device: MakeDevice) -> None:
+    other = make_device(budget=GIB)
     with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*1\.00 GiB were allowed") as caught:
-        run_search(other.prober(), other.facts())
+        run_search(other.prober(), other.spec())
     assert caught.value.plan is not None
     assert caught.value.plan.micro_batch == 1
     assert caught.value.allowed_bytes == GIB
     assert caught.value.exit_code == 1
 
 
-def test_where_only_one_split_was_tried_the_way_to_others_is_named(rig_of: MakeRig) -> None:
-    other = rig_of(budget=GIB, global_batch=8, may_resplit=False)
+def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: MakeDevice) -> None:
+    other = make_device(budget=GIB, global_batch=8, may_resplit=False)
     with pytest.raises(NoFeasiblePlan, match=r"no other micro-batch than 4 .*allow_resplit=True"):
-        run_search(other.prober(), other.facts())
+        run_search(other.prober(), other.spec())
 
 
-def test_a_baseline_that_does_not_fit_is_climbed_down_from(rig_of: MakeRig) -> None:
-    other = rig_of(budget=int(1.3 * GIB), sample_batch_size=64)
-    result = run_search(other.prober(), other.facts())
+def test_a_baseline_that_does_not_fit_is_climbed_down_from(make_device: MakeDevice) -> None:
+    other = make_device(budget=int(1.3 * GIB), sample_batch_size=64)
+    result = run_search(other.prober(), other.spec())
     assert not result.baseline.ok
     assert result.best.ok
     assert other.memory(result.best.plan) <= other.budget
 
 
-def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(rig: Any) -> None:
+def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Any) -> None:
     class _Shrinking(_Interrupting):
         def probe(self, request: ProbeRequest) -> Measurement:
             if request.full_accumulation and request.plan.micro_batch > 10:
@@ -194,14 +194,14 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(rig: Any) -> 
             measurement: Measurement = self._inner.probe(request)
             return measurement
 
-    result = run_search(_Shrinking(rig, at=99), rig.facts(), max_probes=60)
+    result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=60)
     assert result.best.plan.micro_batch <= 10
     assert result.best.role is Role.CONFIRMED
 
 
-def test_events_tell_what_a_progress_line_shows(rig: Any) -> None:
+def test_events_tell_what_a_progress_line_shows(device: Any) -> None:
     seen: list[events.Event] = []
-    result = run_search(rig.prober(), rig.facts(), max_probes=6, on_event=seen.append)
+    result = run_search(device.prober(), device.spec(), max_probes=6, on_event=seen.append)
     started = [event for event in seen if isinstance(event, events.ProbeStarted)]
     finished = [event for event in seen if isinstance(event, events.ProbeFinished)]
     assert [e.plan for e in started] == [e.trial.plan for e in finished]
@@ -213,37 +213,37 @@ def test_events_tell_what_a_progress_line_shows(rig: Any) -> None:
     assert sum(isinstance(event, events.Confirming) for event in seen) == 1
 
 
-def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(rig: Any) -> None:
-    prober, free = rig.prober(), rig.prober()
-    result = run_search(prober, rig.facts(), sampler=TPESampler(seed=1), max_probes=12)
+def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(device: Any) -> None:
+    prober, free = device.prober(), device.prober()
+    result = run_search(prober, device.spec(), sampler=TPESampler(seed=1), max_probes=12)
     vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
     assert vetoed
     assert len(prober.probed) == result.probes <= 12
-    without = run_search(free, rig.facts(), sampler=TPESampler(seed=1), max_probes=12, veto=False)
+    without = run_search(free, device.spec(), sampler=TPESampler(seed=1), max_probes=12, veto=False)
     assert result.oom_probes < without.oom_probes
 
 
-def test_proposals_that_never_fit_end_the_search(rig_of: MakeRig) -> None:
+def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> None:
     class _Greedy(RandomSampler):
         def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
             if name == "micro_batch":
                 return distribution.high
             return super().sample_independent(study, trial, name, distribution)
 
-    other = rig_of()
-    result = run_search(other.prober(), other.facts(), sampler=_Greedy(seed=0), max_probes=20)
+    other = make_device()
+    result = run_search(other.prober(), other.spec(), sampler=_Greedy(seed=0), max_probes=20)
     assert result.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
     assert sum(trial.role is Role.VETOED for trial in result.trials) == MOST_VETOES
     assert result.probes == 2
 
 
-def test_a_sampler_that_has_offered_all_it_can_ends_the_search(rig: Any) -> None:
+def test_a_sampler_that_has_offered_all_it_can_ends_the_search(device: Any) -> None:
     grid: dict[str, Any] = {
         "micro_batch": [2, 8],
         "precision.dtype": ["bfloat16"],
         "checkpointing.level": [0, 1],
     }
-    result = run_search(rig.prober(), rig.facts(), sampler=GridSampler(grid), max_probes=20)
+    result = run_search(device.prober(), device.spec(), sampler=GridSampler(grid), max_probes=20)
     assert result.stopped_because == "the sampler has offered all it can"
     assert len({t.plan for t in result.trials if t.role is Role.SEARCH}) == 4
     assert result.best.role is Role.CONFIRMED
@@ -260,9 +260,9 @@ class _Foreign(RandomSampler):
 
 
 def test_where_no_number_of_probes_is_asked_for_the_planner_ends_a_foreign_samplers_search(
-    rig: Any,
+    device: Any,
 ) -> None:
-    result = run_search(rig.prober(), rig.facts(), sampler=_Foreign(seed=0))
+    result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0))
     assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
     assert all(trial.role is not Role.VETOED for trial in result.trials)
 
@@ -275,15 +275,15 @@ class _Stubborn(RandomSampler):
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNSUPPORTED, Outcome.OOM])
-def test_a_repeated_proposal_is_not_run_again_and_told_pruned(rig: Any, outcome: Outcome) -> None:
+def test_a_repeated_proposal_is_pruned_and_not_run(device: Any, outcome: Outcome) -> None:
     def answer(plan: Plan) -> Measurement | None:
         failed = outcome is not Outcome.OK and _is_half(plan)
         return Measurement(outcome, detail="on purpose") if failed else None
 
     with Store.open(None, {}) as store:
-        prober = rig.prober(answer)
+        prober = device.prober(answer)
         result = run_search(
-            prober, rig.facts(), store=store, sampler=_Stubborn(seed=0), max_probes=20
+            prober, device.spec(), store=store, sampler=_Stubborn(seed=0), max_probes=20
         )
         states = {trial.number: trial.state for trial in store.study.trials}
     vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
@@ -306,41 +306,43 @@ class _Wrapped:
         return self._then(self._inner, self._inner.probe(request))
 
 
-def test_an_interrupt_that_was_swallowed_still_ends_the_search(rig: Any) -> None:
+def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: Any) -> None:
     def swallow(_: Any, measurement: Measurement) -> Measurement:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         return measurement
 
-    result = run_search(_Wrapped(rig.prober(), swallow), rig.facts())
+    result = run_search(_Wrapped(device.prober(), swallow), device.spec())
     assert result.stopped_because == INTERRUPTED
     assert result.probes == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_machine_that_slowed_down_has_its_baseline_measured_again(rig: Any) -> None:
+def test_a_machine_that_slowed_down_has_its_baseline_measured_again(device: Any) -> None:
     def slower(inner: Any, measurement: Measurement) -> Measurement:
         if not inner.renewals or not measurement.step_times_s:
             return measurement
         return replace(measurement, step_times_s=[3 * t for t in measurement.step_times_s])
 
-    result = run_search(_Wrapped(rig.prober(), slower), rig.facts())
+    result = run_search(_Wrapped(device.prober(), slower), device.spec())
     confirmed = {t.plan: t for t in result.trials if t.role is Role.CONFIRMED and t.ok}
-    baseline = confirmed[rig.space.baseline]
+    baseline = confirmed[device.space.baseline]
     assert result.best.samples_per_second is not None
     assert baseline.samples_per_second is not None
     assert result.best.samples_per_second >= baseline.samples_per_second
     assert result.best.role is Role.CONFIRMED
 
 
-def test_a_steady_machine_has_its_baseline_measured_once(rig: Any) -> None:
-    result = run_search(rig.prober(), rig.facts())
-    assert [t.plan for t in result.trials].count(rig.space.baseline) == 1
+def test_a_steady_machine_has_its_baseline_measured_once(device: Any) -> None:
+    result = run_search(device.prober(), device.spec())
+    assert [t.plan for t in result.trials].count(device.space.baseline) == 1
 
 
-def test_a_plan_measured_no_better_is_not_returned_for_want_of_a_probe(rig_of: MakeRig) -> None:
+def test_a_lucky_first_probe_does_not_decide_when_probes_run_out(
+    make_device: MakeDevice,
+) -> None:
     """The plan is as slow as the baseline, and looks faster in its first probe alone."""
-    other = rig_of(dimensions={}, global_batch=64, max_micro_batch=64)
+    other = make_device(dimensions={}, global_batch=64, max_micro_batch=64)
     lucky = iter([1.0, 0.9])
 
     def level(_: Any, measurement: Measurement) -> Measurement:
@@ -348,7 +350,7 @@ def test_a_plan_measured_no_better_is_not_returned_for_want_of_a_probe(rig_of: M
         steps = [0.1 * factor * scatter for scatter in (0.9, 1.0, 1.0, 1.0, 1.1)]
         return replace(measurement, step_times_s=steps)
 
-    result = run_search(_Wrapped(other.prober(), level), other.facts(), max_probes=3)
+    result = run_search(_Wrapped(other.prober(), level), other.spec(), max_probes=3)
     assert [t.role for t in result.trials] == [Role.BASELINE, Role.SEARCH, Role.CONFIRMED]
     assert result.trials[1].plan == result.trials[2].plan != result.baseline.plan
     assert result.best is result.baseline
@@ -356,22 +358,22 @@ def test_a_plan_measured_no_better_is_not_returned_for_want_of_a_probe(rig_of: M
 
 @pytest.mark.parametrize("outcome", [Outcome.NONFINITE, Outcome.LEAK, Outcome.UNSUPPORTED])
 def test_a_fault_at_a_larger_size_leaves_the_baseline_to_be_returned(
-    rig_of: MakeRig, outcome: Outcome
+    make_device: MakeDevice, outcome: Outcome
 ) -> None:
-    bare = rig_of(dimensions={})
+    bare = make_device(dimensions={})
     baseline = bare.space.baseline
     fault = _failing(outcome, lambda plan: plan.micro_batch > baseline.micro_batch)
-    result = run_search(bare.prober(fault=fault), bare.facts())
+    result = run_search(bare.prober(fault=fault), bare.spec())
     assert any(t.measurement.outcome is outcome for t in result.trials)
     assert result.best.plan == baseline
 
 
-def test_a_value_that_wants_a_worker_of_its_own_shares_none(rig_of: MakeRig) -> None:
+def test_a_value_that_wants_a_worker_of_its_own_shares_none(make_device: MakeDevice) -> None:
     dimensions = {
         "precision.dtype": Dimension(("as_is", "bfloat16"), fresh_worker=True),
         "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
     }
-    other = rig_of(dimensions=dimensions)
+    other = make_device(dimensions=dimensions)
     workers: list[tuple[int, bool]] = []
 
     def remember(inner: Any, measurement: Measurement) -> Measurement:
@@ -379,7 +381,7 @@ def test_a_value_that_wants_a_worker_of_its_own_shares_none(rig_of: MakeRig) -> 
         return measurement
 
     prober, sampler = _Wrapped(other.prober(), remember), RandomSampler(seed=0)
-    run_search(prober, other.facts(), sampler=sampler, max_probes=12)
+    run_search(prober, other.spec(), sampler=sampler, max_probes=12)
     in_worker = Counter(worker for worker, _ in workers)
     alone = [worker for worker, half in workers if half]
     assert len(alone) >= 2
@@ -388,10 +390,10 @@ def test_a_value_that_wants_a_worker_of_its_own_shares_none(rig_of: MakeRig) -> 
     assert len(set(shared)) < len(shared)  # the others still share theirs
 
 
-def test_a_larger_plan_that_raises_costs_that_plan_alone(rig: Any) -> None:
-    baseline = rig.space.baseline
+def test_a_larger_plan_that_raises_costs_that_plan_alone(device: Any) -> None:
+    baseline = device.space.baseline
     fault = _failing(Outcome.USER_ERROR, lambda plan: plan.micro_batch > baseline.micro_batch)
-    result = run_search(rig.prober(fault=fault), rig.facts())
+    result = run_search(device.prober(fault=fault), device.spec())
     raised = [t for t in result.trials if t.plan.micro_batch > baseline.micro_batch]
     assert raised
     assert {t.measurement.outcome for t in raised} == {Outcome.UNSUPPORTED}

@@ -1,4 +1,4 @@
-"""The planner: what it decides, and that it decides from facts and trials alone."""
+"""The planner: what it decides, and that it decides from spec and trials alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autofit.planning import planner
 from autofit.planning.confirmation import best_of, confirm
 from autofit.planning.feasibility import exclusions_of
 from autofit.planning.planner import STRIDE, oom_cost
-from autofit.planning.posterior import Beliefs
-from autofit.planning.search_spec import SearchFacts
+from autofit.planning.posterior import Posterior
+from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.units import GIB
 
-MakeRig = Callable[..., Any]
+MakeDevice = Callable[..., Any]
 PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", "checkpointing.level": 0}
 LEVEL = "checkpointing.level"
 HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 0}
@@ -32,94 +32,94 @@ def _trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: A
     return Trial(number, role, plan, Measurement(outcome, **measured))
 
 
-def test_the_baseline_comes_first(rig: Any) -> None:
-    assert planner.decide(Beliefs(rig.facts(), ())).plan == rig.space.baseline
+def test_the_baseline_comes_first(device: Any) -> None:
+    assert planner.decide(Posterior(device.spec(), ())).plan == device.space.baseline
 
 
-def test_a_decision_depends_on_facts_and_trials_alone(rig: Any) -> None:
-    facts, trials = rig.facts(), run_search(rig.prober(), rig.facts(), max_probes=7).trials
-    again = SearchFacts.from_dict(facts.to_dict())
+def test_a_decision_depends_on_facts_and_trials_alone(device: Any) -> None:
+    spec, trials = device.spec(), run_search(device.prober(), device.spec(), max_probes=7).trials
+    again = SearchSpec.from_dict(spec.to_dict())
     for count in range(1, len(trials)):
-        first = planner.decide(Beliefs(facts, trials[:count]))
-        assert planner.decide(Beliefs(again, trials[:count])) == first
+        first = planner.decide(Posterior(spec, trials[:count]))
+        assert planner.decide(Posterior(again, trials[:count])) == first
 
 
-def test_vetoed_trials_change_no_decision(rig: Any) -> None:
-    trials = run_search(rig.prober(), rig.facts(), max_probes=5).trials[:4]
+def test_vetoed_trials_change_no_decision(device: Any) -> None:
+    trials = run_search(device.prober(), device.spec(), max_probes=5).trials[:4]
     vetoed = replace(trials[1], role=Role.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
-    before = Beliefs(rig.facts(), trials)
-    assert before.after((*trials, vetoed)) is before
-    assert planner.decide(Beliefs(rig.facts(), (*trials, vetoed))) == planner.decide(before)
-    assert before.after(trials[:-1]).probes == list(trials[:-1])
+    before = Posterior(device.spec(), trials)
+    assert before.updated((*trials, vetoed)) is before
+    assert planner.decide(Posterior(device.spec(), (*trials, vetoed))) == planner.decide(before)
+    assert before.updated(trials[:-1]).probes == list(trials[:-1])
 
 
-def test_it_finds_the_best_plan_with_few_probes_and_no_oom(rig: Any) -> None:
-    result = run_search(rig.prober(), rig.facts())
-    assert rig.speed(result.best.plan) >= 0.97 * rig.optimum()
+def test_it_finds_the_best_plan_with_few_probes_and_no_oom(device: Any) -> None:
+    result = run_search(device.prober(), device.spec())
+    assert device.speed(result.best.plan) >= 0.97 * device.optimum()
     assert result.oom_probes == 0
     assert result.probes <= 16
 
 
-def test_hints_save_probes(rig: Any, rig_of: MakeRig) -> None:
+def test_hints_save_probes(device: Any, make_device: MakeDevice) -> None:
     hinted = {
         "precision.dtype": Dimension(("as_is", "bfloat16"), hints={"bfloat16": Hint(0.6, 0.5)}),
         "checkpointing.level": Dimension(
             (0, 1, 2, 3, 4), hints={n: Hint(1 - 0.15 * n, 1 + 0.08 * n) for n in range(1, 5)}
         ),
     }
-    other = rig_of(dimensions=hinted)
-    with_hints = run_search(other.prober(), other.facts())
-    without = run_search(rig.prober(), rig.facts())
-    assert rig.speed(with_hints.best.plan) >= 0.97 * rig.optimum()
+    other = make_device(dimensions=hinted)
+    with_hints = run_search(other.prober(), other.spec())
+    without = run_search(device.prober(), device.spec())
+    assert device.speed(with_hints.best.plan) >= 0.97 * device.optimum()
     assert with_hints.probes < without.probes
 
 
-def test_no_step_is_longer_than_four_times_the_largest_measured(rig: Any) -> None:
+def test_no_step_is_longer_than_four_times_the_largest_measured(device: Any) -> None:
     largest = 0
-    for request in _probed(rig):
+    for request in _probed(device):
         assert largest == 0 or request.plan.micro_batch <= 4 * largest
         largest = max(largest, request.plan.micro_batch)
 
 
-def _probed(rig: Any) -> list[Any]:
-    prober = rig.prober()
-    run_search(prober, rig.facts())
+def _probed(device: Any) -> list[Any]:
+    prober = device.prober()
+    run_search(prober, device.spec())
     requests: list[Any] = prober.probed
     return requests
 
 
-def test_a_plan_that_ran_out_of_memory_bounds_its_variant(rig: Any) -> None:
-    facts = rig.facts()
+def test_a_plan_that_ran_out_of_memory_bounds_its_variant(device: Any) -> None:
+    spec = device.spec()
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30),
         _trial(1, Plan(16, settings=PLAIN), Outcome.OOM),
     ]
-    found = exclusions_of(facts, trials)
+    found = exclusions_of(spec, trials)
     assert found.bound(PLAIN) == 15
     assert found.bound(HALF) is None
 
 
-def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(rig: Any) -> None:
-    facts = rig.facts()
+def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(device: Any) -> None:
+    spec = device.spec()
     baseline = _trial(
         0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30
     )
     limited = _trial(1, Plan(8, settings=HALF), Outcome.SIZE_LIMIT)
-    known = Beliefs(facts, [baseline, limited])
+    known = Posterior(spec, [baseline, limited])
     assert known.exclusions.bound(HALF) == 7
-    alone = Beliefs(facts, [baseline])
+    alone = Posterior(spec, [baseline])
     assert len(known._memory_points()) == len(alone._memory_points()) == 1
 
 
 @pytest.mark.parametrize(("contended", "at_least"), [(False, 24 * GIB), (True, 3 * GIB)])
 def test_where_others_took_the_room_a_plan_is_only_known_to_need_what_it_held(
-    rig: Any, contended: bool, at_least: int
+    device: Any, contended: bool, at_least: int
 ) -> None:
-    facts = replace(rig.facts(), vram_budget_bytes=24 * GIB)
+    spec = replace(device.spec(), vram_budget_bytes=24 * GIB)
     ran_out = _trial(
         0, Plan(8, settings=PLAIN), Outcome.OOM, peak_reserved_bytes=3 * GIB, contended=contended
     )
-    (point,) = Beliefs(facts, [ran_out])._memory_points()
+    (point,) = Posterior(spec, [ran_out])._memory_points()
     assert (point.y, point.at_least) == (at_least, True)
 
 
@@ -128,7 +128,7 @@ def test_where_others_took_the_room_a_plan_is_only_known_to_need_what_it_held(
     [([0.1] * 6, (0.025, 0.035)), ([0.07, 0.13, 0.08, 0.12, 0.09, 0.11], (0.0, 0.02))],
 )
 def test_a_plan_that_repeats_well_is_believed_as_measured_and_a_noisy_one_by_its_line(
-    rig: Any, steps: list[float], believed: tuple[float, float]
+    device: Any, steps: list[float], believed: tuple[float, float]
 ) -> None:
     def speed_of_16(factor: float) -> float:
         trials = [
@@ -139,40 +139,40 @@ def test_a_plan_that_repeats_well_is_believed_as_measured_and_a_noisy_one_by_its
             )
             for number, size in enumerate((4, 8, 16, 32))
         ]
-        return float(Beliefs(rig.facts(), trials).speed(trials[2].plan).mean())
+        return float(Posterior(device.spec(), trials).speed(trials[2].plan).mean())
 
     low, high = believed
     assert low <= speed_of_16(1.0) - speed_of_16(1.03) <= high
 
 
-def test_a_fault_is_blamed_on_what_never_worked(rig: Any) -> None:
+def test_a_fault_is_blamed_on_what_never_worked(device: Any) -> None:
     both: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
         _trial(1, Plan(4, settings=both), Outcome.NONFINITE, detail="loss nan"),
     ]
-    found = exclusions_of(rig.facts(), trials)
+    found = exclusions_of(device.spec(), trials)
     assert found.why(both) == "nonfinite: loss nan"
     assert found.why(HALF) is None
     level_works = _trial(
         2, Plan(4, settings={**PLAIN, "checkpointing.level": 2}), step_times_s=[0.1]
     )
-    assert exclusions_of(rig.facts(), [*trials, level_works]).why(HALF) is not None
+    assert exclusions_of(device.spec(), [*trials, level_works]).why(HALF) is not None
 
 
-def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(rig: Any) -> None:
+def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(device: Any) -> None:
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
         _trial(1, Plan(1, settings=HALF), Outcome.UNSUPPORTED, detail="BatchNorm"),
     ]
-    found = exclusions_of(rig.facts(), trials)
+    found = exclusions_of(device.spec(), trials)
     assert found.why(HALF) is None
     assert found.least(HALF) == 4
 
 
-def test_costly_values_are_tried_last_and_on_leaders_alone(rig_of: MakeRig) -> None:
+def test_costly_values_are_tried_last_and_on_leaders_alone(make_device: MakeDevice) -> None:
     costly = Dimension((False, True), trial_cost_s=30.0)
-    other = rig_of(
+    other = make_device(
         dimensions={
             "precision.dtype": Dimension(("as_is", "bfloat16")),
             "checkpointing.level": Dimension((0, 1, 2)),
@@ -191,27 +191,27 @@ def test_costly_values_are_tried_last_and_on_leaders_alone(rig_of: MakeRig) -> N
         ]
 
 
-def test_with_a_global_batch_every_plan_keeps_it(rig_of: MakeRig) -> None:
-    other = rig_of(global_batch=50)
+def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> None:
+    other = make_device(global_batch=50)
     for request in _probed(other):
         assert request.plan.global_batch == 50
         assert sum(request.plan.micro_batch_sizes) == 50
-    result = run_search(other.prober(), other.facts())
+    result = run_search(other.prober(), other.spec())
     assert other.speed(result.best.plan) >= 0.97 * other.optimum()
 
 
-def test_a_split_that_may_not_change_leaves_one_geometry(rig_of: MakeRig) -> None:
-    other = rig_of(global_batch=50, may_resplit=False)
+def test_a_split_that_may_not_change_leaves_one_geometry(make_device: MakeDevice) -> None:
+    other = make_device(global_batch=50, may_resplit=False)
     splits = {r.plan.accumulation_steps for r in _probed(other)}
     assert splits == {other.space.baseline.accumulation_steps}
 
 
-def test_the_largest_micro_batch_is_kept(rig_of: MakeRig) -> None:
-    assert max(r.plan.micro_batch for r in _probed(rig_of(max_micro_batch=9))) <= 9
+def test_the_largest_micro_batch_is_kept(make_device: MakeDevice) -> None:
+    assert max(r.plan.micro_batch for r in _probed(make_device(max_micro_batch=9))) <= 9
 
 
-def test_what_was_skipped_is_said_with_its_predicted_speed(rig: Any) -> None:
-    result = run_search(rig.prober(), rig.facts(), max_probes=40)
+def test_what_was_skipped_is_said_with_its_predicted_speed(device: Any) -> None:
+    result = run_search(device.prober(), device.spec(), max_probes=40)
     run = {pair for trial in result.trials for pair in trial.plan.variant}
     levels = {("checkpointing.level", level) for level in range(5)}
     skipped = {pair for skip in result.skipped for pair in skip.settings.items()}
@@ -220,13 +220,13 @@ def test_what_was_skipped_is_said_with_its_predicted_speed(rig: Any) -> None:
         assert re.search(r"predicted to reach .* and the leading plan [\d.]+ samples/s", skip.why)
 
 
-def test_one_confirmation_is_enough_where_one_plan_leads(rig: Any) -> None:
-    result = run_search(rig.prober(), rig.facts())
+def test_one_confirmation_is_enough_where_one_plan_leads(device: Any) -> None:
+    result = run_search(device.prober(), device.spec())
     assert result.best.role is Role.CONFIRMED
-    assert confirm(Beliefs(rig.facts(), result.trials)) is None
+    assert confirm(Posterior(device.spec(), result.trials)) is None
 
 
-def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
+def test_of_equally_fast_plans_the_one_that_holds_less_wins(device: Any) -> None:
     steps = [0.1] * 8
     lean, full = Plan(4, settings={**PLAIN, "checkpointing.level": 1}), Plan(4, settings=PLAIN)
     trials = []
@@ -235,7 +235,7 @@ def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
         role = Role.CONFIRMED if number > 3 else Role.SEARCH
         measurement = Measurement(Outcome.OK, step_times_s=steps, peak_reserved_bytes=held * 2**30)
         trials.append(Trial(number, role, plan, measurement))
-    best = best_of(Beliefs(rig.facts(), trials))
+    best = best_of(Posterior(device.spec(), trials))
     assert best is not None
     assert best.plan == lean
 
@@ -246,80 +246,82 @@ def test_of_equally_fast_plans_the_one_that_holds_less_wins(rig: Any) -> None:
     ids=["tied and hungry", "tied and lean", "slower and lean", "faster"],
 )
 def test_a_plan_no_better_than_the_baseline_is_no_answer(
-    rig: Any, milliseconds: float, held_gib: float, wins: bool
+    device: Any, milliseconds: float, held_gib: float, wins: bool
 ) -> None:
     def measured(middle: float, held: float) -> dict[str, Any]:
         steps = [middle / 1000 * factor for factor in (0.96, 0.98, 1, 1, 1, 1.02, 1.04)]
         return {"step_times_s": steps, "peak_reserved_bytes": int(held * GIB)}
 
-    plain, other = rig.space.baseline, Plan(4, settings=HALF)
+    plain, other = device.space.baseline, Plan(4, settings=HALF)
     trials = [
         replace(_trial(0, plain, **measured(100, 2)), role=Role.BASELINE),
         *(_trial(number, other, **measured(92, held_gib)) for number in (1, 2, 3)),
         replace(_trial(4, other, **measured(milliseconds, held_gib)), role=Role.CONFIRMED),
     ]
-    assert confirm(Beliefs(rig.facts(), trials)) == (None if wins else plain)
+    assert confirm(Posterior(device.spec(), trials)) == (None if wins else plain)
     trials.append(replace(_trial(5, plain, **measured(100, 2)), role=Role.CONFIRMED))
-    best = best_of(Beliefs(rig.facts(), trials))
+    best = best_of(Posterior(device.spec(), trials))
     assert best is not None
     assert best.plan == (other if wins else plain)
 
 
-def _predicted(rig: Any, *, most_changed: int = 1) -> Any:
-    """Facts of a rig with the lines of variants that differ from plain in so many settings."""
+def _predicted(device: Any, *, most_changed: int = 1) -> Any:
+    """The specification with predicted lines of variants with at most so many changed settings."""
     lines = {}
-    for settings in rig.space.variants():
+    for settings in device.space.variants():
         changed = sum(value != PLAIN[name] for name, value in settings.items())
         if changed <= most_changed:
-            at_1, at_2 = (rig.memory(Plan(n, settings=settings)) for n in (1, 2))
+            at_1, at_2 = (device.memory(Plan(n, settings=settings)) for n in (1, 2))
             lines[variant_key(settings)] = (2 * at_1 - at_2, at_2 - at_1)
-    return replace(rig.facts(), predicted_lines=lines)
+    return replace(device.spec(), predicted_lines=lines)
 
 
 @pytest.mark.parametrize("most_changed", [1, 2], ids=["one setting at a time", "every variant"])
 def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(
-    rig_of: MakeRig, most_changed: int
+    make_device: MakeDevice, most_changed: int
 ) -> None:
-    other = rig_of(sample_batch_size=1)
-    facts = _predicted(other, most_changed=most_changed)
-    trials = run_search(other.prober(), facts, max_probes=2).trials[:1]
-    plan = planner.decide(Beliefs(facts, trials)).plan
+    other = make_device(sample_batch_size=1)
+    spec = _predicted(other, most_changed=most_changed)
+    trials = run_search(other.prober(), spec, max_probes=2).trials[:1]
+    plan = planner.decide(Posterior(spec, trials)).plan
     assert plan is not None
-    expected = planner.forecast(Beliefs(facts, ()), plan).peak_bytes
+    expected = planner.forecast(Posterior(spec, ()), plan).peak_bytes
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
 
 
-def test_lines_of_one_setting_at_a_time_are_composed(rig: Any) -> None:
+def test_lines_of_one_setting_at_a_time_are_composed(device: Any) -> None:
     """Where variants have no line of their own; levels without one lie between their neighbours."""
-    facts = _predicted(rig)
-    few = {key: line for key, line in facts.predicted_lines.items() if dict(key)[LEVEL] in (0, 4)}
-    for lines, near in ((facts.predicted_lines, 0.03), (few, 0.15)):
-        beliefs = Beliefs(replace(facts, predicted_lines=lines), ())
-        for index, settings in enumerate(beliefs.variants):
+    spec = _predicted(device)
+    few = {key: line for key, line in spec.predicted_lines.items() if dict(key)[LEVEL] in (0, 4)}
+    for lines, near in ((spec.predicted_lines, 0.03), (few, 0.15)):
+        posterior = Posterior(replace(spec, predicted_lines=lines), ())
+        for index, settings in enumerate(posterior.variants):
             plan = Plan(16, settings=settings)
-            expected = float(np.median(beliefs.held(plan)))
-            assert expected == pytest.approx(rig.memory(plan), rel=near), (index, settings)
+            expected = float(np.median(posterior.held(plan)))
+            assert expected == pytest.approx(device.memory(plan), rel=near), (index, settings)
 
 
-def test_with_predicted_lines_variants_start_near_their_ceilings_and_stay_below(rig: Any) -> None:
+def test_with_predicted_lines_variants_start_just_below_their_ceilings(
+    device: Any,
+) -> None:
     """Or as far past the largest micro-batch so far as any probe may go."""
-    without = run_search(rig.prober(), rig.facts())
-    result = run_search(rig.prober(), _predicted(rig))
-    largest, known = 4, {rig.space.baseline.variant}
+    without = run_search(device.prober(), device.spec())
+    result = run_search(device.prober(), _predicted(device))
+    largest, known = 4, {device.space.baseline.variant}
     for trial in result.trials[1:]:
         size = trial.plan.micro_batch
         if trial.plan.variant not in known:
-            assert rig.memory(trial.plan) > 0.75 * rig.budget or size == STRIDE * largest
+            assert device.memory(trial.plan) > 0.75 * device.budget or size == STRIDE * largest
         known.add(trial.plan.variant)
         largest = max(largest, size)
     assert len(known) > 4
     assert result.oom_probes == 0
     assert result.probes < without.probes
-    assert rig.speed(result.best.plan) > 0.97 * rig.optimum()
+    assert device.speed(result.best.plan) > 0.97 * device.optimum()
 
 
 @pytest.mark.parametrize(
-    ("told", "foretold"),
+    ("told", "has_prior_memory"),
     [
         ("nothing", False),
         ("nothing of nothing", False),
@@ -328,23 +330,23 @@ def test_with_predicted_lines_variants_start_near_their_ceilings_and_stay_below(
         ("lines", True),
     ],
 )
-def test_risks_are_weighed_in_proportion_only_where_memory_was_foretold(
-    rig: Any, told: str, foretold: bool
+def test_risks_are_weighed_in_proportion_only_with_a_prior_on_memory(
+    device: Any, told: str, has_prior_memory: bool
 ) -> None:
-    facts: SearchFacts = rig.facts()
+    spec: SearchSpec = device.spec()
     if told == "lines":
-        lines = {variant_key(settings): (1e9, 1e8) for settings in facts.space.variants()}
-        facts = replace(facts, predicted_lines=lines)
+        lines = {variant_key(settings): (1e9, 1e8) for settings in spec.space.variants()}
+        spec = replace(spec, predicted_lines=lines)
     elif told == "nothing of nothing":
-        facts = replace(facts, space=replace(facts.space, dimensions={}))
+        spec = replace(spec, space=replace(spec.space, dimensions={}))
     elif told != "nothing":
-        hinted = [*facts.space.dimensions][: None if told == "hints" else 1]
+        hinted = [*spec.space.dimensions][: None if told == "hints" else 1]
         dimensions = {
             name: replace(each, hints=dict.fromkeys(each.values[1:], Hint(bytes_per_sample=0.9)))
             if name in hinted
             else each
-            for name, each in facts.space.dimensions.items()
+            for name, each in spec.space.dimensions.items()
         }
-        facts = replace(facts, space=replace(facts.space, dimensions=dimensions))
-    small, large = oom_cost(Beliefs(facts, ()), np.array([0.04, 0.36]))
-    assert large / small == pytest.approx(9 if foretold else 3)
+        spec = replace(spec, space=replace(spec.space, dimensions=dimensions))
+    small, large = oom_cost(Posterior(spec, ()), np.array([0.04, 0.36]))
+    assert large / small == pytest.approx(9 if has_prior_memory else 3)

@@ -13,37 +13,37 @@ from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.planning import planner
-from autofit.planning.posterior import Beliefs
+from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.study import Store
 
 
-def test_any_process_with_the_study_asks_for_the_planners_plan(rig: Any) -> None:
+def test_any_process_with_the_study_asks_for_the_planners_plan(device: Any) -> None:
     with Store.open(None, {}) as store:
-        run_search(rig.prober(), rig.facts(), store=store, max_probes=4)
+        run_search(device.prober(), device.spec(), store=store, max_probes=4)
         store.study.sampler = PlannerSampler()
-        asked = store.study.ask(trial_codec.distributions(rig.space))
-        decided = planner.decide(Beliefs(rig.facts(), store.trials)).plan
+        asked = store.study.ask(trial_codec.distributions(device.space))
+        decided = planner.decide(Posterior(device.spec(), store.trials)).plan
     assert decided is not None
     assert asked.params == trial_codec.params_of(decided)
 
 
-def test_a_finished_planner_repeats_the_best_plan(rig_of: Any) -> None:
-    small = rig_of(dimensions={}, max_micro_batch=4)
+def test_a_finished_planner_repeats_the_best_plan(make_device: Any) -> None:
+    small = make_device(dimensions={}, max_micro_batch=4)
     with Store.open(None, {}) as store:
-        result = run_search(small.prober(), small.facts(), store=store)
-        assert planner.decide(Beliefs(small.facts(), store.trials)).plan is None
+        result = run_search(small.prober(), small.spec(), store=store)
+        assert planner.decide(Posterior(small.spec(), store.trials)).plan is None
         store.study.sampler = PlannerSampler()
         asked = store.study.ask(trial_codec.distributions(small.space))
     assert asked.params == trial_codec.params_of(result.best.plan)
 
 
-def test_a_plan_has_no_other_parameters(rig: Any) -> None:
+def test_a_plan_has_no_other_parameters(device: Any) -> None:
     with Store.open(None, {}) as store:
-        store.begin(rig.facts())
-        store.study.sampler = OnePlan(rig.space.baseline)
+        store.begin(device.spec())
+        store.study.sampler = OnePlan(device.space.baseline)
         with pytest.raises(InvalidRequest, match="learning_rate"):
             store.study.ask().suggest_float("learning_rate", 0, 1)
 
@@ -67,15 +67,15 @@ def test_a_plan_has_no_other_parameters(rig: Any) -> None:
     ],
 )
 def test_how_each_outcome_is_told(
-    rig: Any, measurement: Measurement, state: str, feasible: bool
+    device: Any, measurement: Measurement, state: str, feasible: bool
 ) -> None:
-    plan = Plan(4, settings=rig.space.plain_settings)
+    plan = Plan(4, settings=device.space.plain_settings)
     with Store.open(None, {}) as store:
-        store.begin(rig.facts())
+        store.begin(device.spec())
         with store.asking(OnePlan(plan)) as asked:
-            store.record(asked, Trial(0, Role.BASELINE, plan, measurement))
+            stored = store.record(asked, Trial(7, Role.BASELINE, plan, measurement))
         told: optuna.trial.FrozenTrial = store.study.trials[0]
-        assert store.trials == (Trial(0, Role.BASELINE, plan, measurement),)
+        assert store.trials == (stored,) == (Trial(0, Role.BASELINE, plan, measurement),)
     assert told.state is TrialState[state]
     assert [value <= 0 for value in told.constraints.values()] == [feasible]
 
@@ -95,24 +95,26 @@ def test_trials_of_an_older_study_are_read() -> None:
     assert trial_codec.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
 
 
-def test_a_setting_that_may_not_vary_is_put_back(rig_of: Any) -> None:
+def test_a_setting_that_may_not_vary_is_put_back(make_device: Any) -> None:
     from autofit.plan import Dimension
 
     inner = Dimension((0, 1), when={"outer": [True]})
-    space = rig_of(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
+    space = make_device(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
     plan = trial_codec.plan_of({"outer": False, "inner": 1, "micro_batch": 8}, space)
     assert plan.settings == {"outer": False, "inner": 0}
 
 
-def test_another_sampler_tries_the_whole_batch_at_once_as_often_as_its_half(rig_of: Any) -> None:
-    space = rig_of(global_batch=64).space
+def test_another_sampler_tries_the_whole_batch_as_often_as_its_half(
+    make_device: Any,
+) -> None:
+    space = make_device(global_batch=64).space
     assert trial_codec.distributions(space)[trial_codec.MICRO_BATCH] == IntDistribution(
         1, 127, log=True
     )
     assert trial_codec.plan_of(
         space.plain_settings | {trial_codec.MICRO_BATCH: 100}, space
     ) == space.plan(64, space.plain_settings)
-    bounded = rig_of(global_batch=64, max_micro_batch=16).space
+    bounded = make_device(global_batch=64, max_micro_batch=16).space
     assert trial_codec.distributions(bounded)[trial_codec.MICRO_BATCH] == IntDistribution(
         1, 16, log=True
     )

@@ -22,20 +22,20 @@ from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.searching.study_lock import Claim, Owner
 
-IDENTITY = {"workload": "rig"}
+IDENTITY = {"workload": "device"}
 
 _SEARCH = """
 import os, signal, sys
 sys.path[:0] = {path!r}
-from conftest import DIMENSIONS, Rig
+from conftest import DIMENSIONS, SimulatedDevice
 from autofit.searching import study as study_module
 from autofit.searching.study_lock import Claim
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
 
-rig = Rig(Space(DIMENSIONS, sample_batch_size=4))
-prober = rig.prober()
+device = SimulatedDevice(Space(DIMENSIONS, sample_batch_size=4))
+prober = device.prober()
 probe = prober.probe
 
 def counted(request):
@@ -44,8 +44,8 @@ def counted(request):
     return probe(request)
 
 prober.probe = counted
-with Store.open({study!r}, {{"workload": "rig"}}) as store:
-    run_search(prober, rig.facts(), store=store)
+with Store.open({study!r}, {{"workload": "device"}}) as store:
+    run_search(prober, device.spec(), store=store)
 """
 
 
@@ -70,55 +70,55 @@ def _killed_child(study: str, after: int) -> None:
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
 def test_a_killed_search_is_resumed_without_repeating_a_trial(
-    rig: Any, tmp_path: Path, storage: str
+    device: Any, tmp_path: Path, storage: str
 ) -> None:
     path = tmp_path / "study.journal"
     study = str(path) if storage == "file" else f"sqlite:///{path}"
     _killed_child(study, after=4)
-    prober = rig.prober()
+    prober = device.prober()
     with Store.open(study, IDENTITY) as store:
         before = store.trials
         assert len(before) == 4
         assert {t.state.name for t in store.study.trials} == {"COMPLETE", "FAIL"}
-        result = run_search(prober, rig.facts(), store=store)
+        result = run_search(prober, device.spec(), store=store)
     assert result.trials[:4] == before
     assert len(prober.probed) == result.probes - 4
     assert [t.plan for t in result.trials] == [
-        t.plan for t in run_search(rig.prober(), rig.facts()).trials
+        t.plan for t in run_search(device.prober(), device.spec()).trials
     ]
 
 
-def test_a_search_that_ended_is_answered_from_its_study(rig: Any, tmp_path: Path) -> None:
+def test_a_search_that_ended_is_answered_from_its_study(device: Any, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
-        first = run_search(rig.prober(), rig.facts(), store=store)
-    prober = rig.prober()
+        first = run_search(device.prober(), device.spec(), store=store)
+    prober = device.prober()
     with Store.open(path, IDENTITY) as store:
-        again = run_search(prober, rig.facts(), store=store)
+        again = run_search(prober, device.spec(), store=store)
     assert prober.probed == []
     assert (again.best, again.trials) == (first.best, first.trials)
     assert again.stopped_because == first.stopped_because
 
 
-def test_more_probes_go_on_where_fewer_ended(rig: Any, tmp_path: Path) -> None:
+def test_more_probes_go_on_where_fewer_ended(device: Any, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
-        run_search(rig.prober(), rig.facts(), store=store, max_probes=3)
+        run_search(device.prober(), device.spec(), store=store, max_probes=3)
     with Store.open(path, IDENTITY) as store:
-        result = run_search(rig.prober(), rig.facts(), store=store, max_probes=6)
+        result = run_search(device.prober(), device.spec(), store=store, max_probes=6)
     assert result.probes == 6
 
 
-def test_a_torn_last_line_is_cut_off(rig: Any, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_cut_off(device: Any, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
-        run_search(rig.prober(), rig.facts(), store=store, max_probes=4)
+        run_search(device.prober(), device.spec(), store=store, max_probes=4)
         trials = store.trials
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"op_code":8,"worker_id":"x","trial')
     with Store.open(path, IDENTITY) as store:
         assert store.trials == trials
-        run_search(rig.prober(), rig.facts(), store=store, max_probes=6)
+        run_search(device.prober(), device.spec(), store=store, max_probes=6)
     with Store.open(path, IDENTITY) as store:
         assert len(store.trials) > len(trials)
     for line in path.read_text().splitlines():
@@ -134,22 +134,22 @@ def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path, content: bytes) -
     assert path.read_bytes() == content
 
 
-def test_a_changed_workload_is_refused_and_named(rig: Any, tmp_path: Path) -> None:
+def test_a_changed_workload_is_refused_and_named(device: Any, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
-        store.begin(rig.facts())
-    with pytest.raises(StudyRefused, match="workload: rig there, other here"):
+        store.begin(device.spec())
+    with pytest.raises(StudyRefused, match="workload: device there, other here"):
         Store.open(path, {"workload": "other"})
     with Store.open(path, IDENTITY) as store:
-        assert store.facts is not None
-        assert store.facts.to_dict() == rig.facts().to_dict()
+        assert store.spec is not None
+        assert store.spec.to_dict() == device.spec().to_dict()
 
 
-def test_other_facts_are_refused(rig: Any, rig_of: Any, tmp_path: Path) -> None:
+def test_other_facts_are_refused(device: Any, make_device: Any, tmp_path: Path) -> None:
     with Store.open(tmp_path / "study.journal", IDENTITY) as store:
-        store.begin(rig.facts())
+        store.begin(device.spec())
         with pytest.raises(StudyRefused, match="another space, budget or seed"):
-            store.begin(rig_of(max_micro_batch=7).facts())
+            store.begin(make_device(max_micro_batch=7).spec())
 
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
@@ -203,7 +203,7 @@ def test_of_searches_that_begin_in_the_same_instant_one_gets_in(tmp_path: Path) 
     assert "is using the study" in refused[0]
 
 
-def test_nothing_is_open_once_a_study_is_closed(rig: Any, tmp_path: Path) -> None:
+def test_nothing_is_open_once_a_study_is_closed(device: Any, tmp_path: Path) -> None:
     study = f"sqlite:///{tmp_path / 'study.db'}"
 
     def is_open() -> bool:
@@ -213,7 +213,7 @@ def test_nothing_is_open_once_a_study_is_closed(rig: Any, tmp_path: Path) -> Non
     gc.disable()
     try:
         with Store.open(study, IDENTITY) as opened:
-            run_search(rig.prober(), rig.facts(), store=opened, max_probes=2)
+            run_search(device.prober(), device.spec(), store=opened, max_probes=2)
             assert is_open()
         assert not is_open()
         with pytest.raises(StudyRefused, match="belongs to another search"):
@@ -258,7 +258,7 @@ def test_an_unknown_kind_of_url_is_said() -> None:
         Store.open("nosql://host/x", IDENTITY)
 
 
-def test_a_full_disk_ends_the_search_and_keeps_what_it_had(rig: Any, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_search_and_keeps_what_it_had(device: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "study.journal")
     limit = (
         f"import resource; size = os.stat({path!r}).st_size + 100; "
@@ -271,7 +271,7 @@ def test_a_full_disk_ends_the_search_and_keeps_what_it_had(rig: Any, tmp_path: P
     assert "3 finished trials" in errors
     with Store.open(path, IDENTITY) as store:
         assert len(store.trials) == 3
-        assert run_search(rig.prober(), rig.facts(), store=store).best.ok
+        assert run_search(device.prober(), device.spec(), store=store).best.ok
 
 
 def test_whether_an_owner_lives_is_told_by_its_start_too() -> None:
