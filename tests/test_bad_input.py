@@ -27,79 +27,79 @@ def batch() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"global_batch": 0}, r"global_batch must be a whole number from 1, got 0"),
-        ({"global_batch": -8}, r"global_batch must be a whole number from 1, got -8"),
-        ({"global_batch": "8"}, r"global_batch must be a whole number from 1, got '8'"),
-        ({"global_batch": 8.0}, r"global_batch must be a whole number from 1, got 8\.0"),
-        ({"loss_fn": "mse"}, r"loss_fn must be a function, got 'mse'"),
-        ({"loss_weight": 3}, r"loss_weight must be a function, got 3"),
-        ({"train_step": 3}, r"train_step must be a function, got 3"),
-        ({"global_batch": 10**9}, r"is 250000000 micro-batches of 4 .*at most 65536: give a small"),
-        ({"allow_resplit": "no"}, r"allow_resplit must be True or False, got 'no'"),
-        ({"clip_grad_norm": "1"}, r"clip_grad_norm must be a number above zero, got '1'"),
-        ({"clip_grad_norm": True}, r"clip_grad_norm must be a number above zero, got True"),
-        ({"clip_grad_norm": float("inf")}, r"clip_grad_norm must be a number above zero, got inf"),
-        ({"optimizer": "adam"}, r"optimizer must be a function of parameters.* got 'adam'"),
-        ({"optimizer": None}, r"optimizer must be a function of parameters.* got None"),
+        ({"global_batch": 0}, r"global_batch.*\b0"),
+        ({"global_batch": -8}, r"global_batch.*-8"),
+        ({"global_batch": "8"}, r"global_batch.*'8'"),
+        ({"global_batch": 8.0}, r"global_batch.*8\.0"),
+        ({"loss_fn": "mse"}, r"loss_fn.*'mse'"),
+        ({"loss_weight": 3}, r"loss_weight.*3"),
+        ({"train_step": 3}, r"train_step.*3"),
+        ({"global_batch": 10**9}, r"250000000\b.*\b4\b.*65536"),
+        ({"allow_resplit": "no"}, r"allow_resplit.*'no'"),
+        ({"clip_grad_norm": "1"}, r"clip_grad_norm.*'1'"),
+        ({"clip_grad_norm": True}, r"clip_grad_norm.*True"),
+        ({"clip_grad_norm": float("inf")}, r"clip_grad_norm.*inf"),
+        ({"optimizer": "adam"}, r"optimizer.*'adam'"),
+        ({"optimizer": None}, r"optimizer.*None"),
         (
             {"model": model(), "optimizer": torch.optim.SGD(model().parameters(), lr=0.1)},
-            r"the live optimizer \(SGD\) holds not one of the model's parameters",
+            r"SGD.*parameters",
         ),
         (
             {"model": nn.Sequential(nn.LazyLinear(4))},
-            r"the model's 0\.weight, 0\.bias have no shape yet.*run one batch through the model",
+            r"0\.weight, 0\.bias.*run one batch",
         ),
         (
             {"model": lambda: nn.Sequential(nn.LazyLinear(4))},
-            r"no shape yet.*in the function, where a function builds it",
+            r"0\.weight.*function",
         ),
         (
             {"model": model().requires_grad_(False)},
-            r"hangs on no parameter.*the whole model frozen",
+            r"parameter.*frozen",
         ),
-        ({"loss_fn": lambda m, b: m(b).mean().detach()}, r"hangs on no parameter.*was .*detached"),
-        ({"max_micro_batch": 0}, r"max_micro_batch must be a whole number from 1, got 0"),
-        ({"max_probes": 0}, r"max_probes must be a whole number from 1, got 0"),
-        ({"timeout": 0}, r"timeout must be above zero seconds, got 0"),
-        ({"vram_budget": "plenty"}, r"cannot read 'plenty' as a size: write it like 24GiB"),
-        ({"vram_budget": "24G"}, r"cannot read '24G' as a size: write it like 24GiB"),
-        ({"vram_budget": 0}, r"above zero bytes, got 0"),
-        ({"vram_budget": 1.5}, r"fraction must be in \(0, 1\], got 1\.5"),
-        ({"vram_budget": "4000TiB"}, r"budget of 4000 TiB is larger than the device, which has"),
-        ({"strategies": ["precison"]}, r"no strategy 'precison'; installed are: checkpointing, "),
-        ({"strategies": 3}, r"strategies must be names or Strategy objects, got 3"),
-        ({"progress": 3}, r"progress must be True or a function .* with each event, got 3"),
-        ({"numerics": "sloppy"}, r"numerics must be one of exact, .*got 'sloppy'"),
+        ({"loss_fn": lambda m, b: m(b).mean().detach()}, r"parameter.*detached"),
+        ({"max_micro_batch": 0}, r"max_micro_batch.*\b0"),
+        ({"max_probes": 0}, r"max_probes.*\b0"),
+        ({"timeout": 0}, r"timeout.*\b0"),
+        ({"vram_budget": "plenty"}, r"'plenty'.*24GiB"),
+        ({"vram_budget": "24G"}, r"'24G'.*24GiB"),
+        ({"vram_budget": 0}, r"bytes.*\b0"),
+        ({"vram_budget": 1.5}, r"\(0, 1\].*1\.5"),
+        ({"vram_budget": "4000TiB"}, r"4000 TiB.*\d GiB"),
+        ({"strategies": ["precison"]}, r"'precison'.*checkpointing, .*precision"),
+        ({"strategies": 3}, r"strategies.*3"),
+        ({"progress": 3}, r"progress.*True.*3"),
+        ({"numerics": "sloppy"}, r"numerics.*exact, .*'sloppy'"),
         (
             {"numerics": "exact", "strategies": ["precision"]},
-            r"'precision' may change .*'reduced_precision', and numerics='exact' was asked for",
+            r"'precision'.*'reduced_precision'.*'exact'",
         ),
-        ({"device": "tpu"}, r'device must be "cuda", "cuda:N" or "cpu", got \'tpu\''),
-        ({"isolation": "thread"}, r"isolation must be one of process, inprocess, got 'thread'"),
-        ({"clip_grad_norm": 0.0}, r"clip_grad_norm must be a number above zero, got 0\.0"),
+        ({"device": "tpu"}, r"device.*\"cuda:N\".*'tpu'"),
+        ({"isolation": "thread"}, r"isolation.*process, inprocess.*'thread'"),
+        ({"clip_grad_norm": 0.0}, r"clip_grad_norm.*0\.0"),
         (
             {"loss_fn": lambda m, b: m(b).mean(), "criterion": nn.MSELoss()},
-            r"give loss_fn or criterion, not both",
+            r"loss_fn.*criterion",
         ),
         (
             {"optimizer": {"": torch.optim.SGD}},
-            r"a mapping of optimizers needs train_step=",
+            r"optimizer.*train_step=",
         ),
-        ({"sample_batch": None}, r"give a sample batch: autofit\.search\(model, sample_batch\)"),
-        ({"sample_batch": {"text": "a"}}, r"\(a dict\) has no tensor .*pass a callable n -> batch"),
-        ({"sample_batch": torch.tensor(1.0)}, r"has no tensor with a dimension for samples"),
-        ({"sample_batch": torch.zeros(0, 8)}, r"is empty: its first tensor has 0 samples"),
+        ({"sample_batch": None}, r"autofit\.search\(model, sample_batch\)"),
+        ({"sample_batch": {"text": "a"}}, r"dict.*n -> batch"),
+        ({"sample_batch": torch.tensor(1.0)}, r"tensor.*n -> batch"),
+        ({"sample_batch": torch.zeros(0, 8)}, r"\b0 samples"),
         (
             {"sample_batch": (torch.zeros(1, 8), torch.zeros(1))},
-            r"one sample, and 2 of its tensors have size 1 .*pass a callable n -> batch",
+            r"2 of its tensors.*n -> batch",
         ),
-        ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"asked for 2 samples and returned 3"),
-        ({"model": "resnet50"}, r"model must be an nn\.Module or a function .*got 'resnet50'"),
-        ({"model": lambda: 7}, r"the model function returned a int, no nn\.Module"),
-        ({"optimizer": lambda parameters: None}, r"must make a torch\.optim\.Optimizer .*NoneType"),
+        ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"2 samples.*3"),
+        ({"model": "resnet50"}, r"nn\.Module.*'resnet50'"),
+        ({"model": lambda: 7}, r"\bint\b.*nn\.Module"),
+        ({"optimizer": lambda parameters: None}, r"torch\.optim\.Optimizer.*NoneType"),
         (
             {"optimizer": torch.optim.SGD(model().parameters(), lr=0.1)},
-            r"a live optimizer belongs to the parameters of a live model",
+            r"live optimizer.*live model",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_an_argument_that_cannot_mean_anything(said: dict[str, Any], words: str)
 
 def test_a_workload_says_all_of_it() -> None:
     workload = autofit.Workload(model, batch())
-    with pytest.raises(autofit.InvalidRequest, match=r"give sample_batch, criterion to the Work"):
+    with pytest.raises(autofit.InvalidRequest, match=r"sample_batch, criterion"):
         autofit.search(workload, batch(), criterion=nn.MSELoss(), **HERE)
 
 
@@ -128,20 +128,18 @@ class Integers(nn.Module):
 
 
 def test_an_output_that_is_no_loss_and_cannot_be_averaged() -> None:
-    with pytest.raises(
-        autofit.InvalidRequest, match=r"no floating tensor to average: give loss_fn"
-    ):
+    with pytest.raises(autofit.InvalidRequest, match="loss_fn"):
         autofit.search(Integers, batch(), **HERE)
 
 
 def test_a_loss_that_is_no_scalar() -> None:
-    with pytest.raises(autofit.InvalidRequest, match=r"loss_fn must return one number .*, 3\]"):
+    with pytest.raises(autofit.InvalidRequest, match=r"loss_fn.*, 3\]"):
         autofit.search(model, batch(), loss_fn=lambda m, b: m(b), **HERE)
 
 
 def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
     probes: list[Event] = []
-    with pytest.raises(autofit.WorkloadFailed, match=r"loss of the plain workload is not finite"):
+    with pytest.raises(autofit.WorkloadFailed, match="not finite"):
         autofit.search(
             model,
             batch(),
@@ -155,14 +153,14 @@ def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("isolation", ["process", "inprocess"])
 def test_a_cuda_device_where_there_is_none(isolation: str) -> None:
-    with pytest.raises(autofit.DeviceUnavailable, match="torch finds no CUDA device here"):
+    with pytest.raises(autofit.DeviceUnavailable, match="CUDA"):
         autofit.search(model, batch(), device="cuda", isolation=isolation)
 
 
 def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
     probes: list[Event] = []
     nowhere = tmp_path / "no folder" / "study.log"
-    with pytest.raises(autofit.StudyRefused, match=r"cannot write the study .*no folder/study"):
+    with pytest.raises(autofit.StudyRefused, match=r"no folder/study\.log"):
         autofit.search(model, batch(), study=nowhere, progress=probes.append, **HERE)
     assert probes == []
 
@@ -170,7 +168,7 @@ def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
 def test_a_file_that_is_no_study_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("two years of work\n")
-    with pytest.raises(autofit.StudyRefused, match=r"thesis\.txt is not a study"):
+    with pytest.raises(autofit.StudyRefused, match=r"thesis\.txt"):
         autofit.search(model, batch(), study=path, **HERE)
     assert path.read_text() == "two years of work\n"
 
@@ -180,9 +178,7 @@ def test_a_file_that_is_no_study_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_budget_smaller_than_the_weights_costs_no_probe() -> None:
     probes: list[Event] = []
-    with pytest.raises(
-        autofit.NoFeasiblePlan, match=r"parameters alone take .*budget is"
-    ) as caught:
+    with pytest.raises(autofit.NoFeasiblePlan, match=r"4\.00 MiB.*1\.00 MiB") as caught:
         autofit.search(
             lambda: nn.Linear(1024, 1024),
             torch.randn(4, 1024),
@@ -195,7 +191,7 @@ def test_a_budget_smaller_than_the_weights_costs_no_probe() -> None:
 
 
 def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
-    with pytest.raises(autofit.NoFeasiblePlan, match=r"smallest plan tried .*1 x \d+") as caught:
+    with pytest.raises(autofit.NoFeasiblePlan, match=r"\b1 x \d+") as caught:
         autofit.search(
             lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
             torch.randn(4, 512),
@@ -205,8 +201,8 @@ def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
     assert caught.value.plan is not None
     assert caught.value.plan.micro_batch == 1
     assert caught.value.allowed_bytes == 4 * 2**20
-    assert "4.00 MiB were allowed" in str(caught.value)
-    assert "raise the VRAM budget" in str(caught.value)
+    assert "4.00 MiB" in str(caught.value)
+    assert "VRAM budget" in str(caught.value)
 
 
 # -- the user's own code raises ---------------------------------------------------------------
@@ -261,7 +257,7 @@ def test_what_an_optimizer_raises_reaches_the_user() -> None:
 
 
 def test_a_probe_of_what_is_no_workload_is_refused() -> None:
-    with pytest.raises(autofit.InvalidRequest, match=r"must be an autofit\.Workload, got"):
+    with pytest.raises(autofit.InvalidRequest, match=r"autofit\.Workload"):
         autofit.probe(model)  # type: ignore[arg-type]  # what is shown
 
 

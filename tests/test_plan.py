@@ -57,25 +57,25 @@ def test_without_a_global_batch_all_micro_batches_are_whole() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
 def test_counts_are_whole_numbers_from_one(value: int) -> None:
-    with pytest.raises(InvalidRequest, match="micro_batch must be a whole number from 1"):
+    with pytest.raises(InvalidRequest, match="micro_batch"):
         Plan(value)
-    with pytest.raises(InvalidRequest, match="accumulation_steps must be"):
+    with pytest.raises(InvalidRequest, match="accumulation_steps"):
         Plan(1, accumulation_steps=value)
-    with pytest.raises(InvalidRequest, match="global_batch must be a whole number from 1"):
+    with pytest.raises(InvalidRequest, match="global_batch"):
         Plan(1, global_batch=value)
 
 
 @pytest.mark.parametrize(("global_batch", "micro_batch"), [(0, 4), (-2, 4), (4, 0), (4, -1)])
 def test_nothing_is_split_into_nothing(global_batch: int, micro_batch: int) -> None:
     wrong = "global_batch" if global_batch < 1 else "micro_batch"
-    with pytest.raises(InvalidRequest, match=f"{wrong} must be a whole number from 1"):
+    with pytest.raises(InvalidRequest, match=wrong):
         Plan.split(global_batch, micro_batch)
 
 
 def test_a_global_batch_that_cannot_be_made_says_which_micro_batch_could() -> None:
-    with pytest.raises(InvalidRequest, match="give a micro_batch of 4"):
+    with pytest.raises(InvalidRequest, match="micro_batch of 4"):
         Plan(5, accumulation_steps=3, global_batch=10)
-    with pytest.raises(InvalidRequest, match="global batch of 2 in 3 micro-batches"):
+    with pytest.raises(InvalidRequest, match=r"\b2\b.*\b3\b"):
         Plan(1, accumulation_steps=3, global_batch=2)
 
 
@@ -125,11 +125,11 @@ def test_what_a_dimensions_values_mean_cannot_be_changed() -> None:
 
 
 def test_values_of_a_dimension_differ_and_there_is_one() -> None:
-    with pytest.raises(InvalidRequest, match="at least one value"):
+    with pytest.raises(InvalidRequest, match="value"):
         Dimension([])
-    with pytest.raises(InvalidRequest, match="must differ"):
+    with pytest.raises(InvalidRequest, match="differ"):
         Dimension(["a", "a"])
-    with pytest.raises(InvalidRequest, match="hints name values the dimension lacks: \\['3'\\]"):
+    with pytest.raises(InvalidRequest, match=r"hints.*'3'"):
         Dimension([1, 2], hints={3: Hint(0.5)})
 
 

@@ -319,7 +319,7 @@ def test_apply_warns_where_a_stand_in_is_trained() -> None:
     report = search_here(criterion=None, sample_batch=torch.randn(8, 8), max_probes=1)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="no loss was given: this trains the mean of the model's"):
+    with pytest.warns(UserWarning, match=r"loss.*mean"):
         report.apply(model, optimizer).undo()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -328,7 +328,7 @@ def test_apply_warns_where_a_stand_in_is_trained() -> None:
 
 def test_apply_refuses_the_optimizer_of_another_model(searched: Searched) -> None:
     other = torch.optim.SGD(classifier().parameters(), lr=0.1)
-    with pytest.raises(autofit.InvalidRequest, match="holds not one of the model's parameters"):
+    with pytest.raises(autofit.InvalidRequest, match=r"optimizer.*parameters"):
         searched.report.apply(searched_copy(searched), other)
 
 
@@ -412,7 +412,7 @@ def test_ctrl_c_before_anything_was_measured_is_ctrl_c() -> None:
 
 def test_a_timeout_returns_what_was_measured_by_then() -> None:
     report = search_here(timeout=0.01)
-    assert "timeout of 0.01 s" in report.record.search.stopped_because
+    assert "timeout" in report.record.search.stopped_because
     assert report.best.ok
     assert len(report.trials) == 1
 
@@ -438,9 +438,9 @@ def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
     study = tmp_path / "study.log"
     search_here(study=study, max_probes=1)
-    with pytest.raises(autofit.StudyRefused, match=r"study\.log belongs to another.*workload"):
+    with pytest.raises(autofit.StudyRefused, match=r"study\.log.*workload"):
         search_here(study=study, max_probes=1, model=lambda: classifier(width=17))
-    with pytest.raises(autofit.StudyRefused, match="numerics: reduced_precision there, exact here"):
+    with pytest.raises(autofit.StudyRefused, match=r"numerics.*reduced_precision.*exact"):
         search_here(study=study, max_probes=1, numerics="exact")
 
 
@@ -535,8 +535,8 @@ def test_a_strategy_may_be_given_as_an_object() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"naming.wort": "Anna"}, r"no setting 'naming\.wort' here; there are: naming\.word"),
-        ({"naming.word": "Bob"}, r"naming\.word cannot be 'Bob' here; .* \['none', 'Anna'\]"),
+        ({"naming.wort": "Anna"}, r"'naming\.wort'.*naming\.word\b"),
+        ({"naming.word": "Bob"}, r"naming\.word.*'Bob'.*\['none', 'Anna'\]"),
     ],
 )
 def test_a_probe_of_a_setting_that_is_not_there_says_which_there_are(
@@ -576,5 +576,5 @@ def test_a_saved_plan_means_what_its_report_says(word: str) -> None:
 def test_a_meaning_without_its_strategy_is_refused() -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
     plan, given = autofit.Plan(4, settings={"naming.word": "Anna"}), {"naming.word": [7]}
-    with pytest.raises(autofit.InvalidRequest, match=r"no setting 'naming\.word' here"):
+    with pytest.raises(autofit.InvalidRequest, match=r"'naming\.word'"):
         autofit.probe(workload, plan=plan, payloads=given, strategies=["precision"], **HERE)

@@ -85,33 +85,33 @@ def test_one_name_is_enough() -> None:
 
 
 def test_a_named_strategy_that_goes_too_far_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"'precision' may change .* numerics='exact'"):
+    with pytest.raises(InvalidRequest, match=r"'precision'.*'exact'"):
         load_strategies(["precision"], numerics="exact")
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match=r"no strategy 'precison'.*precision"):
+    with pytest.raises(InvalidRequest, match=r"'precison'.*precision"):
         load_strategies(["precison"])
 
 
 @pytest.mark.parametrize("level", ["roughly", 1, None])
 def test_an_unknown_level_is_refused(level: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"exact, rounding, reduced_precision, got {level!r}"):
+    with pytest.raises(InvalidRequest, match=f"exact, rounding, reduced_precision.*{level!r}"):
         load_strategies(numerics=level)
 
 
 def test_a_name_given_twice_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="'doubling' was given twice"):
+    with pytest.raises(InvalidRequest, match=r"'doubling'.*twice"):
         load_strategies([Doubling(), Doubling()])
 
 
 def test_an_object_that_is_no_strategy_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"is no Strategy: it lacks .*describe"):
+    with pytest.raises(InvalidRequest, match=r"Strategy.*describe"):
         load_strategies([object()])  # type: ignore[list-item]  # the mistake under test
 
 
 def test_a_class_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="is a class"):
+    with pytest.raises(InvalidRequest, match="class"):
         load_strategies([Doubling])  # type: ignore[list-item]  # the mistake under test
 
 
@@ -160,10 +160,10 @@ def test_a_plugin_is_loaded_by_its_entry_point(
 @pytest.mark.parametrize(
     ("name", "target", "message"),
     [
-        ("doubling", "Missing", "'doubling' .*cannot be loaded .*AttributeError"),
-        ("doubling", "Failing", "'doubling' .*cannot be loaded .*no such table"),
-        ("doubled", "Doubling", "'doubled' .*calls itself 'doubling'"),
-        ("doubling", "Doubling.describe", "'doubling' .*is no Strategy"),
+        ("doubling", "Missing", "'doubling'.*AttributeError"),
+        ("doubling", "Failing", "'doubling'.*no such table"),
+        ("doubled", "Doubling", "'doubled'.*'doubling'"),
+        ("doubling", "Doubling.describe", "'doubling'.*Strategy"),
     ],
 )
 def test_a_broken_plugin_is_named(
@@ -183,7 +183,7 @@ def test_a_broken_plugin_does_not_stand_in_the_way_of_others(
 
 def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, ("doubling", f"{plugin}:Doubling"), ("doubling", f"{plugin}:Other"))
-    with pytest.raises(InvalidRequest, match="two installed strategies are called 'doubling'"):
+    with pytest.raises(InvalidRequest, match=r"two.*'doubling'"):
         load_strategies()
 
 
@@ -194,9 +194,9 @@ def test_dimensions_are_collected_from_all() -> None:
 @pytest.mark.parametrize(
     ("offered", "message"),
     [
-        ({"twice.on": Dimension([0, 1])}, "offers a setting 'twice.on'"),
-        ({"doubling.on": [0, 1]}, "which is no Dimension"),
-        ([], "must answer with a mapping"),
+        ({"twice.on": Dimension([0, 1])}, "'twice.on'"),
+        ({"doubling.on": [0, 1]}, "Dimension"),
+        ([], "mapping"),
     ],
 )
 def test_broken_dimensions_are_refused(offered: Any, message: str) -> None:

@@ -87,11 +87,11 @@ def test_settings_are_completed_and_checked() -> None:
     assert with_one_value_alone.complete({}) == {}, "no plan needs to name it"
     named = {"memory_format.layout": "as_is"}
     assert with_one_value_alone.complete(named) == named
-    with pytest.raises(InvalidRequest, match=r"it can be one of \['as_is'\]"):
+    with pytest.raises(InvalidRequest, match=r"\['as_is'\]"):
         with_one_value_alone.complete({"memory_format.layout": "channels_last"})
-    with pytest.raises(InvalidRequest, match=r"there is no setting 'precision\.type'"):
+    with pytest.raises(InvalidRequest, match=r"'precision\.type'"):
         space.complete({"precision.type": "x"})
-    with pytest.raises(InvalidRequest, match="cannot be 'float8' here; it can be one of"):
+    with pytest.raises(InvalidRequest, match=r"'float8'.*'as_is'"):
         space.complete({"precision.dtype": "float8"})
 
 
@@ -109,7 +109,7 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
 
 @pytest.mark.parametrize("name", ["global_batch", "max_micro_batch"])
 def test_bounds_below_one_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name} must be a whole number from 1, got 0"):
+    with pytest.raises(InvalidRequest, match=rf"{name}.*\b0"):
         Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number
 
 

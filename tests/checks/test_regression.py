@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
     before = written(tmp_path, report("cuda:0", "NVIDIA L4"))
     now = replace(verdict("predict", 1100, 800), device="cuda", gpu="H200", plan=Plan(16))
     line = str(compare_with(now, before, 0.05))
-    assert "not of the same: 8 x 1 then, 16 x 1 now; L4 then, H200 now; told by probe" in line
+    assert re.search("8 x 1.*16 x 1.*L4.*H200.*probe", line)
     named_alike = replace(now, gpu="L4", plan=Plan(8), method="probe")
     assert compare_with(named_alike, before, 0.05).differs == ()
 
@@ -85,7 +86,7 @@ def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
 def test_bytes_on_the_cpu_are_not_held_against_a_gpus(tmp_path: Path) -> None:
     before = written(tmp_path, report("cpu", None))
     now = replace(verdict("predict", 1100, 800), device="cuda", gpu="L4")
-    with pytest.raises(InvalidRequest, match="told for cpu, and today's verdict for L4"):
+    with pytest.raises(InvalidRequest, match=r"cpu.*L4"):
         compare_with(now, before, 0.05)
     assert compare_with(replace(now, device="cpu", gpu=None), before, 0.05).passed
 
@@ -101,7 +102,7 @@ def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("predict", 1000, None).to_dict())
-    with pytest.raises(InvalidRequest, match="no figure in common"):
+    with pytest.raises(InvalidRequest, match="figure"):
         compare_with(verdict("probe", None, None), before, 0.05)
 
 
@@ -114,7 +115,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     "content", [[1000], ["best"], "1000", 1000, None, {"best": 3}, {"plan": {"settings": None}}]
 )
 def test_json_that_is_no_earlier_verdict_is_refused(tmp_path: Path, content: object) -> None:
-    with pytest.raises(InvalidRequest, match=r"before\.json is neither a report nor"):
+    with pytest.raises(InvalidRequest, match=r"before\.json"):
         compare_with(verdict("probe", 1, 1), written(tmp_path, content), 0.05)
 
 
@@ -130,6 +131,6 @@ def test_what_is_no_fraction_is_refused(text: str) -> None:
 
 
 def test_a_whole_number_that_may_mean_percent_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="1 may mean 1% or 100%"):
+    with pytest.raises(InvalidRequest, match=r"1%.*100%"):
         read_fraction("1")
     assert read_fraction("100%") == 1.0

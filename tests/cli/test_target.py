@@ -77,29 +77,29 @@ def test_what_is_no_target_is_told_how_to_write_one(target: str) -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"no file gone/models\.py"):
+    with pytest.raises(InvalidRequest, match=r"gone/models\.py"):
         load_target("gone/models.py:make")
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"no module 'no_such_package\.models'"):
+    with pytest.raises(InvalidRequest, match=r"'no_such_package\.models'"):
         load_target("no_such_package.models:make")
 
 
 def test_a_name_that_is_not_there_is_told_what_there_is(script: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"no 'nake'; it has: make, Zoo, ready"):
+    with pytest.raises(InvalidRequest, match=r"'nake'.*make, Zoo, ready"):
         load_target(f"{script}:nake")
 
 
 def test_what_is_no_workload_is_named_by_its_type(script: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"neither a Workload nor a function .* but a int"):
+    with pytest.raises(InvalidRequest, match=r"Workload.*function.*\bint\b"):
         load_target(f"{script}:number")
 
 
 def test_a_function_that_wants_arguments_is_told_so(script: Path) -> None:
     with script.open("a") as file:
         file.write("def sized(tokens, width=2): ...\n")
-    with pytest.raises(InvalidRequest, match=r"sized.* needs arguments \(tokens\)"):
+    with pytest.raises(InvalidRequest, match=r"sized.*tokens"):
         load_target(f"{script}:sized")
 
 
@@ -121,7 +121,7 @@ def test_a_module_whose_own_import_fails_is_not_said_to_be_missing(
 def test_a_file_with_the_name_of_a_module_in_use_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "json.py"
     path.write_text(SOURCE)
-    with pytest.raises(InvalidRequest, match=r"module in use .'json'.: rename the file"):
+    with pytest.raises(InvalidRequest, match=r"'json'.*rename"):
         load_target(f"{path}:make")
 
 

@@ -21,13 +21,13 @@ def test_the_cpu_is_always_there() -> None:
 def test_without_a_gpu_nothing_said_means_the_cpu_and_cuda_is_refused() -> None:
     assert open_device(None).torch_device.type == "cpu"
     for name in ("cuda", "cuda:1"):
-        with pytest.raises(DeviceUnavailable, match=f"{name} was asked for, and torch finds no"):
+        with pytest.raises(DeviceUnavailable, match=name):
             open_device(name)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"])
 def test_what_is_no_device_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(InvalidRequest, match='"cuda", "cuda:N" or "cpu", got') as refusal:
+    with pytest.raises(InvalidRequest, match='"cuda:N"') as refusal:
         open_device(name)
     assert repr(name) in str(refusal.value)
 

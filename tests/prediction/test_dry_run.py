@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def test_a_value_that_is_read_is_an_error_that_names_the_line() -> None:
         return loss
 
     error = fails(loss_fn)
-    assert "test_rehearsal.py" in str(error)
+    assert Path(__file__).name in str(error)
     assert "loss.item() == loss.item()" in str(error)
     assert "probe" in str(error)
 
@@ -205,8 +206,8 @@ def test_what_would_make_a_context_on_a_gpu_is_refused(ask: Callable[[], object]
         return model(batch[0]).mean()  # type: ignore[no-any-return]  # modules are untyped
 
     error = str(fails(loss_fn))
-    assert "only a GPU can do" in error
-    assert "test_rehearsal.py" in error
+    assert "GPU" in error
+    assert Path(__file__).name in error
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_a_value_that_is_asked_for_leaves_no_number_whatever_came_of_the_error(
             return loss.detach()  # nor is the answer that this cannot be trained
         return loss
 
-    assert "test_rehearsal.py" in str(fails(loss_fn))
+    assert Path(__file__).name in str(fails(loss_fn))
 
 
 def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
@@ -306,7 +307,7 @@ def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
             return self.rows(ids).mean()  # type: ignore[no-any-return]  # modules are untyped
 
     made = Workload(Table, torch.randint(0, 1000, (4, 8)), optimizer=optimizer)
-    with pytest.raises(CannotTell, match=r"sparse gradient.*rows\.weight"):
+    with pytest.raises(CannotTell, match=r"rows\.weight"):
         rehearse(made, Plan(4), GPU)
 
 
@@ -321,12 +322,12 @@ def test_a_huge_batch_takes_no_memory(makes: bool) -> None:
 
 @pytest.mark.parametrize("samples", [10**18, 10**19, 10**25])
 def test_a_batch_beyond_what_a_tensor_can_be_is_refused(samples: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"{samples} x 1 .* a smaller micro-batch"):
+    with pytest.raises(InvalidRequest, match=f"{samples} x 1.*micro-batch"):
         rehearse(workload(), Plan(samples), GPU)
 
 
 def test_a_scripted_model_is_not_guessed_at() -> None:
-    with pytest.raises(CannotTell, match=r"is compiled by torch\.jit"):
+    with pytest.raises(CannotTell, match=r"torch\.jit"):
         rehearse(workload(lambda: torch.jit.script(nn.Linear(32, 4))), Plan(16), GPU)
 
 
@@ -351,7 +352,7 @@ def test_a_compiled_model_is_not_guessed_at(whole: bool) -> None:
         model.head.compile()
         return model
 
-    with pytest.raises(CannotTell, match="is compiled by torch"):
+    with pytest.raises(CannotTell, match="compile"):
         rehearse(workload(build), Plan(16), GPU)
 
 

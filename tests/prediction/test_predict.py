@@ -74,15 +74,15 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
 
 
 def test_a_setting_that_the_gpu_has_not() -> None:
-    with pytest.raises(InvalidRequest, match="cannot be 'bfloat16' here"):
+    with pytest.raises(InvalidRequest, match="'bfloat16'"):
         predict(gpt(), plan=Plan(4, settings={"precision.dtype": "bfloat16"}), gpu="T4")
-    with pytest.raises(InvalidRequest, match="there is no strategy 'magic'"):
+    with pytest.raises(InvalidRequest, match="'magic'"):
         predict(gpt(), plan=Plan(4, settings={"magic.wand": 1}))
 
 
 def test_a_setting_whose_meaning_takes_a_run() -> None:
     level = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(CannotTell, match=r"cannot be 1 here.*real device.*payloads="):
+    with pytest.raises(CannotTell, match=r"\b1\b.*real device.*payloads="):
         predict(gpt(), plan=level, gpu="A100")
 
 
@@ -93,7 +93,7 @@ def test_a_plain_value_may_be_named_where_there_is_nothing_to_choose() -> None:
     told = predict(gpt(), plan=plain, gpu="A100")
     assert told.plan == plain
     assert told.required_bytes == predict(gpt(), plan=Plan(4), gpu="A100").required_bytes
-    with pytest.raises(InvalidRequest, match="cannot be 'channels_last' here"):
+    with pytest.raises(InvalidRequest, match="'channels_last'"):
         predict(gpt(), plan=Plan(4, settings={names[1]: "channels_last"}), gpu="A100")
 
 

@@ -159,9 +159,9 @@ def test_the_budget_can_be_changed_and_is_told() -> None:
 
 def test_what_cannot_be_opened_is_refused_at_once() -> None:
     workload = Workload(nn.Linear(6, 4), torch.randn(4, 6))
-    with pytest.raises(InvalidRequest, match="larger than the device"):
+    with pytest.raises(InvalidRequest, match=r"budget.*device"):
         InProcessProber(workload, device="cpu", vram_budget="1000TiB")
-    with pytest.raises(InvalidRequest, match="device must be"):
+    with pytest.raises(InvalidRequest, match="device"):
         InProcessProber(workload, device="tpu")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceUnavailable):
@@ -176,7 +176,7 @@ def test_the_current_device_is_the_users_again() -> None:
     with InProcessProber(workload, device="cuda:1") as prober:
         assert prober.probe(ProbeRequest(Plan(4))).ok
     assert torch.cuda.current_device() == 0
-    with pytest.raises(InvalidRequest, match="larger than the device"):
+    with pytest.raises(InvalidRequest, match=r"budget.*device"):
         InProcessProber(workload, device="cuda:1", vram_budget="1000TiB")
     assert torch.cuda.current_device() == 0
 
@@ -282,6 +282,6 @@ def test_the_device_is_left_as_it_was(mortal: Mortal) -> None:
         assert not mortal.is_closed
     assert mortal.is_closed
     mortal.is_closed = False
-    with pytest.raises(InvalidRequest, match="larger than the device"):
+    with pytest.raises(InvalidRequest, match=r"budget.*device"):
         InProcessProber(Workload(nn.Linear(6, 4), torch.randn(4, 6)), vram_budget="1000TiB")
     assert mortal.is_closed

@@ -36,16 +36,16 @@ def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"isolation": "thread"}, "isolation must be one of process, inprocess, got 'thread'"),
-        ({"isolation": ["process"]}, r"isolation must be .*, got \['process'\]"),
-        ({"device": "tpu"}, 'device must be "cuda", "cuda:N" or "cpu", got \'tpu\''),
-        ({"device": ""}, 'device must be "cuda", "cuda:N" or "cpu", got \'\''),
-        ({"vram_budget": b"3GiB"}, "vram_budget must be like \"24GiB\".* b'3GiB'"),
-        ({"vram_budget": -1}, "above zero bytes, got -1"),
-        ({"seed": -1}, "seed must be a whole number from 0 to 4294967295, got -1"),
-        ({"seed": None}, "seed must be .* got None"),
-        ({"seed": 1.5}, "seed must be .* got 1.5"),
-        ({"seed": 2**70}, "seed must be .* got 1180591620717411303424"),
+        ({"isolation": "thread"}, "isolation.*process, inprocess.*'thread'"),
+        ({"isolation": ["process"]}, r"isolation.*\['process'\]"),
+        ({"device": "tpu"}, "device.*'tpu'"),
+        ({"device": ""}, "device.*''"),
+        ({"vram_budget": b"3GiB"}, "vram_budget.*24GiB.*b'3GiB'"),
+        ({"vram_budget": -1}, "bytes.*-1"),
+        ({"seed": -1}, "seed.*4294967295.*-1"),
+        ({"seed": None}, "seed.*None"),
+        ({"seed": 1.5}, "seed.*1.5"),
+        ({"seed": 2**70}, "seed.*1180591620717411303424"),
     ],
 )
 def test_what_means_nothing_is_refused_before_a_worker_is_started(
@@ -59,5 +59,5 @@ def test_what_means_nothing_is_refused_before_a_worker_is_started(
 
 def test_a_model_without_values_is_refused() -> None:
     empty = Workload(nn.Linear(6, 4, device="meta"), torch.ones(4, 6))
-    with pytest.raises(InvalidRequest, match="lies on the meta device and has no values"):
+    with pytest.raises(InvalidRequest, match="meta device"):
         open_prober(empty, (), device="cpu", vram_budget=None, seed=0, isolation="process")

@@ -193,9 +193,9 @@ class _Unreadable:
 def test_what_cannot_be_pickled_names_both_ways_out(thing: Any, tmp_path: Path) -> None:
     model = nn.Linear(6, 2)
     model.thing = thing
-    with pytest.raises(InvalidRequest, match="cannot be sent to a worker") as refusal:
+    with pytest.raises(InvalidRequest, match="worker") as refusal:
         _copied(Workload(model, X), tmp_path)
-    assert "pass a function that builds the model" in str(refusal.value)
+    assert "a function that builds the model" in str(refusal.value)
     assert 'isolation="inprocess"' in str(refusal.value)
     assert type(refusal.value.__cause__).__name__ in str(refusal.value)
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_pickled_names_both_ways_out(thing: Any, tmp_path: Path) 
 def test_what_cannot_be_unpickled_names_them_too(tmp_path: Path) -> None:
     model = nn.Linear(6, 2)
     model.thing = _Unreadable()  # type: ignore[assignment]  # modules hold anything
-    with pytest.raises(InvalidRequest, match="cannot be read in the worker process") as refusal:
+    with pytest.raises(InvalidRequest, match="worker process") as refusal:
         _copied(Workload(model, X), tmp_path)
     assert "no number" in str(refusal.value)
     assert 'isolation="inprocess"' in str(refusal.value)

@@ -93,8 +93,9 @@ class _Noisy(nn.Module):
 def test_noise_of_the_models_own_is_not_blamed_on_the_split() -> None:
     survey = _surveyed(_Noisy())
     (note,) = survey.notes
-    assert "draws random numbers that move the gradients of the same samples by" in note
-    assert note.endswith("to free it, give allow_resplit")
+    assert "random" in note
+    assert "allow_resplit" in note
+    assert "loss_weight" not in note
     assert not survey.may_resplit
 
 
@@ -108,9 +109,9 @@ def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_w
     assert not survey.resplit.equal
     assert not survey.may_resplit
     (note,) = survey.notes
-    assert f"differ from whole ones by {survey.resplit.gradient:.1%}" in note
+    assert f"{survey.resplit.gradient:.1%}" in note
     assert survey.resplit.modules[0] in note
-    assert "the accumulation count stays at the baseline's" in note
+    assert "allow_resplit" in note
     assert ("loss_weight" in note) is (kind != "BatchNorm")
     assert survey.space().plan(1, {}) == survey.space().baseline
 
@@ -120,7 +121,7 @@ def test_the_user_may_split_all_the_same(kind: str) -> None:
     middle, more = NOT_ALIKE[kind]
     survey = _surveyed(*middle, **more, allow_resplit=True)
     assert survey.may_resplit
-    assert "allow_resplit was given" in survey.notes[0]
+    assert "allow_resplit" in survey.notes[0]
     assert survey.space().plan(1, {}) == Plan.split(12, 1)
 
 
@@ -140,15 +141,16 @@ def test_a_weight_that_did_not_help_is_not_advised_again(kind: str) -> None:
     middle, more = NOT_ALIKE[kind]
     survey = _surveyed(*middle, **more, loss_weight=lambda batch: 1.0)
     assert not survey.may_resplit
-    assert survey.notes[0].endswith("to free it, give allow_resplit")
+    assert "allow_resplit" in survey.notes[0]
+    assert "loss_weight" not in survey.notes[0]
 
 
 def test_copies_of_one_sample_prove_nothing() -> None:
     survey = _surveyed(sample_batch=(torch.randn(1, 6), torch.tensor(2)), criterion=_of_scalar)
     assert survey.resplit is None
     assert not survey.may_resplit
-    assert "copies of one sample" in survey.notes[0]
-    assert survey.notes[0].endswith("to free it, give two or more samples")
+    assert "one sample" in survey.notes[0]
+    assert "two or more samples" in survey.notes[0]
     made = _surveyed(sample_batch=_labelled)
     assert made.may_resplit
 
@@ -168,7 +170,7 @@ def test_a_train_step_is_not_split_unless_the_user_says_so() -> None:
     survey = _surveyed(train_step=_steps_itself)
     assert survey.loss == "train_step"
     assert not survey.may_resplit
-    assert "train_step decides" in survey.notes[0]
+    assert "train_step" in survey.notes[0]
     assert _surveyed(train_step=_steps_itself, allow_resplit=True).may_resplit
 
 
@@ -187,7 +189,7 @@ def test_a_model_that_fails_is_surveyed_all_the_same() -> None:
     survey = _surveyed(criterion=fails)
     assert survey.loss is None
     assert not survey.may_resplit
-    assert "could not be compared (LookupError: no such class)" in survey.notes[0]
+    assert "LookupError: no such class" in survey.notes[0]
 
 
 def test_a_survey_survives_json() -> None:
@@ -197,7 +199,7 @@ def test_a_survey_survives_json() -> None:
 
 def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
     survey = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)), MIB).survey()
-    with pytest.raises(NoFeasiblePlan, match="alone take 1") as refusal:
+    with pytest.raises(NoFeasiblePlan, match=r"1\.00 MiB") as refusal:
         check_weights_fit(survey)
     assert refusal.value.plan is None
     assert refusal.value.allowed_bytes == MIB
@@ -298,9 +300,9 @@ class _Mistaken(_Curious):
 @pytest.mark.parametrize(
     ("offers", "words"),
     [
-        (["mistaken.level"], "'mistaken' must answer with a mapping"),
-        ({"another.level": Dimension([0, 1])}, "its settings begin with 'mistaken.'"),
-        ({"mistaken.level": [0, 1]}, "which is no Dimension"),
+        (["mistaken.level"], "'mistaken'.*mapping"),
+        ({"another.level": Dimension([0, 1])}, "'another.level'.*'mistaken.'"),
+        ({"mistaken.level": [0, 1]}, "Dimension"),
     ],
 )
 def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(

@@ -77,12 +77,12 @@ def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "no JSON report"),
-        ("{", "no JSON report"),
-        ("[" * 100_000, "no JSON report"),
-        ("[1, 2]", "holds a list"),
-        ("{}", "schema None"),
-        ('{"schema": 1}', "no complete autofit report"),
+        ("", "JSON"),
+        ("{", "JSON"),
+        ("[" * 100_000, "JSON"),
+        ("[1, 2]", "list"),
+        ("{}", "schema.*None"),
+        ('{"schema": 1}', "autofit report"),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str, words: str) -> None:
@@ -93,27 +93,27 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str, words: str) 
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"cannot read the report .*gone\.json"):
+    with pytest.raises(InvalidRequest, match=r"gone\.json"):
         load(tmp_path / "gone.json")
 
 
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes(b"\xff\xfe\x00PK")
-    with pytest.raises(InvalidRequest, match="no JSON report"):
+    with pytest.raises(InvalidRequest, match="JSON"):
         load(path)
 
 
 def test_a_loaded_report_asks_for_the_functions_that_the_search_was_given(record: Record) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidRequest, match=r"criterion=\.\.\. to apply"):
+    with pytest.raises(InvalidRequest, match=r"criterion=.*apply"):
         Report(record).apply(model, optimizer)
 
 
 def test_a_model_without_a_tensor_is_refused(record: Record) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(InvalidRequest, match=r"\(a ReLU\) holds no parameter and no buffer"):
+    with pytest.raises(InvalidRequest, match=r"ReLU"):
         Report(record).apply(
             torch.nn.ReLU(), torch.optim.SGD([weight]), loss_fn=lambda model, batch: model(batch)
         )
@@ -122,9 +122,9 @@ def test_a_model_without_a_tensor_is_refused(record: Record) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (None, "got None"),
-        (torch.optim.SGD, "got <class 'torch.optim.sgd.SGD'>"),
-        ({"0": None}, "a mapping of optimizers needs train_step"),
+        (None, "None"),
+        (torch.optim.SGD, "<class 'torch.optim.sgd.SGD'>"),
+        ({"0": None}, "optimizer.*train_step"),
     ],
 )
 def test_what_cannot_step_is_refused_before_the_first_step(
@@ -137,14 +137,14 @@ def test_what_cannot_step_is_refused_before_the_first_step(
 
 
 def test_what_is_no_model_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidRequest, match=r"a live nn\.Module, got None"):
+    with pytest.raises(InvalidRequest, match=r"nn\.Module.*None"):
         Report(record).apply(None, None, criterion=print)  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidRequest, match="no strategy 'folding'"):
+    with pytest.raises(InvalidRequest, match="'folding'"):
         Report(record).apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss())
 
 
@@ -189,7 +189,7 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
     model = torch.nn.Linear(8, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     report = Report(replace(record, best_number=0))
-    with pytest.warns(UserWarning, match="has 45 parameters, .* searched had 36") as warned:
+    with pytest.warns(UserWarning, match=r"\b45\b.*\b36\b") as warned:
         report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()).undo()
     assert warned[0].filename == __file__
 
@@ -197,7 +197,7 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -> None:
     model = torch.nn.LazyLinear(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidRequest, match="run one batch through it"):
+    with pytest.raises(InvalidRequest, match="one batch"):
         Report(replace(record, best_number=0)).apply(
             model, optimizer, criterion=torch.nn.CrossEntropyLoss()
         )
@@ -205,7 +205,7 @@ def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -
 
 def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
     shown = repr(Report(record))
-    assert "2.11 times the baseline" in shown
+    assert "2.11" in shown
     assert len(shown) < 200
 
 

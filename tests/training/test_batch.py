@@ -151,17 +151,17 @@ def test_a_batch_is_described_by_place() -> None:
 
 @pytest.mark.parametrize("batch", [[], {}, "text", 3, None, (torch.tensor(1.0),)])
 def test_a_batch_without_samples_is_refused_with_the_way_out(batch: Any) -> None:
-    with pytest.raises(InvalidRequest, match="pass a callable n -> batch"):
+    with pytest.raises(InvalidRequest, match="n -> batch"):
         batch_size(batch)
 
 
 def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="is empty"):
+    with pytest.raises(InvalidRequest, match="0 samples"):
         batch_size(torch.empty(0, 3))
 
 
 def test_one_sample_cannot_be_told_from_a_shared_row() -> None:
-    with pytest.raises(InvalidRequest, match="2 of its tensors have size 1"):
+    with pytest.raises(InvalidRequest, match="2 of its tensors"):
         check_batched_dimension((torch.zeros(1, 3), torch.zeros(1)))
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
     check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
@@ -203,5 +203,5 @@ def test_a_sparse_batch_grows_and_is_cut() -> None:
     ids=["csr", "jagged", "nested"],
 )
 def test_what_torch_cannot_cut_is_refused_with_the_way_out(tensor: torch.Tensor) -> None:
-    with pytest.raises(InvalidRequest, match="pass a callable n -> batch"):
+    with pytest.raises(InvalidRequest, match="n -> batch"):
         check_batched_dimension({"x": torch.ones(4, 2), "other": tensor})

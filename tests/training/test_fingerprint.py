@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,29 +231,12 @@ def test_a_model_whose_own_code_reaches_it_is_described_all_the_same() -> None:
 
 
 def test_the_same_workload_has_it_in_every_process() -> None:
-    script = (
-        "import sys, functools, torch\n"
-        "from autofit.devices.cpu import CpuDevice\n"
-        "from autofit.training.fingerprint import fingerprint\n"
-        "from autofit.restoring import process_state\n"
-        "from autofit.training.workload import Workload\n"
-        "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))\n"
-        "net.register_forward_hook(lambda m, i, o: o * 2)\n"
-        "def group(parameters):\n"
-        "    return torch.optim.SGD([{'params': parameters, 'key': object(), 'of': {'a', 'b'}}])\n"
-        "pick = functools.partial(lambda o, t, kinds, where: (o - t).mean(),\n"
-        "    kinds={'one', 'two', 'three'}, where=object())\n"
-        "work = Workload(net, (torch.randn(3, 4), torch.randn(3, 4)), criterion=pick,\n"
-        "    optimizer=group, before_step=lambda m, o: print in {'x', 'y', 'z'})\n"
-        "model = work.build_model()\n"
-        "print(fingerprint(work, model, work.build_optimizer(model), CpuDevice().environment,\n"
-        "    process.computing()))\n"
-    )
+    script = Path(__file__).parents[1] / "workloads" / "print_fingerprint.py"
     printed = StringIO()
     with redirect_stdout(printed):
-        exec(script, {"__name__": "__main__"})  # the sets of this process have another order
+        runpy.run_path(str(script))  # the sets of this process have another order
     elsewhere = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, str(script)],
         env={**os.environ, "PYTHONHASHSEED": "1"},
         capture_output=True,
         text=True,

@@ -28,17 +28,17 @@ def _of_another_model() -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optimizer": "adam"}, "must be a function of parameters.* got 'adam'"),
-        ({"optimizer": {"": torch.optim.SGD}}, "a mapping of optimizers needs train_step"),
-        ({"optimizer": {"": "adam"}, "train_step": _step}, "got 'adam'"),
+        ({"optimizer": "adam"}, "function of parameters.*'adam'"),
+        ({"optimizer": {"": torch.optim.SGD}}, "optimizer.*train_step"),
+        ({"optimizer": {"": "adam"}, "train_step": _step}, "'adam'"),
         (
             {"model": lambda: nn.Linear(3, 2), "optimizer": _of_another_model()},
-            "a live optimizer belongs to the parameters of a live model",
+            "live optimizer.*live model",
         ),
-        ({"optimizer": _of_another_model()}, "not one of the model's parameters"),
+        ({"optimizer": _of_another_model()}, "SGD.*parameters"),
         (
             {"optimizer": {"g": _of_another_model()}, "train_step": _step},
-            "not one of the model's parameters",
+            "SGD.*parameters",
         ),
     ],
 )
@@ -48,7 +48,7 @@ def test_what_can_be_no_optimizer_is_refused(arguments: dict[str, Any], message:
 
 
 def test_a_function_is_believed_only_as_far_as_it_delivers() -> None:
-    with pytest.raises(InvalidRequest, match="got a str"):
+    with pytest.raises(InvalidRequest, match=r"\bstr\b"):
         Workload(nn.Linear(3, 2), X, optimizer=lambda p: "adam").build_optimizer(nn.Linear(3, 2))  # type: ignore[arg-type,return-value]  # wrong on purpose
 
 
@@ -72,7 +72,7 @@ def test_functions_in_a_mapping_take_the_parameters_of_the_submodule_they_name()
     assert isinstance(built["g"], adam)
     assert built["d"].param_groups[0]["params"] == list(model["d"].parameters())
     wrong = Workload(model, X, optimizer={"x": adam}, train_step=_step)
-    with pytest.raises(InvalidRequest, match=r"must name the submodule.*\['g', 'd'\]"):
+    with pytest.raises(InvalidRequest, match=r"submodule.*\['g', 'd'\]"):
         wrong.build_optimizer(model)
 
 
@@ -124,7 +124,7 @@ def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.LBFGS(model.parameters())
     cpu = torch.device("cpu")
-    with pytest.raises(InvalidRequest, match=r"LBFGS steps by calling a closure.*train_step"):
+    with pytest.raises(InvalidRequest, match=r"LBFGS.*closure.*train_step"):
         Training(model, optimizer, Recipe(), Plan(4), device=cpu)
 
     def step(training: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,12 @@ def _step(training: Any, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "resnet50"}, "model must be an nn.Module or a function"),
-        ({"global_batch": 0}, "global_batch must be a whole number from 1, got 0"),
-        ({"sample_batch": {"text": "no tensor"}}, "pass a callable n -> batch"),
-        ({"sample_batch": (X[:1], X[:1])}, "2 of its tensors have size 1"),
-        ({"clip_grad_norm": 0}, "clip_grad_norm must be a number above zero"),
-        ({"loss_fn": _step, "criterion": _step}, "not both"),
+        ({"model": "resnet50"}, "nn.Module.*'resnet50'"),
+        ({"global_batch": 0}, "global_batch.*0"),
+        ({"sample_batch": {"text": "no tensor"}}, "n -> batch"),
+        ({"sample_batch": (X[:1], X[:1])}, "2 of its tensors.*n -> batch"),
+        ({"clip_grad_norm": 0}, "clip_grad_norm.*0"),
+        ({"loss_fn": _step, "criterion": _step}, "loss_fn.*criterion"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -37,9 +37,9 @@ def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str
 
 
 def test_functions_are_believed_only_as_far_as_they_deliver() -> None:
-    with pytest.raises(InvalidRequest, match="model function returned a str"):
+    with pytest.raises(InvalidRequest, match=r"\bstr\b.*nn\.Module"):
         Workload(lambda: "model", X).build_model()  # type: ignore[arg-type,return-value]  # wrong on purpose
-    with pytest.raises(InvalidRequest, match="asked for 5 samples and returned 4"):
+    with pytest.raises(InvalidRequest, match=r"5 samples.*4"):
         Workload(nn.Linear(3, 2), lambda n: X).batch(5)
 
 
@@ -91,11 +91,11 @@ def test_what_a_plans_words_leave_out_is_the_workloads_own(
 
 def test_counts_that_make_no_plan_are_refused() -> None:
     workload = Workload(nn.Linear(3, 2), X)
-    with pytest.raises(InvalidRequest, match="micro-batches of 3, not 4"):
+    with pytest.raises(InvalidRequest, match=r"3.*4"):
         workload.plan(4, 3, 9)
 
 
 def test_a_micro_batch_larger_than_the_global_batch_is_refused() -> None:
     workload = Workload(nn.Linear(3, 2), X, global_batch=32)
-    with pytest.raises(InvalidRequest, match="64 is larger than the global batch of 32"):
+    with pytest.raises(InvalidRequest, match=r"64.*32"):
         workload.plan(64)

@@ -69,7 +69,7 @@ def _free_port() -> int:
     "options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
 )
 def test_two_ranks(part: Callable[[str], Any], tmp_path: Path, options: dict[str, Any]) -> None:
-    module = part("patch").__name__
+    module = part("checkpointed").__name__
     spawn(  # type: ignore[no-untyped-call]  # torch does not annotate it
         _rank, (_free_port(), options, module, str(tmp_path)), nprocs=RANKS
     )

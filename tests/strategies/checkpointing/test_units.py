@@ -71,7 +71,7 @@ def test_a_sequential_with_named_children(part: Part) -> None:
     found = _find(part, model, torch.randn(4, 16))
     assert found.units
     x = torch.randn(4, 16)
-    with part("patch").checkpointed(model, found.units[:1]):
+    with part("checkpointed").checkpointed(model, found.units[:1]):
         assert torch.equal(model(x), nn.Sequential(*layers.values())(x))
 
 

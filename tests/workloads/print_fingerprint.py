@@ -1,0 +1,42 @@
+"""Print the fingerprint of a workload whose parts have no stable order or address."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.devices.cpu import CpuDevice
+from autofit.snapshot import process
+from autofit.training.fingerprint import fingerprint
+from autofit.training.workload import Workload
+
+net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+net.register_forward_hook(lambda m, i, o: o * 2)
+
+
+def group(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": parameters, "key": object(), "of": {"a", "b"}}])
+
+
+def difference(output: torch.Tensor, target: torch.Tensor, kinds: Any, where: Any) -> torch.Tensor:
+    return (output - target).mean()
+
+
+def before_step(model: nn.Module, optimizer: Any) -> None:
+    assert type(model).__name__ not in {"x", "y", "z"}  # a frozenset in its code
+
+
+workload = Workload(
+    net,
+    (torch.randn(3, 4), torch.randn(3, 4)),
+    criterion=functools.partial(difference, kinds={"one", "two", "three"}, where=object()),
+    optimizer=group,
+    before_step=before_step,
+)
+model = workload.build_model()
+optimizer = workload.build_optimizer(model)
+print(fingerprint(workload, model, optimizer, CpuDevice().environment, process.computing()))
