@@ -7,13 +7,16 @@ k micro-batches whose sizes differ by at most one, the larger ones first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from autofit.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from autofit.strategy import Strategy
 
 Scalar: TypeAlias = bool | int | float | str
 """What a setting's value may be: it is written to JSON and used as an Optuna category."""
@@ -179,6 +182,45 @@ class Plan:
     def __str__(self) -> str:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
         return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan that can run; `autofit.registry.resolve` makes it.
+
+    Attributes:
+        plan: with a value for every setting.
+        payloads: meaning of the settings' values as JSON data, by setting; values that are plain
+            PyTorch have none.
+        strategies: the strategies that apply the plan's settings.
+    """
+
+    plan: Plan
+    payloads: Mapping[str, Any] = field(default_factory=dict)
+    strategies: Sequence[Strategy] = ()
+
+    def by_strategy(self) -> Iterator[tuple[Strategy, dict[str, Scalar], dict[str, Any]]]:
+        """Yield each strategy with its own settings and payloads, in the order of application.
+
+        A strategy without a setting in the plan is left out.
+        """
+        for strategy in sorted(self.strategies, key=lambda strategy: strategy.phase):
+            if settings := settings_of(strategy.name, self.plan.settings):
+                yield strategy, settings, settings_of(strategy.name, self.payloads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, with the strategies by name."""
+        return {
+            "plan": self.plan.to_dict(),
+            "payloads": dict(self.payloads),
+            "strategies": [strategy.name for strategy in self.strategies],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], strategies: Sequence[Strategy]) -> ResolvedPlan:
+        """Return the resolved plan that `to_dict` wrote, its strategies taken from those given."""
+        own = tuple(strategy for strategy in strategies if strategy.name in data["strategies"])
+        return cls(Plan.from_dict(data["plan"]), data["payloads"], own)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from itertools import pairwise
+from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension
+from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, Strategy
 
 GROUP = "autofit.strategies"
@@ -62,6 +65,63 @@ def load_strategies(
                 f"numerics={strategy.numerics.name.lower()!r}"
             )
     return _in_order(chosen)
+
+
+def strategies_of(
+    plan: Plan,
+    given: Iterable[str | Strategy] | None = None,
+    remembered: Sequence[Strategy] = (),
+) -> tuple[Strategy, ...]:
+    """Return the strategies that a plan's settings belong to.
+
+    Args:
+        plan: its settings name them.
+        given: names or Strategy objects that come first, and are returned in any case.
+        remembered: objects that come before the installed ones of their names.
+
+    Raises:
+        InvalidRequest: a strategy is not installed, or breaks the contract.
+    """
+    chosen = [given] if isinstance(given, str) else list(given or ())
+    known = {strategy.name: strategy for strategy in remembered}
+    named = {one if isinstance(one, str) else getattr(one, "name", "") for one in chosen}
+    needed = {setting.partition(".")[0] for setting in plan.settings}
+    return load_strategies([*chosen, *(known.get(name, name) for name in sorted(needed - named))])
+
+
+def resolve(
+    plan: Plan | None,
+    space: Space,
+    strategies: Sequence[Strategy] = (),
+    payloads: Mapping[str, Any] | None = None,
+) -> ResolvedPlan:
+    """Complete a plan so that it can run.
+
+    Args:
+        plan: settings that it leaves out get their first value; None: the space's baseline.
+        space: the values that the settings can have, and their payloads.
+        strategies: those that may have settings in the plan.
+        payloads: by setting, in place of the space's. A setting of these strategies that has one
+            here may have any value.
+
+    Raises:
+        InvalidRequest: a setting or a value that the space does not have.
+    """
+    chosen = plan or space.baseline
+    names = {strategy.name for strategy in strategies}
+    given = {
+        setting: payload
+        for setting, payload in (payloads or {}).items()
+        if setting in chosen.settings and setting.partition(".")[0] in names
+    }
+    known = space.complete({n: v for n, v in chosen.settings.items() if n not in given})
+    settings = {**known, **chosen.settings}
+    used = {setting.partition(".")[0] for setting in settings}
+    return ResolvedPlan(
+        replace(chosen, settings=settings),
+        {**space.payloads(known), **given},
+        tuple(strategy for strategy in strategies if strategy.name in used),
+    )
 
 
 def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict[str, Dimension]:

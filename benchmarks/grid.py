@@ -33,7 +33,7 @@ from autofit.measurement import Measurement
 from autofit.plan import Settings, unlike
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.worker_client import WorkerProber
-from autofit.registry import load_strategies
+from autofit.registry import load_strategies, resolve
 from autofit.searching.events import Event, ProbeFinished, ProbeStarted
 from autofit.space import Space
 from autofit.units import format_bytes, format_seconds
@@ -109,7 +109,7 @@ def grid(prober: WorkerProber, space: Space, part: Part) -> Iterator[tuple[Plan,
             if time.monotonic() > end:
                 return
             plan = space.plan(micro_batch, settings)
-            measured = prober.probe(ProbeRequest(plan, payloads=space.payloads(settings)))
+            measured = prober.probe(ProbeRequest(resolve(plan, space, prober.strategies)))
             yield plan, measured
             if not measured.ok:
                 break
@@ -123,9 +123,8 @@ def in_turns(
     prober.renew()
     for _ in range(turns):
         for plan in plans:
-            request = ProbeRequest(
-                plan, payloads=space.payloads(plan.settings), full_accumulation=True
-            )
+            resolved = resolve(plan, space, prober.strategies)
+            request = ProbeRequest(resolved, full_accumulation=True)
             step_time_s = prober.probe(request).step_time_s
             if step_time_s is not None:
                 rates[plan].append(plan.samples_per_step / step_time_s)

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from autofit.memory.tracer import MemoryTracer
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.testing.context import PlainContext
 from autofit.training.training import Training
@@ -155,7 +155,7 @@ class Bench:
             model,
             workload.build_optimizer(model),
             workload.recipe,
-            plan,
+            ResolvedPlan(plan),
             device=torch.device("cpu"),
         )
         batch = workload.sample_batch

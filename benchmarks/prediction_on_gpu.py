@@ -23,6 +23,7 @@ import torch
 
 from autofit import Plan, Workload, predict
 from autofit.devices.cuda import CudaDevice
+from autofit.plan import ResolvedPlan
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.memory_lines import gpu_of
 from autofit.prediction.predict import Calibration
@@ -68,7 +69,7 @@ def rows(gpu: Gpu) -> Iterator[Row]:
 
 
 def _row(name: str, prober: WorkerProber, workload: Workload, plan: Plan, gpu: Gpu) -> Row:
-    request = ProbeRequest(plan, full_accumulation=True)
+    request = ProbeRequest(ResolvedPlan(plan, strategies=prober.strategies), full_accumulation=True)
     free = prober.probe(request)
     if free.peak_allocated_bytes is None or free.non_torch_bytes is None:
         raise RuntimeError(f"{name} did not run: {free.outcome} {free.detail}")

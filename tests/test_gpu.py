@@ -15,8 +15,8 @@ import autofit
 from autofit.measurement import Role
 from autofit.plan import Scalar, variant_key
 from autofit.probing.isolation import open_prober
-from autofit.probing.prober import ProbeRequest, WorkloadProber
-from autofit.registry import installed_names, load_strategies
+from autofit.probing.prober import ProbeRequest, Target, WorkloadProber
+from autofit.registry import installed_names, load_strategies, resolve
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.snapshot.snapshot import differences, digest
 from autofit.testing import check_strategy
@@ -61,20 +61,13 @@ def workload() -> autofit.Workload:
 
 
 def opened(*strategies: str) -> WorkloadProber:
-    return open_prober(
-        workload(),
-        load_strategies(strategies),
-        device=DEVICE,
-        vram_budget=BUDGET,
-        seed=0,
-        isolation="process",
-    )
+    return open_prober(workload(), load_strategies(strategies), Target(DEVICE, BUDGET))
 
 
 def probed(prober: WorkloadProber, settings: dict[str, Scalar]) -> Any:
     space = prober.survey().space()
     plan = autofit.Plan(SAMPLES, settings={**space.baseline.settings, **settings})
-    return prober.probe(ProbeRequest(plan, payloads=space.payloads(plan.settings)))
+    return prober.probe(ProbeRequest(resolve(plan, space, prober.strategies)))
 
 
 def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:

@@ -20,6 +20,7 @@ from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.prediction.predict import Calibration, Prediction, predict
+from autofit.probing.prober import Target
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 
@@ -61,7 +62,8 @@ def check(
     learned = Calibration.of(calibration)
     found = find_gpu(gpu)
     if will_probe(method, gpu, device):
-        return _by_probe(workload, plan, vram_budget, device, strategies, payloads)
+        target = Target(device, vram_budget)
+        return _by_probe(workload, target, plan, strategies, payloads)
     budget = budget_bytes(
         1.0 if vram_budget is None else vram_budget,
         total_bytes=found.total_bytes,
@@ -120,24 +122,14 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
 
 def _by_probe(
     workload: Workload,
+    target: Target,
     plan: Plan | None,
-    vram_budget: str | float | None,
-    device: str | None,
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
 ) -> Verdict:
     from autofit.probing.probe import probe_and_survey
 
-    trial, survey = probe_and_survey(
-        workload,
-        plan,
-        strategies,
-        payloads,
-        device=device,
-        vram_budget=vram_budget,
-        seed=0,
-        isolation="process",
-    )
+    trial, survey = probe_and_survey(workload, target, plan, strategies, payloads)
     environment, space = survey.environment, survey.space()
     plain = {**space.fixed, **space.plain_settings}
     verdict = _by_trial(trial, survey.vram_budget_bytes)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Trial, median_interval
-from autofit.probing.prober import ProbeRequest, users_error
-from autofit.report.report import Report
+from autofit.probing.prober import ProbeRequest, Target, users_error
+from autofit.report.record import Record
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autofit.probing.survey import Survey
-    from autofit.report.record import Record
+    from autofit.strategy import Strategy
     from autofit.training.workload import Workload
 
 PEAK_TOLERANCE = 0.01
@@ -91,21 +91,23 @@ class Endurance:
 
 
 def soak(
-    report: Report,
+    record: Record,
     workload: Workload,
     *,
     steps: int = 200,
     device: str | None = None,
     isolation: str = "process",
+    strategies: Sequence[Strategy] = (),
 ) -> Endurance:
     """Train the report's best plan for `steps` optimizer steps and compare.
 
     Args:
-        report: of a search of this very workload.
+        record: of a search of this very workload; `Report.record`.
         workload: what was searched; its global batch is the report's.
         steps: timed optimizer steps; the warm-up comes before them.
         device: None: the report's own.
         isolation: as for `autofit.search`.
+        strategies: those of the search; the plan's others are the installed ones of their names.
 
     Raises:
         InvalidRequest: fewer than 8 steps, or the report is of another workload or device.
@@ -113,26 +115,23 @@ def soak(
         Exception: what the user's own code raised, as it was raised.
     """
     from autofit.probing.isolation import open_prober
-    from autofit.report.apply import strategies_for
 
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
-    best, record = report.best, report.record
+    resolved = record.resolve_best(remembered=strategies)
+    target = Target(
+        device or record.environment["device"],
+        record.vram_budget_bytes,
+        record.search.seed,
+        isolation,
+    )
     workload = replace(workload, global_batch=record.workload["global_batch"])
-    with open_prober(
-        workload,
-        strategies_for(report.best_without_plain_settings, remembered=report.strategies),
-        device=device or record.environment["device"],
-        vram_budget=record.vram_budget_bytes,
-        seed=record.search.seed,
-        isolation=isolation,
-    ) as prober:
+    with open_prober(workload, resolved.strategies, target) as prober:
         _check_same(prober.survey(), record)
-        step_time_s = best.measurement.step_time_s
+        step_time_s = record.best.measurement.step_time_s
         measurement = prober.probe(
             ProbeRequest(
-                best.plan,
-                payloads=record.payloads(best.plan.settings),
+                resolved,
                 full_accumulation=True,
                 expected_seconds=steps * step_time_s if step_time_s else None,
                 steps=steps,
@@ -140,8 +139,8 @@ def soak(
         )
         if (error := users_error(prober, measurement)) is not None:
             raise error
-    strayed = compare(best.measurement, measurement)
-    return Endurance(best, measurement, record.vram_budget_bytes, strayed)
+    strayed = compare(record.best.measurement, measurement)
+    return Endurance(record.best, measurement, record.vram_budget_bytes, strayed)
 
 
 def compare(told: Measurement, seen: Measurement) -> tuple[str, ...]:

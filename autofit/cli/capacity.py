@@ -62,11 +62,9 @@ def predict(
         workload = load_target(target)
         from autofit.prediction.predict import predict as run
 
-        plan = options.plan(workload)
+        chosen = options.plan_and_payloads(workload)
         with users_code():
-            prediction = run(
-                workload, plan=plan, gpu=gpu, strategies=strategies, payloads=options.payloads
-            )
+            prediction = run(workload, gpu=gpu, strategies=strategies, **chosen)
             largest = prediction.largest_micro_batch
     if as_json:
         more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
@@ -167,9 +165,9 @@ def _verdict(
 
     if tuned is not None:
         how |= _as_tuned(tuned, **how)
-    plan = options.plan(workload)
+    how |= options.plan_and_payloads(workload)
     with users_code():
-        return run(workload, plan=plan, payloads=options.payloads, strategies=strategies, **how)
+        return run(workload, strategies=strategies, **how)
 
 
 def _as_tuned(

@@ -161,13 +161,12 @@ def probe(
 
         trial = run(
             workload,
-            plan=options.plan(workload),
             vram_budget=read_budget(vram_budget),
             device=device,
             strategies=strategies,
-            payloads=options.payloads,
             seed=seed,
             isolation=isolation,
+            **options.plan_and_payloads(workload),
         )
     print_result(json.dumps(trial_to_dict(trial), indent=1) if as_json else trial_line(trial))
     raise typer.Exit(exit_code(trial.measurement.outcome))

@@ -83,25 +83,24 @@ class PlanOptions:
 
         return load(self.plan_file)
 
-    @property
-    def payloads(self) -> dict[str, Any] | None:
-        """What the report says its plan's settings mean: here they might mean something else."""
-        if self.report is None:
-            return None
-        return self.report.record.payloads(self.report.best.plan.settings)
+    def plan_and_payloads(self, workload: Workload) -> dict[str, Any]:
+        """Return `plan=` and `payloads=` for `probe`, `predict` and `check`.
 
-    def plan(self, workload: Workload) -> Plan | None:
-        """The plan; what they leave out is the workload's own, and None where they say nothing.
+        Counts that were not given are the workload's own; without any plan option both are None.
+        The payloads of a report are given too: measured here, its values might mean something else.
 
         Raises:
             InvalidRequest: the counts make no plan, or the report cannot be read.
         """
+        plan: Plan | None = None
+        payloads: dict[str, Any] | None = None
         if self.report is not None:
-            return self.report.best_without_plain_settings
-        if not self._says_something:
-            return None
-        settings = dict(_read_setting(text) for text in self.settings)
-        return workload.plan(self.micro_batch, self.accumulation_steps, self.global_batch, settings)
+            plan = self.report.record.best_plan_to_rerun
+            payloads = self.report.record.payloads(self.report.best.plan.settings)
+        elif self._says_something:
+            counts = self.micro_batch, self.accumulation_steps, self.global_batch
+            plan = workload.plan(*counts, dict(_read_setting(text) for text in self.settings))
+        return {"plan": plan, "payloads": payloads}
 
 
 def read_budget(text: str | None) -> str | float | None:

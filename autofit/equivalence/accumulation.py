@@ -16,8 +16,8 @@ from autofit.equivalence.gradients import (
     compare_plans,
 )
 from autofit.errors import release_exception
-from autofit.plan import Plan
-from autofit.training.builder import Workbench
+from autofit.plan import Plan, ResolvedPlan
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
 
@@ -36,7 +36,7 @@ class Resplit:
     notes: tuple[str, ...] = ()
 
 
-def decide_resplit(bench: Workbench, workload: Workload) -> Resplit:
+def decide_resplit(bench: TrainingBuilder, workload: Workload) -> Resplit:
     """Whether split batches of the bench's workload may train in place of whole ones.
 
     Args:
@@ -76,17 +76,17 @@ def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
     return Resplit(allowed, notes=() if allowed else (_kept(why, way_out),))
 
 
-def _split_against_whole(bench: Workbench) -> Comparison:
+def _split_against_whole(bench: TrainingBuilder) -> Comparison:
     samples = SAMPLES_OF_A_COMPARISON
     whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
-    return compare_plans(bench, whole, split, ({}, {}), samples)
+    return compare_plans(bench, ResolvedPlan(whole), ResolvedPlan(split), samples)
 
 
-def _whole_against_whole(bench: Workbench) -> Comparison:
+def _whole_against_whole(bench: TrainingBuilder) -> Comparison:
     """The same samples with other random numbers: what differs is the model's own noise."""
-    whole = Plan(SAMPLES_OF_A_COMPARISON)
+    whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
     seeds = (bench.seed, bench.seed + 1)
-    return compare_passes(bench, [(whole, {}, seed) for seed in seeds], SAMPLES_OF_A_COMPARISON)
+    return compare_passes(bench, [(whole, seed) for seed in seeds], SAMPLES_OF_A_COMPARISON)
 
 
 def _note(comparison: Comparison, workload: Workload) -> str:

@@ -8,7 +8,7 @@ a split batch differ from a whole one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase  # the one class behind all bat
 from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.errors import InvalidRequest, release_exception
-from autofit.plan import Plan
+from autofit.plan import ResolvedPlan
 from autofit.training.batch import Batch, tensors_of
-from autofit.training.builder import Workbench
+from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 
 SAMPLES_OF_A_COMPARISON = 5
@@ -220,16 +220,12 @@ def _relative(difference: float, reference: float) -> float:
 
 # Two plans of one workload, run on the same samples on its device, one after the other.
 
-Pass: TypeAlias = tuple[Plan, Mapping[str, Any], int]
-"""A plan, what its settings mean to their strategies, and a seed."""
+Pass: TypeAlias = tuple[ResolvedPlan, int]
+"""A plan and a seed."""
 
 
 def compare_plans(
-    bench: Workbench,
-    first: Plan,
-    second: Plan,
-    payloads: Sequence[Mapping[str, Any]],
-    samples: int,
+    bench: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
 ) -> Comparison:
     """Loss and gradients of two plans on the same samples.
 
@@ -239,11 +235,10 @@ def compare_plans(
     """
     if bench.fresh_workload().train_step is not None:
         raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
-    seeds = (bench.seed, bench.seed)
-    return compare_passes(bench, list(zip((first, second), payloads, seeds, strict=True)), samples)
+    return compare_passes(bench, [(plan, bench.seed) for plan in (first, second)], samples)
 
 
-def compare_passes(bench: Workbench, passes: Sequence[Pass], samples: int) -> Comparison:
+def compare_passes(bench: TrainingBuilder, passes: Sequence[Pass], samples: int) -> Comparison:
     """Loss and gradients of two passes over the same samples; raises as `compare_plans` does."""
     batch = bench.fresh_workload().batch(samples)  # once: a function may make another each time
     try:
@@ -256,14 +251,8 @@ def compare_passes(bench: Workbench, passes: Sequence[Pass], samples: int) -> Co
 
 
 def _pass(
-    bench: Workbench,
-    plan: Plan,
-    payloads: Mapping[str, Any],
-    seed: int,
-    batch: Batch,
-    *,
-    calm: bool,
+    bench: TrainingBuilder, resolved: ResolvedPlan, seed: int, batch: Batch, *, calm: bool
 ) -> Gradients:
     bench.reclaim()
-    with bench.training(bench.fresh_workload(), plan, payloads) as training:
+    with bench.training(bench.fresh_workload(), resolved) as training:
         return gradients(training, batch, seed=seed, calm=calm)

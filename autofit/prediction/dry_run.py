@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from autofit.errors import AutofitError, CannotTell, InvalidRequest
 from autofit.memory.replay import Recording
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda import attention, autocast, operators, rnn
 from autofit.prediction.cuda.dispatch import emulation
@@ -28,9 +30,11 @@ from autofit.prediction.gpus import Gpu
 from autofit.prediction.meta_copy import batch_of, refuse_compiled, twin_of, without_twin
 from autofit.prediction.meta_device import MetaDevice
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
+from autofit.registry import collect_dimensions
 from autofit.snapshot.snapshot import preserved
-from autofit.strategy import Strategy
-from autofit.training.builder import Workbench
+from autofit.space import Space
+from autofit.strategy import Capabilities, Strategy
+from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -56,11 +60,9 @@ class Rehearsal:
 
 def rehearse(
     workload: Workload,
-    plan: Plan,
+    resolved: ResolvedPlan,
     gpu: Gpu,
     *,
-    strategies: Sequence[Strategy] = (),
-    payloads: Mapping[str, Any] | None = None,
     expandable_segments: bool = False,
     workspace_bytes: int | None = None,
 ) -> Rehearsal:
@@ -77,11 +79,11 @@ def rehearse(
     tracer = CudaTracer(
         gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
     )
-    labels = Labels(tracer)
+    plan, labels = resolved.plan, Labels(tracer)
     with stage(gpu, tracer, without_twin(workload)), _explained(plan, tracer):
         twin = twin_of(workload, tracer)
-        bench = Workbench(lambda: twin, strategies, MetaDevice(gpu, tracer), seed=0)
-        with bench.training(twin, plan, payloads) as training, labels.watching(training):
+        bench = TrainingBuilder(lambda: twin, MetaDevice(gpu, tracer), seed=0)
+        with bench.training(twin, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
             _steps(training, twin, plan, tracer, labels)
             recording = tracer.recording
@@ -150,3 +152,70 @@ def _cannot_tell(lack: Lack) -> CannotTell:
             "too: make it where the batch lies, say with device=batch.device"
         )
     return CannotTell(f"memory cannot be predicted: {lack.reason} ({lack.line}). {way_out}")
+
+
+def meta_dimensions(
+    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu
+) -> dict[str, Dimension]:
+    """Return the dimensions that a strategy offers on the meta device.
+
+    Values that can only be found by running the model (levels of checkpointing, say) are missing.
+
+    Args:
+        strategy: asked for its dimensions.
+        settings: its settings in the plan.
+        workload: what is trained.
+        gpu: the GPU that the meta device stands for.
+
+    Raises:
+        InvalidRequest: the strategy has no such setting or value on that GPU.
+        CannotTell: the setting or the value can only be found by running the model.
+    """
+    tracer = CudaTracer(gpu)
+    context = _Context(workload, gpu, tracer)
+    try:
+        with stage(gpu, tracer, without_twin(workload)):
+            dimensions = collect_dimensions([strategy], context)
+    except Exception as error:
+        why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
+        raise _takes_a_run(f"what a setting of {strategy.name!r} means: {why}") from error
+    try:
+        Space(dimensions, workload.sample_batch_size).complete(settings)
+    except InvalidRequest as error:
+        if context.notes:
+            raise _takes_a_run(f"{error}; {'; '.join(context.notes)}") from error
+        raise
+    return dimensions
+
+
+def _takes_a_run(why: str) -> CannotTell:
+    return CannotTell(f"{why}. Give payloads= as a report has them, or probe")
+
+
+class _Context:
+    """Implements `autofit.strategy.Context` on the meta device."""
+
+    def __init__(self, workload: Workload, gpu: Gpu, tracer: CudaTracer) -> None:
+        self._device = MetaDevice(gpu, tracer)
+        self._fresh: Callable[[], Workload] = lambda: twin_of(workload, tracer)
+        self._bench = TrainingBuilder(self._fresh, self._device, seed=0)
+        self.notes: list[str] = []
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._device.place_model(self._fresh().build_model())
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.torch_device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._device.capabilities
+
+    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
+        return self._bench.profile(run, micro_batch)
+
+    def note(self, text: str) -> None:
+        """Kept for the message where the plan asks for more than was offered."""
+        self.notes.append(text)

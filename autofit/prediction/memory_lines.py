@@ -18,7 +18,8 @@ from autofit.devices.base import Environment
 from autofit.errors import AutofitError
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.prediction.gpus import Gpu, find_gpu
-from autofit.prediction.predict import predict_as_meant
+from autofit.prediction.predict import predict_resolved
+from autofit.registry import resolve
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
@@ -153,13 +154,8 @@ def _rehearsals(
     steps = 1 if space.global_batch is None else min(space.baseline.accumulation_steps, 2)
 
     def required(settings: Settings, micro_batch: int) -> int:
-        return predict_as_meant(
-            workload,
-            Plan(micro_batch, accumulation_steps=steps, settings=settings),
-            gpu,
-            strategies=strategies,
-            payloads=space.payloads(settings),
-        ).required_bytes
+        plan = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+        return predict_resolved(workload, resolve(plan, space, strategies), gpu).required_bytes
 
     return required
 

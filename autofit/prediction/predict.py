@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from autofit.errors import CannotTell, InvalidRequest
 from autofit.measurement import Measurement
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
-from autofit.plan import Plan
-from autofit.prediction.dry_run import rehearse
+from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
+from autofit.prediction.dry_run import meta_dimensions, rehearse
 from autofit.prediction.gpus import Gpu, find_gpu
-from autofit.prediction.plan_meaning import meaning_of, strategies_of
+from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
@@ -239,50 +238,68 @@ def predict(
     """
     check_arguments(workload, plan, payloads)
     found = find_gpu(gpu)
-    chosen_plan = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
-    chosen = strategies_of(chosen_plan, strategies)
     learned = Calibration.of(calibration)
-    meant = found if learned is None else replace(found, context_bytes=learned.non_torch_bytes)
-    complete, meanings = meaning_of(chosen_plan, workload, meant, chosen, payloads)
-    return predict_as_meant(workload, complete, meant, strategies=chosen, payloads=meanings)
+    if learned is not None:
+        found = replace(found, context_bytes=learned.non_torch_bytes)
+    chosen = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
+    own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
+    return predict_resolved(workload, _resolve(chosen, workload, found, own, payloads or {}), found)
 
 
-def predict_as_meant(
-    workload: Workload,
+def _resolve(
     plan: Plan,
+    workload: Workload,
     gpu: Gpu,
-    *,
-    strategies: Sequence[Strategy] = (),
-    payloads: Mapping[str, Any] = MappingProxyType({}),
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+) -> ResolvedPlan:
+    """Resolve a plan with the dimensions that its strategies offer on the meta device.
+
+    Strategies whose payloads are given are not asked: they may have found them by measuring.
+
+    Raises:
+        InvalidRequest: a setting or a value that the GPU does not have.
+        CannotTell: the payload of a setting can only be found by running the model.
+    """
+    dimensions: dict[str, Dimension] = {}
+    for strategy in strategies:
+        settings = settings_of(strategy.name, plan.settings)
+        if settings_of(strategy.name, payloads):
+            dimensions |= {name: Dimension([value]) for name, value in settings.items()}
+        elif settings:
+            dimensions |= meta_dimensions(strategy, settings, workload, gpu)
+    return resolve(plan, Space(dimensions, workload.sample_batch_size), strategies, payloads)
+
+
+def predict_resolved(
+    workload: Workload,
+    resolved: ResolvedPlan,
+    gpu: Gpu,
 ) -> Prediction:
-    """Like `predict`, where it is known what all the settings mean: as payloads say.
+    """Predict like `predict`, for a plan that is resolved already.
 
     Raises:
         CannotTell: the training cannot be run without values; the message names the user's line.
         Exception: what the user's own code raised, as it was raised.
     """
 
+    rehearsal = rehearse(
+        workload,
+        resolved,
+        gpu,
+        expandable_segments=expandable_segments(),
+        workspace_bytes=configured_workspace_bytes(),
+    )
+    breakdown = rehearsal.labels.at_peak(
+        rehearsal.recording, expandable_segments=expandable_segments()
+    )
+
     def at(micro_batch: int) -> Prediction:
-        steps = plan.accumulation_steps
-        scaled = Plan(micro_batch, accumulation_steps=steps, settings=plan.settings)
-        return told(scaled if micro_batch != plan.micro_batch else plan)
+        steps, settings = resolved.plan.accumulation_steps, resolved.plan.settings
+        scaled = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+        return predict_resolved(workload, replace(resolved, plan=scaled), gpu)
 
-    def told(plan: Plan) -> Prediction:
-        rehearsal = rehearse(
-            workload,
-            plan,
-            gpu,
-            strategies=strategies,
-            payloads=payloads,
-            expandable_segments=expandable_segments(),
-            workspace_bytes=configured_workspace_bytes(),
-        )
-        breakdown = rehearsal.labels.at_peak(
-            rehearsal.recording, expandable_segments=expandable_segments()
-        )
-        return _prediction(plan, gpu, rehearsal.recording, breakdown, at)
-
-    return told(plan)
+    return _prediction(resolved.plan, gpu, rehearsal.recording, breakdown, at)
 
 
 def expandable_segments() -> bool:

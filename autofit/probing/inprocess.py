@@ -8,10 +8,9 @@ end. A hang, a crash or a poisoned device context here is the whole process's; a
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from autofit.devices.open import open_device
 from autofit.equivalence.gradients import Comparison
 from autofit.errors import DeviceUnavailable, mark_users, users_code
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import ResolvedPlan
 from autofit.probing.messages import WorkerTraceback
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
@@ -53,6 +52,7 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
         seed: int = 0,
     ) -> None:
         self._workload = workload
+        self.strategies = strategies
         self._survey: Survey | None = None
         self._user_exception: BaseException | None = None
         self._poisoned_by: str | None = None
@@ -62,19 +62,17 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
         self._borrowed.callback(self._leave_device)
         self._borrowed.enter_context(_plain_modes())
         try:
-            self._begin(strategies, vram_budget, seed)
+            self._begin(vram_budget, seed)
         except BaseException:
             self._borrowed.close()
             raise
 
-    def _begin(
-        self, strategies: Sequence[Strategy], vram_budget: str | float | None, seed: int
-    ) -> None:
+    def _begin(self, vram_budget: str | float | None, seed: int) -> None:
         workload = self._workload
         self._snapshot = Snapshot.take(live_objects(workload))
         self._session = Session(
             self._restored,
-            strategies,
+            self.strategies,
             self._device,
             vram_budget_bytes=budget_bytes(
                 vram_budget,
@@ -139,13 +137,11 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
             self._user_exception = reply.exception
         return reply.measurement
 
-    def compare(
-        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
-    ) -> Comparison:
+    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
         """Loss and gradients of two plans on the same samples."""
         try:
             with users_code():
-                return self._session.compare(first, second, payloads, samples)
+                return self._session.compare(first, second, samples)
         finally:
             self._put_back()
             self._poisoned_by = self._poisoned_by or self._session.broken_by()

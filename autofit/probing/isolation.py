@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from autofit.devices.base import check_budget
 from autofit.devices.open import device_meant
 from autofit.errors import InvalidRequest
 from autofit.probing.inprocess import InProcessProber
-from autofit.probing.prober import WorkloadProber
+from autofit.probing.prober import Target, WorkloadProber
 from autofit.probing.worker_client import WorkerProber
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
@@ -19,15 +20,9 @@ _LARGEST_SEED = 2**32 - 1
 
 
 def open_prober(
-    workload: Workload,
-    strategies: tuple[Strategy, ...],
-    *,
-    device: str | None,
-    vram_budget: str | float | None,
-    seed: int,
-    isolation: str,
+    workload: Workload, strategies: Sequence[Strategy], target: Target
 ) -> WorkloadProber:
-    """The prober that `isolation` names.
+    """Open the prober that `target.isolation` names.
 
     Raises:
         InvalidRequest: no such isolation, device or seed, or what is no budget; nothing was
@@ -37,15 +32,18 @@ def open_prober(
         "process": WorkerProber,
         "inprocess": InProcessProber,
     }
-    if isolation not in list(kinds):  # a list asks for no hash, and it may be anything
-        raise InvalidRequest(f"isolation must be one of {', '.join(kinds)}, got {isolation!r}")
+    if target.isolation not in list(kinds):  # a list asks for no hash, and it may be anything
+        raise InvalidRequest(
+            f"isolation must be one of {', '.join(kinds)}, got {target.isolation!r}"
+        )
     live = workload.model if isinstance(workload.model, torch.nn.Module) else None
-    meant = device_meant(device, live)
-    check_budget(vram_budget)
-    _check_seed(seed)
+    meant = device_meant(target.device, live)
+    check_budget(target.vram_budget)
+    _check_seed(target.seed)
     _check_has_values(workload)
-    kind = kinds[isolation]
-    return kind(workload, strategies, device=meant, vram_budget=vram_budget, seed=seed)
+    return kinds[target.isolation](
+        workload, strategies, device=meant, vram_budget=target.vram_budget, seed=target.seed
+    )
 
 
 def _check_has_values(workload: Workload) -> None:

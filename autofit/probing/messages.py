@@ -7,17 +7,18 @@ import io
 import json
 import pickle
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
 import cloudpickle
 
 from autofit.errors import AutofitError, WorkloadFailed, mark_users
-from autofit.plan import Plan
+from autofit.plan import ResolvedPlan
 from autofit.probing.faults import text_of
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.serialization import dumps
+from autofit.strategy import Strategy
 
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal the worker prints its main thread's stack."""
@@ -50,19 +51,17 @@ def reply_to(number: int, line: str) -> dict[str, Any] | None:
 def request_to_dict(request: ProbeRequest) -> dict[str, Any]:
     """The JSON form of a probe request."""
     return {
-        "plan": request.plan.to_dict(),
-        "payloads": dict(request.payloads),
+        "resolved": request.resolved.to_dict(),
         "incumbent_samples_per_second": request.incumbent_samples_per_second,
         "full_accumulation": request.full_accumulation,
         "steps": request.steps,
     }
 
 
-def request_from_dict(data: Mapping[str, Any]) -> ProbeRequest:
-    """The request that `request_to_dict` wrote."""
+def request_from_dict(data: Mapping[str, Any], strategies: Sequence[Strategy]) -> ProbeRequest:
+    """The request that `request_to_dict` wrote, its strategies taken from those given."""
     return ProbeRequest(
-        Plan.from_dict(data["plan"]),
-        payloads=data["payloads"],
+        ResolvedPlan.from_dict(data["resolved"], strategies),
         incumbent_samples_per_second=data["incumbent_samples_per_second"],
         full_accumulation=data["full_accumulation"],
         steps=data["steps"],

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.probing.isolation import open_prober
-from autofit.probing.prober import ProbeRequest, users_error
+from autofit.probing.prober import ProbeRequest, Target, users_error
 from autofit.probing.survey import Survey
-from autofit.registry import load_strategies
-from autofit.space import Space
+from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 
@@ -47,51 +45,23 @@ def probe(
         Exception: what the user's own code raised, as it was raised.
     """
     check_arguments(workload, plan, payloads)
-    return probe_and_survey(
-        workload,
-        plan,
-        strategies,
-        payloads,
-        device=device,
-        vram_budget=vram_budget,
-        seed=seed,
-        isolation=isolation,
-    )[0]
+    target = Target(device, vram_budget, seed, isolation)
+    return probe_and_survey(workload, target, plan, strategies, payloads)[0]
 
 
 def probe_and_survey(
     workload: Workload,
+    target: Target,
     plan: Plan | None,
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
-    **where: Any,
 ) -> tuple[Trial, Survey]:
-    """What `probe` returns, and the survey that it was run after; `where` is for `open_prober`."""
-    chosen = load_strategies(strategies)
-    with open_prober(workload, chosen, **where) as prober:
+    """Return the trial that `probe` returns, and the survey that preceded it."""
+    with open_prober(workload, load_strategies(strategies), target) as prober:
         survey = prober.survey()
-        space, names = survey.space(), [strategy.name for strategy in chosen]
-        complete, meanings = _completed(plan, space, payloads or {}, names)
-        measurement = prober.probe(
-            ProbeRequest(complete, payloads=meanings, full_accumulation=True)
-        )
+        resolved = resolve(plan, survey.space(), prober.strategies, payloads)
+        measurement = prober.probe(ProbeRequest(resolved, full_accumulation=True))
         if (error := users_error(prober, measurement)) is not None:
             raise error
     role = Role.BASELINE if plan is None else Role.SEARCH
-    return Trial(0, role, complete, measurement), survey
-
-
-def _completed(
-    plan: Plan | None, space: Space, payloads: Mapping[str, Any], strategies: Container[str]
-) -> tuple[Plan, dict[str, Any]]:
-    """The plan with all its settings, and what they mean: as given, else as the space has it."""
-    if plan is None:
-        return space.baseline, space.payloads(space.plain_settings)
-    given = {
-        name: payload
-        for name, payload in payloads.items()
-        if name in plan.settings and name.partition(".")[0] in strategies
-    }
-    told = space.complete({n: v for n, v in plan.settings.items() if n not in given})
-    meanings = {**space.payloads(told), **given}
-    return replace(plan, settings={**told, **plan.settings}), meanings
+    return Trial(0, role, resolved.plan, measurement), survey

@@ -6,18 +6,37 @@ process, or a simulated device (`autofit.testing.SimulatedProber`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from autofit.errors import WorkloadFailed
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 
 if TYPE_CHECKING:
     from autofit.equivalence.gradients import Comparison
     from autofit.probing.survey import Survey
+    from autofit.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where and under which conditions plans run.
+
+    Attributes:
+        device: "cuda", "cuda:1" or "cpu"; None: cuda where there is one.
+        vram_budget: "24GiB", bytes, or a fraction of the device; None: the free memory, less a
+            margin.
+        seed: of everything random.
+        isolation: "process" or "inprocess".
+    """
+
+    device: str | None = None
+    vram_budget: str | float | None = None
+    seed: int = 0
+    isolation: str = "process"
 
 
 @dataclass(frozen=True)
@@ -25,8 +44,7 @@ class ProbeRequest:
     """One plan to run, and how long it is worth looking at.
 
     Attributes:
-        plan: what to run.
-        payloads: what the plan's settings mean to their strategies, by setting.
+        resolved: the plan to run.
         incumbent_samples_per_second: the rate to beat; timed steps stop as soon as the plan is
             seen to be slower. None: nothing to beat yet.
         full_accumulation: run every micro-batch of the optimizer step (a confirmation does);
@@ -35,12 +53,16 @@ class ProbeRequest:
         steps: time at least so many optimizer steps, however early it is seen to be slower.
     """
 
-    plan: Plan
-    payloads: Mapping[str, Any] = field(default_factory=dict)
+    resolved: ResolvedPlan
     incumbent_samples_per_second: float | None = None
     full_accumulation: bool = False
     expected_seconds: float | None = None
     steps: int | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to run, without payloads and strategies."""
+        return self.resolved.plan
 
 
 class Prober(Protocol):
@@ -54,6 +76,10 @@ class Prober(Protocol):
     @property
     def vram_budget_bytes(self) -> int:
         """The most that peak reserved plus non-torch bytes may come to."""
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """The strategies that can apply settings of a plan here."""
 
     def probe(self, request: ProbeRequest) -> Measurement:
         """Run the plan; every way in which the plan can end is an outcome, not an exception."""
@@ -83,9 +109,7 @@ class WorkloadProber(Prober, Protocol):
     def rebudget(self, vram_budget_bytes: int) -> None:
         """Hold the following probes to another budget."""
 
-    def compare(
-        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
-    ) -> Comparison:
+    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
         """Loss and gradients of two plans on the same samples.
 
         Raises:

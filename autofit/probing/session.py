@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autofit.devices.base import Device, MemoryReading
 from autofit.equivalence.gradients import Comparison, compare_plans
 from autofit.errors import release_exception
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import ResolvedPlan
 from autofit.probing.faults import (
     Fault,
     fault_of,
@@ -30,7 +29,7 @@ from autofit.probing.measure import measure
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.survey import Survey, look_over
 from autofit.strategy import Strategy
-from autofit.training.builder import Workbench
+from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -80,14 +79,15 @@ class Session:
         vram_budget_bytes: int,
         seed: int = 0,
     ) -> None:
-        self._bench = Workbench(fresh_workload, strategies, device, seed)
+        self._bench = TrainingBuilder(fresh_workload, device, seed)
+        self.strategies = strategies
         self._device = device
         self.vram_budget_bytes = vram_budget_bytes
 
     def survey(self) -> Survey:
         """Look the workload over, within the budget; see `Survey`."""
         self._device.limit(self.vram_budget_bytes)
-        return look_over(self._bench, self.vram_budget_bytes)
+        return look_over(self._bench, self.strategies, self.vram_budget_bytes)
 
     def probe(self, request: ProbeRequest) -> Reply:
         """Run one plan; every way in which it can end is a reply.
@@ -109,16 +109,14 @@ class Session:
         measurement = replace(reply.measurement, contended=contended, seconds=seconds)
         return replace(reply, measurement=measurement)
 
-    def compare(
-        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
-    ) -> Comparison:
+    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
         """Loss and gradients of two plans on the same samples, within the budget.
 
         Raises:
             Whatever the model or the device raises.
         """
         self._device.limit(self.vram_budget_bytes)
-        return compare_plans(self._bench, first, second, payloads, samples)
+        return compare_plans(self._bench, first, second, samples)
 
     def broken_by(self) -> str | None:
         """How the device fails at a small computation now; None: it answers."""
@@ -177,7 +175,7 @@ class Session:
         workload = self._bench.fresh_workload()
 
         def make_training(workload: Workload) -> Training:
-            return self._bench.training(workload, request.plan, request.payloads)
+            return self._bench.training(workload, request.resolved)
 
         return measure(workload, self._device, request, make_training, self.vram_budget_bytes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,12 +12,13 @@ from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import decide_resplit
 from autofit.equivalence.gradients import Comparison
 from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import collect_dimensions
 from autofit.snapshot import process
 from autofit.space import Space
+from autofit.strategy import Strategy
 from autofit.training.batch import describe
-from autofit.training.builder import Workbench
+from autofit.training.builder import TrainingBuilder
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
 from autofit.training.strategy_context import BenchContext
@@ -150,7 +151,9 @@ _IN_EVAL_MODE = (
 )
 
 
-def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
+def look_over(
+    bench: TrainingBuilder, strategies: Sequence[Strategy], vram_budget_bytes: int
+) -> Survey:
     """The facts of the bench's workload on its device.
 
     Raises:
@@ -160,7 +163,7 @@ def look_over(bench: Workbench, vram_budget_bytes: int) -> Survey:
     """
     model = _model_facts(bench)
     loss = _loss_source(bench)
-    dimensions, notes = _dimensions(bench)
+    dimensions, notes = _dimensions(bench, strategies)
     # Without the model, which may lie on the device that the following trainings need.
     workload = replace(bench.fresh_workload(), model=torch.nn.Identity(), optimizer=torch.optim.SGD)
     resplit = decide_resplit(bench, workload)
@@ -195,7 +198,7 @@ class _ModelFacts:
     evaluates: bool
 
 
-def _model_facts(bench: Workbench) -> _ModelFacts:
+def _model_facts(bench: TrainingBuilder) -> _ModelFacts:
     torch.manual_seed(bench.seed)
     workload = bench.fresh_workload()
     model = workload.build_model()
@@ -210,7 +213,7 @@ def _model_facts(bench: Workbench) -> _ModelFacts:
     )
 
 
-def _loss_source(bench: Workbench) -> str | None:
+def _loss_source(bench: TrainingBuilder) -> str | None:
     if bench.fresh_workload().train_step is not None:
         return LossSource.TRAIN_STEP
     try:
@@ -222,23 +225,25 @@ def _loss_source(bench: Workbench) -> str | None:
         bench.reclaim_or_not()
 
 
-def _source_in_a_trial_forward(bench: Workbench) -> str:
+def _source_in_a_trial_forward(bench: TrainingBuilder) -> str:
     workload = bench.fresh_workload()
     samples = min(workload.sample_batch_size, 2)
     whole = workload.batch(samples)
     with (
         bench.device.accounting(),
-        bench.training(workload, Plan(samples)) as training,
+        bench.training(workload, ResolvedPlan(Plan(samples))) as training,
         training.context(),
     ):
         batch, _ = next(training.micro_batches(whole))
         return training.recipe.loss_and_source(training.model, batch)[1]
 
 
-def _dimensions(bench: Workbench) -> tuple[dict[str, Dimension], list[str]]:
+def _dimensions(
+    bench: TrainingBuilder, strategies: Sequence[Strategy]
+) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
-    for strategy in bench.strategies:
+    for strategy in strategies:
         context = BenchContext(bench, notes)
         try:
             dimensions |= collect_dimensions([strategy], context)

@@ -21,7 +21,7 @@ from autofit.devices.base import Device, budget_bytes
 from autofit.devices.open import open_device
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import ResolvedPlan
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import STACK_SIGNAL, exception_to_dict, request_from_dict, send
 from autofit.probing.serialization import read_payload
@@ -108,7 +108,7 @@ def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _probe(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
-    reply = session.probe(request_from_dict(message["request"]))
+    reply = session.probe(request_from_dict(message["request"], session.strategies))
     raised = reply.exception
     return {
         "measurement": reply.measurement.to_dict(),
@@ -118,8 +118,8 @@ def _probe(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
-    first, second = (Plan.from_dict(plan) for plan in message["plans"])
-    comparison = session.compare(first, second, message["payloads"], message["samples"])
+    first, second = (ResolvedPlan.from_dict(p, session.strategies) for p in message["plans"])
+    comparison = session.compare(first, second, message["samples"])
     return {"comparison": comparison.to_dict()}
 
 

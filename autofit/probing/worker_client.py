@@ -16,7 +16,7 @@ from autofit.equivalence.gradients import Comparison
 from autofit.errors import DeviceUnavailable, WorkerFailed
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan, VariantKey
+from autofit.plan import Plan, ResolvedPlan, VariantKey
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import exception_from_dict, request_to_dict
 from autofit.probing.prober import ProbeRequest
@@ -171,6 +171,7 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
         self._process: WorkerProcess | None = None
         self._user_exception: BaseException | None = None
         self._survey: Survey | None = None
+        self.strategies = strategies
         self._file = nameless_file()
         path = Path(f"/dev/fd/{self._file.fileno()}")
         self._opening["payload"] = str(path)
@@ -243,12 +244,10 @@ class WorkerProber(AbstractContextManager["WorkerProber"]):
             self._user_exception = exception_from_dict(reply["user_exception"])
         return Measurement.from_dict(reply["measurement"])
 
-    def compare(
-        self, first: Plan, second: Plan, payloads: Sequence[Mapping[str, Any]], samples: int
-    ) -> Comparison:
+    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
         """Loss and gradients of two plans on the same samples; raises as `WorkloadProber` says."""
         plans = [first.to_dict(), second.to_dict()]
-        message = {"do": "compare", "plans": plans, "payloads": list(payloads), "samples": samples}
+        message = {"do": "compare", "plans": plans, "samples": samples}
         return Comparison.from_dict(
             self._ask(message, timeout_s=self._deadlines.unknown_s)["comparison"]
         )

@@ -18,7 +18,6 @@ from autofit.report.record import Record
 if TYPE_CHECKING:
     import torch
 
-    from autofit.plan import Plan
     from autofit.strategy import Strategy
     from autofit.training.loss import Recipe
     from autofit.training.training import Training
@@ -53,7 +52,6 @@ def apply(
     from autofit.training.training import Training
 
     _warn_of_a_stand_in(record, said)
-    plan = record.trial(record.best_number).plan
     given = {name: value for name, value in said.items() if value is not None}
     recipe = _recipe(record, workload, given)
     device = _device_of(model)
@@ -63,10 +61,8 @@ def apply(
         model,
         optimizer,
         recipe,
-        plan,
+        record.resolve_best(strategies, remembered),
         device=device,
-        strategies=strategies_for(plan.without(record.plain_settings), strategies, remembered),
-        payloads=record.payloads(plan.settings),
     )
 
 
@@ -99,25 +95,6 @@ def _recipe(record: Record, workload: Workload | None, said: dict[str, Any]) -> 
             f"functions: pass {'=..., '.join(missing)}=... to apply"
         )
     return Recipe(**said, clip_grad_norm=record.workload.get("clip_grad_norm"))
-
-
-def strategies_for(
-    plan: Plan,
-    given: Iterable[str | Strategy] | None = None,
-    remembered: Sequence[Strategy] = (),
-) -> tuple[Strategy, ...]:
-    """Whose settings the plan holds: as given, else as remembered, else as installed.
-
-    Raises:
-        InvalidRequest: one is not installed, or is none.
-    """
-    from autofit.registry import load_strategies
-
-    chosen = [given] if isinstance(given, str) else list(given or ())
-    known = {strategy.name: strategy for strategy in remembered}
-    said = {one if isinstance(one, str) else getattr(one, "name", "") for one in chosen}
-    needed = {setting.partition(".")[0] for setting in plan.settings}
-    return load_strategies([*chosen, *(known.get(name, name) for name in sorted(needed - said))])
 
 
 def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:

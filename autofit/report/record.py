@@ -6,13 +6,18 @@ as long as `schema` is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Role, Trial
-from autofit.plan import Dimension, Settings, payloads_of
+from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, payloads_of
+from autofit.registry import resolve, strategies_of
+from autofit.space import Space
+
+if TYPE_CHECKING:
+    from autofit.strategy import Strategy
 
 # The trials worth choosing between: none that fits is faster and holds less.
 
@@ -130,6 +135,35 @@ class Record:
     def plain_settings(self) -> Settings:
         """Every setting at its first value."""
         return {name: dimension.values[0] for name, dimension in self.dimensions.items()}
+
+    @property
+    def best(self) -> Trial:
+        """The trial to train with."""
+        return self.trial(self.best_number)
+
+    @property
+    def best_plan_to_rerun(self) -> Plan:
+        """The best plan without its plain settings.
+
+        A workload, device or installation that lacks one of those settings can still run it.
+        """
+        return self.best.plan.without(self.plain_settings)
+
+    def resolve_best(
+        self,
+        strategies: Iterable[str | Strategy] | None = None,
+        remembered: Sequence[Strategy] = (),
+    ) -> ResolvedPlan:
+        """Resolve the best plan; only the strategies that change something are needed.
+
+        Args:
+            strategies, remembered: see `autofit.registry.strategies_of`.
+
+        Raises:
+            InvalidRequest: a strategy that the plan needs is not installed.
+        """
+        needed = strategies_of(self.best_plan_to_rerun, strategies, remembered)
+        return resolve(self.best.plan, Space(self.dimensions, 1), needed)
 
     @property
     def baseline_beside_best(self) -> Trial:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Trial
-from autofit.plan import Plan
 from autofit.report import apply
 from autofit.report.record import Record, frontier
 from autofit.report.text import WIDTH, headline, render
@@ -47,16 +46,7 @@ class Report:
     @property
     def best(self) -> Trial:
         """The trial of the plan to train with: `.plan`, `.samples_per_second`, `.measurement`."""
-        return self.record.trial(self.record.best_number)
-
-    @property
-    def best_without_plain_settings(self) -> Plan:
-        """The best plan as it is said anew: what it leaves out has its first value.
-
-        A setting that is found by measuring (a checkpoint level) then asks for nothing where it
-        is plain.
-        """
-        return self.best.plan.without(self.record.plain_settings)
+        return self.record.best
 
     @property
     def baseline(self) -> Trial:
@@ -193,7 +183,14 @@ class Report:
             raise InvalidRequest(
                 "a loaded report holds no workload: pass the one that was searched"
             )
-        return soak(self, trained, steps=steps, device=device, isolation=isolation)
+        return soak(
+            self.record,
+            trained,
+            steps=steps,
+            device=device,
+            isolation=isolation,
+            strategies=self.strategies,
+        )
 
     def to_text(self, *, width: int = WIDTH) -> str:
         """The report as text: the best plan first, then every trial, then what was skipped."""

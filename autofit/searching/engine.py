@@ -28,6 +28,7 @@ from autofit.planning import confirmation, planner
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Prober, ProbeRequest
+from autofit.registry import resolve
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult, skips
@@ -60,8 +61,7 @@ def run_plan(
     confirmed = role is Role.CONFIRMED
     leader = None if confirmed else fastest_of(trials)
     request = ProbeRequest(
-        plan,
-        payloads=space.payloads(plan.settings),
+        resolve(plan, space, prober.strategies),
         incumbent_samples_per_second=leader.samples_per_second if leader else None,
         full_accumulation=confirmed,
         expected_seconds=expected_seconds,

@@ -13,13 +13,14 @@ import numpy as np
 
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
-from autofit.plan import Plan, Scalar, settings_of
+from autofit.plan import ResolvedPlan, Scalar
 from autofit.planning.feasibility import Counts
 from autofit.planning.planner import ceilings, leading
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Prober, WorkloadProber, users_error
 from autofit.probing.survey import Survey
+from autofit.registry import resolve
 from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
@@ -65,10 +66,9 @@ class SearchResult:
 # A plan as the lines that a user would write to train with it.
 
 
-def paste_lines(
-    plan: Plan, strategies: Sequence[Strategy], payloads: Mapping[str, Any]
-) -> list[str]:
-    """Batch geometry first, then what each strategy says of its settings."""
+def paste_lines(resolved: ResolvedPlan) -> list[str]:
+    """Return the lines for batch geometry, then those of each strategy."""
+    plan = resolved.plan
     lines = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
     if plan.accumulation_steps > 1:
         lines.append(
@@ -76,10 +76,8 @@ def paste_lines(
             f"optimizer step of {plan.samples_per_step} samples; "
             "weight each loss by its share of the samples"
         )
-    for strategy in strategies:
-        settings = settings_of(strategy.name, plan.settings)
-        if settings:
-            lines += strategy.describe(settings, settings_of(strategy.name, payloads))
+    for strategy, settings, payloads in resolved.by_strategy():
+        lines += strategy.describe(settings, payloads)
     return lines
 
 
@@ -206,7 +204,7 @@ def record_of(
         baseline_number=result.baseline.number,
         skipped=result.skipped,
         paste={
-            trial.number: paste_lines(trial.plan, strategies, space.payloads(trial.plan.settings))
+            trial.number: paste_lines(resolve(trial.plan, space, strategies))
             for trial in result.trials
         },
         notes=(*survey.notes, *_not_split(result.best)),
@@ -231,10 +229,12 @@ def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, 
     best, baseline = result.best.plan, result.baseline.plan
     if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
         return None
-    payloads = [result.spec.space.payloads(plan.settings) for plan in (baseline, best)]
     samples = min(best.samples_per_step, baseline.samples_per_step)
     try:
-        compared = prober.compare(baseline, best, payloads, samples).to_dict()
+        first, second = (
+            resolve(plan, result.spec.space, prober.strategies) for plan in (baseline, best)
+        )
+        compared = prober.compare(first, second, samples).to_dict()
     except (Exception, KeyboardInterrupt):  # train_step, full memory, impatience: do without
         return None
     finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])

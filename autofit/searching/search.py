@@ -15,6 +15,7 @@ from optuna.samplers import BaseSampler
 from autofit.errors import InvalidRequest
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.isolation import open_prober
+from autofit.probing.prober import Target
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
 from autofit.report.report import Report
@@ -124,9 +125,7 @@ def search(
     )
     with (
         _shown(progress) as on_event,
-        open_prober(
-            workload, chosen, device=device, vram_budget=vram_budget, seed=seed, isolation=isolation
-        ) as prober,
+        open_prober(workload, chosen, Target(device, vram_budget, seed, isolation)) as prober,
     ):
         survey = prober.survey()
         check_weights_fit(survey)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from autofit.equivalence.runs import Run, copies, differences_between, gradients_of
-from autofit.plan import Dimension, Plan, Scalar, payloads_of
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.snapshot.snapshot import Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
@@ -147,8 +147,8 @@ class Case:
     ) -> list[str]:
         workload, model, optimizer = self._fresh()
         batch = workload.batch(workload.sample_batch_size)
-        plan = Plan(workload.sample_batch_size)
-        with Training(model, optimizer, workload.recipe, plan, device=self._device) as training:
+        plain = ResolvedPlan(Plan(workload.sample_batch_size))
+        with Training(model, optimizer, workload.recipe, plain, device=self._device) as training:
             before = _state(model, optimizer)
             with suppress(_Deliberate), self._strategy.apply(training, settings, payloads):
                 body(training, batch)
@@ -169,10 +169,8 @@ class Case:
             model,
             optimizer,
             workload.recipe,
-            plan,
+            ResolvedPlan(plan, payloads, (self._strategy,)),
             device=self._device,
-            strategies=[self._strategy],
-            payloads=payloads,
         )
         with training:
             undo = training.wrap_optimizer_step(recorded)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Capabilities, TrainingView
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -44,7 +44,7 @@ class PlainContext:
         """What `run(training, batch)` returns for a plain training of a model built anew."""
         workload = self._build()
         model = workload.build_model().to(self.device)
-        optimizer, plan = workload.build_optimizer(model), Plan(micro_batch)
+        optimizer, plan = workload.build_optimizer(model), ResolvedPlan(Plan(micro_batch))
         with Training(model, optimizer, workload.recipe, plan, device=self.device) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
             return run(training, batch)

@@ -11,13 +11,14 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.prober import ProbeRequest, enough_steps
+from autofit.strategy import Strategy
 
 PlanFunction: TypeAlias = Callable[[Plan], float]
 
@@ -41,6 +42,9 @@ class SimulatedProber:
         probed: the requests so far, in order.
         renewals: how often a fresh worker was asked for.
     """
+
+    strategies: Sequence[Strategy] = ()
+    """None: the formulas are given plans."""
 
     def __init__(
         self,

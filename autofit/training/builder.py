@@ -6,7 +6,7 @@ device must still be surveyed, compared and probed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,32 +14,27 @@ import torch
 
 from autofit.devices.base import Device
 from autofit.errors import collect_garbage, release_exception
-from autofit.plan import Plan
-from autofit.strategy import Strategy
+from autofit.plan import Plan, ResolvedPlan
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 
 @dataclass(frozen=True)
-class Workbench:
+class TrainingBuilder:
     """A workload, a device and what trainings are built with.
 
     Attributes:
         fresh_workload: a copy of the workload that may be trained and thrown away, each time.
-        strategies: those that may have settings in a plan.
         device: held by this process.
         seed: for initial weights of built models, dropout and the like.
     """
 
     fresh_workload: Callable[[], Workload]
-    strategies: Sequence[Strategy]
     device: Device
     seed: int
 
-    def training(
-        self, workload: Workload, plan: Plan, payloads: Mapping[str, Any] | None = None
-    ) -> Training:
+    def training(self, workload: Workload, resolved: ResolvedPlan) -> Training:
         """The workload, moved to the device and ready to step."""
         torch.manual_seed(self.seed)
         model = workload.build_model()
@@ -49,10 +44,8 @@ class Workbench:
             model,
             workload.build_optimizer(model, self.device.place),
             self._placed(workload.recipe),
-            plan,
+            resolved,
             device=self.device.torch_device,
-            strategies=self.strategies,
-            payloads=payloads,
             place=self.device.place,
             batched=workload.batched_places,
         )
@@ -60,7 +53,7 @@ class Workbench:
     def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
         """What `run(training, batch)` returns of a plain training, as strategies ask for it."""
         workload = self.fresh_workload()
-        with self.training(workload, Plan(micro_batch)) as training:
+        with self.training(workload, ResolvedPlan(Plan(micro_batch))) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
             return run(training, batch)
 

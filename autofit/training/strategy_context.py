@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Capabilities
-from autofit.training.builder import Workbench
+from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 
 
@@ -21,7 +21,7 @@ class BenchContext:
         notes: what the strategy says is added to it.
     """
 
-    def __init__(self, bench: Workbench, notes: list[str]) -> None:
+    def __init__(self, bench: TrainingBuilder, notes: list[str]) -> None:
         self._bench = bench
         self._notes = notes
         self._training: Training | None = None
@@ -37,7 +37,9 @@ class BenchContext:
     @property
     def model(self) -> torch.nn.Module:
         if self._training is None:
-            self._training = self._bench.training(self._bench.fresh_workload(), Plan(1))
+            self._training = self._bench.training(
+                self._bench.fresh_workload(), ResolvedPlan(Plan(1))
+            )
         return self._training.model
 
     def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:

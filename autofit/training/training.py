@@ -7,15 +7,14 @@ optimizer only through the strategies it applies, and `undo` takes those changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan, settings_of, split_evenly, steps_for
-from autofit.strategy import Strategy
+from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, batch_size, map_tensors, pieces
 from autofit.training.loss import Recipe, scalar
@@ -32,16 +31,15 @@ class Training(AbstractContextManager["Training"]):
         model: on `device` already.
         optimizer: over the model's parameters; a mapping of several, with `Recipe.train_step`.
         recipe: the user's loss and what happens around the update.
-        plan: micro-batch and settings.
+        resolved: the plan, with the strategies that apply its settings.
         device: where batches are moved, micro-batch by micro-batch.
-        strategies: those whose settings the plan holds, in any order.
-        payloads: what the settings mean to their strategies, by setting.
         place: how a tensor is moved to the device; None: `tensor.to(device)`.
         batched: which tensors of a batch hold samples, where that is known better than
             `autofit.training.batch` can tell from their sizes.
 
     Attributes:
-        model, optimizer, plan, device, recipe: as given; a train_step trains with them.
+        model, optimizer, device, recipe: as given; a train_step trains with them.
+        plan: micro-batch and settings.
 
     Raises:
         InvalidRequest: the optimizer steps by a closure, and there is no train_step to call it.
@@ -52,11 +50,9 @@ class Training(AbstractContextManager["Training"]):
         model: torch.nn.Module,
         optimizer: Optimizers,
         recipe: Recipe,
-        plan: Plan,
+        resolved: ResolvedPlan,
         *,
         device: torch.device,
-        strategies: Sequence[Strategy] = (),
-        payloads: Mapping[str, Any] | None = None,
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
         batched: Collection[int] | None = None,
     ) -> None:
@@ -64,7 +60,7 @@ class Training(AbstractContextManager["Training"]):
             check_steps_alone(optimizer)
         self.model = model
         self.optimizer = optimizer
-        self.plan = plan
+        self.plan = resolved.plan
         self.device = device
         self.recipe = recipe
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
@@ -76,15 +72,9 @@ class Training(AbstractContextManager["Training"]):
         """Whether any step so far asked for its micro-batches, as a train_step need not."""
         self._ended = False
         self._applied = ExitStack()
-        self._apply(strategies, payloads or {})
-
-    def _apply(self, strategies: Sequence[Strategy], payloads: Mapping[str, Any]) -> None:
         with ExitStack() as stack:
-            for strategy in sorted(strategies, key=lambda strategy: strategy.phase):
-                settings = settings_of(strategy.name, self.plan.settings)
-                if settings:
-                    own_payloads = settings_of(strategy.name, payloads)
-                    stack.enter_context(strategy.apply(self, settings, own_payloads))
+            for strategy, settings, payloads in resolved.by_strategy():
+                stack.enter_context(strategy.apply(self, settings, payloads))
             self._applied = stack.pop_all()
 
     def __exit__(self, *raised: object) -> None:

@@ -49,7 +49,7 @@ def report(workload: autofit.Workload) -> autofit.Report:
 
 
 def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit.Workload) -> None:
-    endured = soak(report, workload, steps=STEPS)
+    endured = soak(report.record, workload, steps=STEPS)
     assert endured.measurement.ok
     assert STEPS <= endured.steps <= STEPS + 2
     told = report.best.measurement
@@ -111,12 +111,12 @@ def test_another_workload_is_refused_with_what_differs(
 ) -> None:
     other = autofit.Workload(model, torch.randn(samples, 32))
     with pytest.raises(InvalidRequest, match=words):
-        soak(report, other, steps=STEPS, isolation="inprocess")
+        soak(report.record, other, steps=STEPS, isolation="inprocess")
 
 
 def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:
     with pytest.raises(InvalidRequest, match=r"\b8\b.*\b3\b"):
-        soak(report, workload, steps=3)
+        soak(report.record, workload, steps=3)
 
 
 TOLD = Measurement(

@@ -16,7 +16,7 @@ from autofit.equivalence.gradients import (
     compare,
     gradients,
 )
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
@@ -28,7 +28,9 @@ def _pass(
     model: nn.Module, batch: Any, micro_batch: int, *, calm: bool = True, **recipe: Any
 ) -> Gradients:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    training = Training(model, optimizer, Recipe(**recipe), Plan(micro_batch), device=CPU)
+    training = Training(
+        model, optimizer, Recipe(**recipe), ResolvedPlan(Plan(micro_batch)), device=CPU
+    )
     return gradients(training, batch, seed=0, calm=calm)
 
 
@@ -165,13 +167,13 @@ def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
     model = nn.ModuleList([double, mixed[0]])
     optimizer = torch.optim.SGD(model.parameters())
     recipe = Recipe(loss_fn=lambda m, b: mixed[0](b).mean())
-    training = Training(model, optimizer, recipe, Plan(5), device=CPU)
+    training = Training(model, optimizer, recipe, ResolvedPlan(Plan(5)), device=CPU)
     assert gradients(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
     coarse = Training(
         mixed,
         torch.optim.SGD(mixed.parameters()),
         Recipe(loss_fn=lambda m, b: mixed[1](mixed[0](b).bfloat16()).float().mean()),
-        Plan(5),
+        ResolvedPlan(Plan(5)),
         device=CPU,
     )
     assert gradients(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
@@ -209,7 +211,9 @@ def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
     plan = Plan(5, settings={"precision.dtype": "float16"})
     optimizer = torch.optim.SGD(model.parameters())
     strategies = load_strategies(["precision"])
-    with Training(model, optimizer, Recipe(), plan, device=CPU, strategies=strategies) as training:
+    with Training(
+        model, optimizer, Recipe(), ResolvedPlan(plan, strategies=strategies), device=CPU
+    ) as training:
         half = gradients(training, X, seed=0)
         assert training.scaler is not None
         assert training.scaler.get_scale() < 2**16

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Environment
-from autofit.plan import Dimension, Hint, Plan, variant_key
+from autofit.plan import Dimension, Hint, Plan, ResolvedPlan, variant_key
 from autofit.prediction.gpus import find_gpu
 from autofit.prediction.memory_lines import gpu_of, memory_lines
-from autofit.prediction.predict import predict, predict_as_meant
+from autofit.prediction.predict import predict, predict_resolved
 from autofit.registry import load_strategies
 from autofit.space import Space
 from autofit.training.workload import Workload
@@ -80,11 +80,11 @@ def test_no_size_is_looked_at_that_the_space_does_not_have(
 ) -> None:
     looked = []
 
-    def noted(workload: Workload, plan: Plan, *given: Any, **options: Any) -> Any:
-        looked.append(plan.micro_batch)
-        return predict_as_meant(workload, plan, *given, **options)
+    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
+        looked.append(resolved.plan.micro_batch)
+        return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.memory_lines.predict_as_meant", noted)
+    monkeypatch.setattr("autofit.prediction.memory_lines.predict_resolved", noted)
     found = memory_lines(workload(), bounded, A100, 8 * GIB)
     assert found.notes == ()
     ((fixed, per_sample),) = found.lines.values()
@@ -106,11 +106,12 @@ def test_what_tells_most_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> 
     }
     asked: list[dict[str, Any]] = []
 
-    def noted(workload: Workload, plan: Plan, *given: Any, **options: Any) -> Any:
-        asked.append({n: v for n, v in plan.settings.items() if v != dimensions[n].values[0]})
-        return predict_as_meant(workload, plan, *given, **options)
+    def noted(workload: Workload, resolved: ResolvedPlan, *given: Any, **options: Any) -> Any:
+        settings = resolved.plan.settings
+        asked.append({n: v for n, v in settings.items() if v != dimensions[n].values[0]})
+        return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.memory_lines.predict_as_meant", noted)
+    monkeypatch.setattr("autofit.prediction.memory_lines.predict_resolved", noted)
     found = memory_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
     level, dtype = "placement.level", "precision.dtype"
     order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]

@@ -15,7 +15,7 @@ from torch import nn
 
 from autofit.devices.open import open_device
 from autofit.measurement import Measurement
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.worker_client import Deadlines, WorkerProber
 from autofit.training.workload import Workload
@@ -56,7 +56,9 @@ class Probing:
     def at(self, micro_batch: int, *, patient: bool = True) -> Measurement:
         """Probe that micro-batch; a patient probe may take a minute, another the least deadline."""
         expected_seconds = 3.0 if patient else 0.01
-        return self.prober.probe(ProbeRequest(Plan(micro_batch), expected_seconds=expected_seconds))
+        return self.prober.probe(
+            ProbeRequest(ResolvedPlan(Plan(micro_batch)), expected_seconds=expected_seconds)
+        )
 
     @property
     def worker(self) -> int | None:

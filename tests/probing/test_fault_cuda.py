@@ -18,7 +18,7 @@ from torch import nn
 
 from autofit.devices.nvml import Nvml, device_uuid
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.worker_client import Deadlines, WorkerProber
 from autofit.training.workload import Workload
@@ -54,19 +54,20 @@ for line in sys.stdin:
 INNOCENT = """
 import torch
 from torch import nn
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
 from autofit.training.workload import Workload
 
 with WorkerProber(Workload(nn.Linear(16, 16), torch.ones(2, 16)), device="cuda") as prober:
-    print(prober.probe(ProbeRequest(Plan(2))).outcome, torch._C._cuda_hasPrimaryContext(0))
+    outcome = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).outcome
+    print(outcome, torch._C._cuda_hasPrimaryContext(0))
 """
 
 KILLED = """
 import torch
 from torch import nn
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
 from autofit.training.workload import Workload
@@ -83,7 +84,7 @@ class Hangs(nn.Module):
 
 with WorkerProber(Workload(Hangs(), torch.ones(2, 16)), device="cuda") as prober:
     print("ready", flush=True)
-    prober.probe(ProbeRequest(Plan(2)))
+    prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 """
 
 
@@ -219,7 +220,9 @@ class Probing:
                 vram_budget=vram_budget,
                 deadlines=Deadlines(shortest_s=60.0),
             )
-        return self.prober.probe(ProbeRequest(Plan(micro_batch), expected_seconds=0.1))
+        return self.prober.probe(
+            ProbeRequest(ResolvedPlan(Plan(micro_batch)), expected_seconds=0.1)
+        )
 
     @property
     def worker(self) -> int | None:

@@ -37,7 +37,7 @@ class Hangs(nn.Module):
 """
 
 PROBES = """
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
 from autofit.training.workload import Workload
@@ -45,7 +45,7 @@ from autofit.training.workload import Workload
 workload = Workload(Hangs({way}, above=1), torch.ones(2, 16))
 with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
     print("ready", flush=True)
-    prober.probe(ProbeRequest(Plan(2)))
+    prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 """
 
 STARTS = """

@@ -13,7 +13,7 @@ from torch import nn
 from autofit.devices.base import MemoryReading
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
 from autofit.training.workload import Workload
@@ -70,7 +70,7 @@ def test_a_probe_that_loads_libraries_is_held_to_the_budget_beside_them(
         LoadsLibraries(),
         vram_budget_bytes=BUDGET,
     )
-    measured = session.probe(ProbeRequest(Plan(2))).measurement
+    measured = session.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement
     assert measured.outcome is outcome, measured
     if measured.ok:
         assert measured.held_bytes is not None

@@ -16,7 +16,7 @@ from autofit.devices.cpu import CpuDevice
 from autofit.devices.lock import DeviceLock
 from autofit.errors import DeviceUnavailable, InvalidRequest
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
 from autofit.registry import load_strategies
@@ -79,22 +79,25 @@ def _survey_and_probe(prober: InProcessProber) -> None:
     survey = prober.survey()
     assert survey.resplit is not None
     assert not survey.may_resplit
-    assert prober.probe(ProbeRequest(survey.space().baseline, full_accumulation=True)).ok
+    assert prober.probe(
+        ProbeRequest(ResolvedPlan(survey.space().baseline), full_accumulation=True)
+    ).ok
 
 
 def _in_other_precisions(prober: InProcessProber) -> None:
     for dtype in ("bfloat16", "float16"):
         plan = Plan(4, settings={"precision.dtype": dtype})
-        assert prober.probe(ProbeRequest(plan)).ok
+        resolved = ResolvedPlan(plan, strategies=prober.strategies)
+        assert prober.probe(ProbeRequest(resolved)).ok
 
 
 def _out_of_memory(prober: InProcessProber) -> None:
-    assert prober.probe(ProbeRequest(Plan(2**17))).outcome is Outcome.OOM
-    assert prober.probe(ProbeRequest(Plan(4))).ok
+    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2**17)))).outcome is Outcome.OOM
+    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
 
 
 def _compare(prober: InProcessProber) -> None:
-    assert not prober.compare(Plan(8), Plan.split(8, 3), ({}, {}), 8).equal
+    assert not prober.compare(ResolvedPlan(Plan(8)), ResolvedPlan(Plan.split(8, 3)), 8).equal
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_also_after_the_users_code_raised() -> None:
             raise raised
 
     def work(prober: InProcessProber) -> None:
-        assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.USER_ERROR
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.USER_ERROR
         assert prober.user_exception() is raised
         assert "in before_step" in str(raised.__cause__)
 
@@ -125,14 +128,16 @@ def test_also_where_the_user_interrupts() -> None:
 
     def work(prober: InProcessProber) -> None:
         with pytest.raises(KeyboardInterrupt):
-            prober.probe(ProbeRequest(Plan(4)))
+            prober.probe(ProbeRequest(ResolvedPlan(Plan(4))))
 
     assert _everything(work, before_step=before_step) == []
 
 
 def test_each_probe_starts_from_the_users_weights() -> None:
     def work(prober: InProcessProber) -> None:
-        losses = [prober.probe(ProbeRequest(Plan(4), **hopeless)).loss for _ in range(2)]
+        losses = [
+            prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **hopeless)).loss for _ in range(2)
+        ]
         assert losses[0] == losses[1]
 
     hopeless: Any = {"incumbent_samples_per_second": 1e12}
@@ -143,17 +148,17 @@ def test_functions_that_build_are_welcome_too() -> None:
     """Also where one sample would be too few: `Net` normalizes over the batch."""
     workload = Workload(Net, lambda n: torch.randn(n, 6), optimizer=torch.optim.SGD)
     with InProcessProber(workload, device="cpu", vram_budget="64MiB") as prober:
-        assert prober.probe(ProbeRequest(prober.survey().space().baseline)).ok
+        assert prober.probe(ProbeRequest(ResolvedPlan(prober.survey().space().baseline))).ok
 
 
 def test_the_budget_can_be_changed_and_is_told() -> None:
     model = nn.Linear(512, 512)
     with InProcessProber(Workload(model, torch.randn(4, 512)), device="cpu") as prober:
         assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes
-        assert prober.probe(ProbeRequest(Plan(4))).ok
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
         prober.rebudget(2 * 2**20)
         assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 2 * 2**20
-        assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.OOM
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.OOM
         prober.renew()
 
 
@@ -174,7 +179,7 @@ def test_the_current_device_is_the_users_again() -> None:
     torch.cuda.set_device(0)
     workload = Workload(nn.Linear(6, 4), torch.randn(4, 6))
     with InProcessProber(workload, device="cuda:1") as prober:
-        assert prober.probe(ProbeRequest(Plan(4))).ok
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
     assert torch.cuda.current_device() == 0
     with pytest.raises(InvalidRequest, match=r"budget.*device"):
         InProcessProber(workload, device="cuda:1", vram_budget="1000TiB")
@@ -190,7 +195,7 @@ def test_under_a_mode_of_the_caller_s_it_trains_as_a_worker_would(mode: Any) -> 
         before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         with InProcessProber(Workload(model, batch), device="cpu") as prober:
             seen = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-            assert prober.probe(ProbeRequest(Plan(2))).outcome is Outcome.OK
+            assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).outcome is Outcome.OK
         assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
     assert seen == (True, False)
 
@@ -199,7 +204,7 @@ def test_a_batch_that_repeats_its_memory_is_put_back() -> None:
     batch = torch.randn(1, 8).expand(4, 8)
     before = batch.clone()
     with InProcessProber(Workload(nn.Linear(8, 3), batch), device="cpu") as prober:
-        assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.OK
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.OK
     assert torch.equal(batch, before)
     assert batch.stride() == (0, 1)
 
@@ -262,14 +267,14 @@ def test_a_device_that_died_is_told_and_all_the_rest_is_given_back(
     before = torch.is_grad_enabled()
     with torch.no_grad(), InProcessProber(_dying(mortal)) as prober:
         if end == "probe":
-            assert prober.probe(ProbeRequest(Plan(4))).outcome is Outcome.POISONED
+            assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.POISONED
         elif end == "survey":
             prober.survey()
         else:
             with pytest.raises(RuntimeError, match="assert"):
-                prober.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+                prober.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
         with pytest.raises(DeviceUnavailable, match="beyond use"):
-            prober.probe(ProbeRequest(Plan(4)))
+            prober.probe(ProbeRequest(ResolvedPlan(Plan(4))))
     assert mortal.is_closed
     assert gc.get_freeze_count() == 0
     assert torch.is_grad_enabled() == before
@@ -278,7 +283,7 @@ def test_a_device_that_died_is_told_and_all_the_rest_is_given_back(
 
 def test_the_device_is_left_as_it_was(mortal: Mortal) -> None:
     with InProcessProber(Workload(nn.Linear(6, 4), torch.randn(4, 6))) as prober:
-        assert prober.probe(ProbeRequest(Plan(4))).ok
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
         assert not mortal.is_closed
     assert mortal.is_closed
     mortal.is_closed = False

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.isolation import open_prober
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.prober import ProbeRequest, Target
 from autofit.probing.worker_client import WorkerProber
 from autofit.training.workload import Workload
 from autofit.units import MIB
@@ -21,14 +21,12 @@ WORKLOAD = Workload(nn.Linear(6, 4), torch.ones(4, 6))
 
 @pytest.mark.parametrize("isolation", ["process", "inprocess"])
 def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> None:
-    opened = open_prober(
-        WORKLOAD, (), device="cpu", vram_budget="64MiB", seed=0, isolation=isolation
-    )
+    opened = open_prober(WORKLOAD, (), Target("cpu", "64MiB", isolation=isolation))
     with opened as prober:
         assert prober.survey().space().baseline == Plan(4)
         assert prober.vram_budget_bytes == 64 * MIB
-        assert prober.probe(ProbeRequest(Plan(4))).ok
-        assert prober.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4).equal
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
+        assert prober.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4).equal
         prober.rebudget(32 * MIB)
         assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 32 * MIB
 
@@ -52,12 +50,11 @@ def test_what_means_nothing_is_refused_before_a_worker_is_started(
     said: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WorkerProber, "__init__", lambda *_, **__: pytest.fail("it was started"))
-    asked: dict[str, Any] = {"device": "cpu", "vram_budget": None, "seed": 0}
     with pytest.raises(InvalidRequest, match=words):
-        open_prober(WORKLOAD, (), **asked | {"isolation": "process"} | said)
+        open_prober(WORKLOAD, (), Target(**{"device": "cpu"} | said))
 
 
 def test_a_model_without_values_is_refused() -> None:
     empty = Workload(nn.Linear(6, 4, device="meta"), torch.ones(4, 6))
     with pytest.raises(InvalidRequest, match="meta device"):
-        open_prober(empty, (), device="cpu", vram_budget=None, seed=0, isolation="process")
+        open_prober(empty, (), Target("cpu"))

@@ -11,11 +11,11 @@ from torch import nn
 
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.measure import measure
 from autofit.probing.prober import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS, ProbeRequest
 from autofit.registry import load_strategies
-from autofit.training.builder import Workbench
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
 
@@ -37,12 +37,13 @@ def _measured(
 ) -> Measurement:
     device = CpuDevice()
     device.limit(limit)
-    bench = Workbench(make, load_strategies(["precision"]), device, seed=0)
+    builder = TrainingBuilder(make, device, seed=0)
+    resolved = ResolvedPlan(plan, strategies=load_strategies(["precision"]))
     return measure(
         make(),
         device,
-        ProbeRequest(plan, **request),
-        lambda workload: bench.training(workload, plan),
+        ProbeRequest(resolved, **request),
+        lambda workload: builder.training(workload, resolved),
         budget or limit,
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import (
     exception_from_dict,
     exception_to_dict,
@@ -138,10 +138,9 @@ def test_a_class_that_comes_home_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        ProbeRequest(Plan(4)),
+        ProbeRequest(ResolvedPlan(Plan(4))),
         ProbeRequest(
-            Plan.split(10, 4, {"a.x": 1}),
-            payloads={"a.x": ["layer.0", "layer.1"]},
+            ResolvedPlan(Plan.split(10, 4, {"a.x": 1}), {"a.x": ["layer.0", "layer.1"]}),
             incumbent_samples_per_second=12.5,
             full_accumulation=True,
             steps=40,
@@ -154,7 +153,7 @@ def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
     (line,) = pipe.getvalue().splitlines()
     # What the parent alone goes by: when to take the worker for hung.
     assert set(json.loads(line)) | {"expected_seconds"} == {f.name for f in fields(ProbeRequest)}
-    assert request_from_dict(json.loads(line)) == request_
+    assert request_from_dict(json.loads(line), ()) == request_
 
 
 @pytest.mark.cuda

@@ -6,7 +6,7 @@ import pytest
 
 from autofit.errors import WorkloadFailed
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import MOST_TIMED_STEPS, ProbeRequest, enough_steps, users_error
 from autofit.testing import SimulatedProber
 
@@ -23,7 +23,7 @@ def test_a_failure_without_an_exception_is_the_workloads(
 ) -> None:
     answer = Measurement(outcome, detail)
     prober = SimulatedProber(1, lambda plan: 0, lambda plan: 1.0, fault=lambda plan: answer)
-    error = users_error(prober, prober.probe(ProbeRequest(Plan(1))))
+    error = users_error(prober, prober.probe(ProbeRequest(ResolvedPlan(Plan(1)))))
     assert isinstance(error, WorkloadFailed)
     assert str(error) == words
 
@@ -40,7 +40,7 @@ SCATTERED = [0.9, 1.0, 1.1]
 
 
 def beside(rate: float | None) -> ProbeRequest:
-    return ProbeRequest(PLAN, incumbent_samples_per_second=rate)
+    return ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=rate)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_there_is_an_end_by_number_and_by_seconds() -> None:
 
 
 def test_a_number_of_steps_that_was_asked_for_is_the_only_rule() -> None:
-    request = ProbeRequest(PLAN, incumbent_samples_per_second=1e9, steps=5)
+    request = ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=1e9, steps=5)
     assert not enough_steps([10.0] * 4, request)
     assert enough_steps([10.0] * 5, request)

@@ -273,6 +273,7 @@ SCRIPT = """
 import importlib.util, sys
 import torch
 from autofit import (Plan, Workload)
+from autofit.plan import ResolvedPlan
 from autofit.probing.worker_client import WorkerProber
 from autofit.probing.prober import ProbeRequest
 import beside
@@ -300,8 +301,8 @@ def loss(model, batch):
 
 workload = Workload(Mine(), torch.ones(4, 6), loss_fn=loss)
 with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
-    print(prober.probe(ProbeRequest(Plan(4))).outcome.value)
-    print(prober.probe(ProbeRequest(Plan(8))).outcome.value)
+    print(prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome.value)
+    print(prober.probe(ProbeRequest(ResolvedPlan(Plan(8)))).outcome.value)
     try:
         raise prober.user_exception()
     except Trouble as trouble:

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from autofit.devices.cpu import CpuDevice
 from autofit.errors import InvalidRequest
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
 from autofit.registry import load_strategies
-from autofit.training.builder import Workbench
+from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
 MIB = 2**20
@@ -58,7 +58,7 @@ def test_the_budget_is_in_force_from_the_first_look_on() -> None:
     session.survey()
     assert device.limits == [64 * MIB]
     session.vram_budget_bytes = 32 * MIB
-    session.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+    session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
     assert device.limits == [64 * MIB, 32 * MIB]
 
 
@@ -70,13 +70,13 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
 
     device = CpuDevice()
     with device.accounting():
-        training = Workbench(make, (), device, 0).training(make(), Plan(4))
+        training = TrainingBuilder(make, 0).training(make(), ResolvedPlan(Plan(4)))
     criterion = training.recipe.criterion
     assert isinstance(criterion, nn.CrossEntropyLoss)
     assert criterion.weight is not None
     assert torch.equal(criterion.weight, weights)
     assert criterion.weight.data_ptr() != weights.data_ptr()
-    assert _session(make).probe(ProbeRequest(Plan(4))).measurement.ok
+    assert _session(make).probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
 
 
 class _Deep(nn.Module):
@@ -126,7 +126,7 @@ def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
         )
 
     session = _session(make, budget_mib * MIB)
-    reply = session.probe(ProbeRequest(Plan(rows)))
+    reply = session.probe(ProbeRequest(ResolvedPlan(Plan(rows))))
     assert reply.measurement.outcome is Outcome.OOM
     assert "out of memory" in reply.measurement.detail
     assert reply.exception is None
@@ -134,14 +134,14 @@ def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
     assert reached[-1] == frame
     assert reply.measurement.peak_reserved_bytes <= budget_mib * MIB
     session.vram_budget_bytes = 256 * MIB
-    assert session.probe(ProbeRequest(Plan(4))).measurement.ok
+    assert session.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
 
 
 def test_probes_do_not_see_each_other() -> None:
     session = _session(lambda: Workload(_net(nn.Tanh()), _labelled(), criterion=CROSS_ENTROPY))
-    first = session.probe(ProbeRequest(Plan(64))).measurement
-    session.probe(ProbeRequest(Plan(512)))
-    again = session.probe(ProbeRequest(Plan(64))).measurement
+    first = session.probe(ProbeRequest(ResolvedPlan(Plan(64)))).measurement
+    session.probe(ProbeRequest(ResolvedPlan(Plan(512))))
+    again = session.probe(ProbeRequest(ResolvedPlan(Plan(64)))).measurement
     assert again.peak_allocated_bytes == first.peak_allocated_bytes
     assert again.peak_reserved_bytes == first.peak_reserved_bytes
 
@@ -156,7 +156,7 @@ def test_the_users_own_errors_keep_type_text_and_traceback(kind: type[BaseExcept
         raise kind("sample 3 is broken")
 
     session = _session(lambda: Workload(_net(), _labelled(), criterion=breaks_here))
-    reply = session.probe(ProbeRequest(Plan(4)))
+    reply = session.probe(ProbeRequest(ResolvedPlan(Plan(4))))
     assert reply.measurement.outcome is Outcome.USER_ERROR
     assert type(reply.exception) is kind
     assert str(reply.exception) == "sample 3 is broken"
@@ -184,7 +184,9 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
             return out.argmax(1) if more.get("criterion", 0) is None else out
 
     arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, **more}
-    reply = _session(lambda: Workload(Labels(), **arguments)).probe(ProbeRequest(Plan(4)))
+    reply = _session(lambda: Workload(Labels(), **arguments)).probe(
+        ProbeRequest(ResolvedPlan(Plan(4)))
+    )
     assert reply.measurement.outcome is Outcome.USER_ERROR
     assert isinstance(reply.exception, InvalidRequest)
     with pytest.raises(InvalidRequest, match=message):
@@ -195,7 +197,7 @@ def test_a_loss_that_is_not_finite_is_an_outcome() -> None:
     session = _session(
         lambda: Workload(_net(), _labelled(), criterion=lambda y, t: y.sum() * float("inf"))
     )
-    reply = session.probe(ProbeRequest(Plan(4)))
+    reply = session.probe(ProbeRequest(ResolvedPlan(Plan(4))))
     assert reply.measurement.outcome is Outcome.NONFINITE
 
 
@@ -224,9 +226,10 @@ def test_a_gan_is_probed_by_its_own_step() -> None:
     assert session.survey().loss == "train_step"
     for dtype in ("as_is", "float16"):
         plan = Plan(8, settings={"precision.dtype": dtype})
-        assert session.probe(ProbeRequest(plan)).measurement.ok
+        resolved = ResolvedPlan(plan, strategies=session.strategies)
+        assert session.probe(ProbeRequest(resolved)).measurement.ok
     with pytest.raises(InvalidRequest, match="compare"):
-        session.compare(Plan(4), Plan(2), ({}, {}), 4)
+        session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan(2)), 4)
 
 
 def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them() -> None:
@@ -234,7 +237,8 @@ def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them
         lambda: Workload(lambda: nn.Linear(6, 4), _labelled(), criterion=CROSS_ENTROPY),
         strategies=load_strategies(["precision"]),
     )
-    assert session.compare(Plan(4), Plan.split(4, 3), ({}, {}), 4).equal
+    assert session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 3)), 4).equal
     half = Plan(4, settings={"precision.dtype": "bfloat16"})
-    found = session.compare(Plan(4), half, ({}, {}), 4)
+    resolved = ResolvedPlan(half, strategies=session.strategies)
+    found = session.compare(ResolvedPlan(Plan(4)), resolved, 4)
     assert 1e-4 < found.gradient < 0.1

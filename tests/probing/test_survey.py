@@ -16,7 +16,7 @@ from torch import nn
 
 from autofit.devices.cpu import CpuDevice
 from autofit.errors import InvalidRequest, NoFeasiblePlan
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import Survey, check_weights_fit
@@ -322,8 +322,8 @@ def test_one_model_is_alive_at_a_time() -> None:
     _Watched.counts.clear()
     survey = session.survey()
     assert survey.may_resplit
-    session.probe(ProbeRequest(survey.space().baseline))
-    session.compare(Plan(4), Plan.split(4, 2), ({}, {}), 4)
+    session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline)))
+    session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
     assert len(_Watched.counts) > 6
     assert set(_Watched.counts) == {1}
 

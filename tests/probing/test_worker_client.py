@@ -12,7 +12,7 @@ from torch import nn
 
 from autofit.errors import DeviceUnavailable, InvalidRequest
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.inprocess import InProcessProber
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.worker_client import WorkerProber
@@ -109,8 +109,8 @@ def test_a_worker_finds_what_would_be_found_in_process(live: Live) -> None:
     ) as here:
         assert live.prober.survey() == here.survey()
         plan = here.survey().space().baseline
-        away = live.prober.probe(ProbeRequest(plan, **HOPELESS))
-        near = here.probe(ProbeRequest(plan, **HOPELESS))
+        away = live.prober.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS))
+        near = here.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS))
     assert away.ok
     assert away.loss == pytest.approx(near.loss, rel=1e-5)
     assert away.peak_allocated_bytes == near.peak_allocated_bytes
@@ -121,8 +121,10 @@ def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
     """What is there before the first step must count as what a first step makes."""
     fresh = Workload(live.model, live.batch, criterion=_criterion, optimizer=_adam(live.model))
     with InProcessProber(fresh, device="cpu", vram_budget=BUDGET) as prober:
-        made = prober.probe(ProbeRequest(Plan(4), **HOPELESS)).peak_allocated_bytes
-    brought = live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).peak_allocated_bytes
+        made = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).peak_allocated_bytes
+    brought = live.prober.probe(
+        ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)
+    ).peak_allocated_bytes
     assert made is not None
     assert brought is not None
     # On the CPU, step counts that a first step makes count too; those that are brought do not.
@@ -131,13 +133,15 @@ def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
 
 
 def test_every_probe_starts_from_the_same_weights(live: Live) -> None:
-    losses = [live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).loss for _ in range(2)]
+    losses = [
+        live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).loss for _ in range(2)
+    ]
     assert losses[0] is not None
     assert losses[0] == losses[1]
 
 
 def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) -> None:
-    assert live.prober.probe(ProbeRequest(Plan(77))).outcome is Outcome.USER_ERROR
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(77)))).outcome is Outcome.USER_ERROR
     raised = live.prober.user_exception()
     assert type(raised) is Trouble
     assert raised.sample == 7
@@ -147,26 +151,26 @@ def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) 
 
 
 def test_an_exit_is_the_users_error_too_and_the_worker_stays(live: Live) -> None:
-    assert live.prober.probe(ProbeRequest(Plan(78))).outcome is Outcome.USER_ERROR
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(78)))).outcome is Outcome.USER_ERROR
     assert isinstance(live.prober.user_exception(), SystemExit)
-    assert live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).ok
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).ok
 
 
 def test_what_is_no_loss_is_refused_in_our_words(live: Live) -> None:
-    assert live.prober.probe(ProbeRequest(Plan(79))).outcome is Outcome.USER_ERROR
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(79)))).outcome is Outcome.USER_ERROR
     assert isinstance(live.prober.user_exception(), InvalidRequest)
     assert "criterion" in str(live.prober.user_exception())
 
 
 def test_out_of_memory_is_an_outcome_and_the_next_probe_is_as_before(live: Live) -> None:
-    before = live.prober.probe(ProbeRequest(Plan(4), **HOPELESS))
-    assert live.prober.probe(ProbeRequest(Plan(2**17))).outcome is Outcome.OOM
-    after = live.prober.probe(ProbeRequest(Plan(4), **HOPELESS))
+    before = live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(2**17)))).outcome is Outcome.OOM
+    after = live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
     assert after.peak_reserved_bytes == before.peak_reserved_bytes
 
 
 def test_plans_are_compared_in_the_worker(live: Live) -> None:
-    found = live.prober.compare(Plan(5), Plan.split(5, 3), ({}, {}), 5)
+    found = live.prober.compare(ResolvedPlan(Plan(5)), ResolvedPlan(Plan.split(5, 3)), 5)
     assert not found.equal
     assert found.modules == ("norm",)
 
@@ -176,8 +180,8 @@ def test_a_renewed_worker_is_another_process_with_the_same_budget(live: Live) ->
     live.prober.rebudget(32 * 2**20)
     live.prober.renew()
     assert live.prober.vram_budget_bytes == 32 * 2**20
-    assert live.prober.probe(ProbeRequest(Plan(4), **HOPELESS)).ok
-    assert live.prober.probe(ProbeRequest(Plan(2**16))).outcome is Outcome.OOM
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).ok
+    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(2**16)))).outcome is Outcome.OOM
     second = live.prober._process
     assert first is not None
     assert second is not None
@@ -226,7 +230,9 @@ def test_a_worker_computes_as_its_parent_does() -> None:
     try:
         workload = Workload(build, torch.randn(3, 4))
         with WorkerProber(workload, (), device="cpu", vram_budget=BUDGET) as prober:
-            assert prober.probe(ProbeRequest(Plan(3), **HOPELESS)).outcome is Outcome.OK
+            assert (
+                prober.probe(ProbeRequest(ResolvedPlan(Plan(3)), **HOPELESS)).outcome is Outcome.OK
+            )
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision(before)

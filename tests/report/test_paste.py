@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from autofit.plan import Dimension, Plan, Scalar
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -31,12 +31,12 @@ class Folding:
 
 
 def test_one_micro_batch_is_one_line() -> None:
-    (line,) = paste_lines(Plan(8), [Folding()], {})
+    (line,) = paste_lines(ResolvedPlan(Plan(8), {}, [Folding()]))
     assert line.startswith("micro_batch = 8 ")
 
 
 def test_accumulation_says_how_many_samples_an_optimizer_step_has() -> None:
-    lines = paste_lines(Plan.split(30, 8), [], {})
+    lines = paste_lines(ResolvedPlan(Plan.split(30, 8), {}, []))
     assert [line.partition("  #")[0] for line in lines] == [
         "micro_batch = 8",
         "accumulation_steps = 4",
@@ -47,10 +47,10 @@ def test_accumulation_says_how_many_samples_an_optimizer_step_has() -> None:
 def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> None:
     plan = Plan(8, settings={"folding.level": 1, "folding_too.level": 2})
     payloads = {"folding.level": ["a"], "folding_too.level": ["b"]}
-    lines = paste_lines(plan, [Folding()], payloads)
+    lines = paste_lines(ResolvedPlan(plan, payloads, [Folding()]))
     assert lines[1:] == ["fold({'folding.level': 1}, {'folding.level': ['a']})"]
 
 
 def test_the_lines_are_python() -> None:
     plan = Plan.split(30, 8, {"folding.level": 1})
-    compile("\n".join(paste_lines(plan, [Folding()], {})), "pasted", "exec")
+    compile("\n".join(paste_lines(ResolvedPlan(plan, {}, [Folding()]))), "pasted", "exec")

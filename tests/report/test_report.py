@@ -210,7 +210,7 @@ def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
 
 
 def test_a_plan_said_anew_leaves_plain_settings_out(record: Record) -> None:
-    tuned, plain = Report(record), Report(replace(record, best_number=0))
-    assert dict(tuned.best_without_plain_settings.settings) == {"folding.level": 1}
-    assert dict(plain.best_without_plain_settings.settings) == {}
-    assert plain.best_without_plain_settings.micro_batch == plain.best.plan.micro_batch
+    tuned, plain = record, replace(record, best_number=0)
+    assert dict(tuned.best_plan_to_rerun.settings) == {"folding.level": 1}
+    assert dict(plain.best_plan_to_rerun.settings) == {}
+    assert plain.best_plan_to_rerun.micro_batch == plain.best.plan.micro_batch

@@ -77,6 +77,7 @@ class _Interrupting:
 
     def __init__(self, device: Any, at: int) -> None:
         self._inner, self._left = device.prober(), at
+        self.strategies = ()
 
     @property
     def vram_budget_bytes(self) -> int:

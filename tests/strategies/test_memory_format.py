@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities, Strategy
 from autofit.training.loss import Recipe
@@ -42,9 +42,8 @@ def _training(strategy: Strategy, model: nn.Module, optimizer: Any = None) -> Tr
         model,
         optimizer or torch.optim.AdamW(model.parameters(), 0.01),
         Recipe(),
-        Plan(2, settings=SETTINGS),
+        ResolvedPlan(Plan(2, settings=SETTINGS), strategies=[strategy]),
         device=torch.device("cpu"),
-        strategies=[strategy],
     )
 
 
@@ -125,9 +124,8 @@ def test_training_goes_on_after_it_as_before(memory_format: Strategy) -> None:
                 one,
                 optimizer,
                 Recipe(),
-                Plan(2, settings=SETTINGS),
+                ResolvedPlan(Plan(2, settings=SETTINGS), strategies=chosen),
                 device=torch.device("cpu"),
-                strategies=chosen,
             ) as training:
                 training.step(batch)
     for (name, weight), other in zip(model.named_parameters(), plain.parameters(), strict=True):

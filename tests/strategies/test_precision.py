@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities, Strategy
 from autofit.training.loss import Recipe
@@ -91,9 +91,8 @@ def _training(strategy: Strategy, dtype: str) -> Training:
         model,
         torch.optim.SGD(model.parameters(), 0.1),
         Recipe(),
-        Plan(4, settings={"precision.dtype": dtype}),
+        ResolvedPlan(Plan(4, settings={"precision.dtype": dtype}), strategies=[strategy]),
         device=torch.device("cpu"),
-        strategies=[strategy],
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -125,7 +125,7 @@ def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     cpu = torch.device("cpu")
     with pytest.raises(InvalidRequest, match=r"LBFGS.*closure.*train_step"):
-        Training(model, optimizer, Recipe(), Plan(4), device=cpu)
+        Training(model, optimizer, Recipe(), ResolvedPlan(Plan(4)), device=cpu)
 
     def step(training: Any, batch: torch.Tensor) -> torch.Tensor:
         def loss() -> torch.Tensor:
@@ -136,5 +136,5 @@ def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
 
         return cast(torch.Tensor, training.optimizer.step(loss))
 
-    own = Training(model, optimizer, Recipe(train_step=step), Plan(4), device=cpu)
+    own = Training(model, optimizer, Recipe(train_step=step), ResolvedPlan(Plan(4)), device=cpu)
     assert own.step(X) > own.step(X)

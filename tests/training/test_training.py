@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
@@ -30,7 +30,7 @@ def _training(
     model: nn.Module, recipe: Recipe, micro_batch: int, optimizer: Any = None, **more: Any
 ) -> Training:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    return Training(model, optimizer, recipe, Plan(micro_batch, **more), device=CPU)
+    return Training(model, optimizer, recipe, ResolvedPlan(Plan(micro_batch, **more)), device=CPU)
 
 
 def _gradients(model: nn.Module, recipe: Recipe, micro_batch: int, batch: Any) -> Any:
@@ -173,7 +173,7 @@ def test_tensors_that_the_sample_batch_kept_whole_stay_whole() -> None:
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
     recipe = Recipe(loss_fn=loss_fn)
-    training = Training(model, optimizer, recipe, Plan(4), device=CPU, batched={0})
+    training = Training(model, optimizer, recipe, ResolvedPlan(Plan(4)), device=CPU, batched={0})
     assert torch.isfinite(training.step((torch.randn(8, 6), positions)))
 
 
@@ -229,7 +229,7 @@ def test_micro_batches_are_placed_one_by_one() -> None:
 
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
-    training = Training(model, optimizer, Recipe(), Plan(2), device=CPU, place=place)
+    training = Training(model, optimizer, Recipe(), ResolvedPlan(Plan(2)), device=CPU, place=place)
     cut = training.micro_batches(torch.randn(6, 6))
     next(cut)
     assert placed == [2]
@@ -371,7 +371,9 @@ def test_the_batch_of_a_train_step_lies_on_the_device() -> None:
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
     recipe = Recipe(train_step=train_step)
-    Training(model, optimizer, recipe, Plan(2), device=CPU, place=place).step(torch.randn(2, 6))
+    Training(model, optimizer, recipe, ResolvedPlan(Plan(2)), device=CPU, place=place).step(
+        torch.randn(2, 6)
+    )
 
 
 FLOAT16, BFLOAT16 = {"precision.dtype": "float16"}, {"precision.dtype": "bfloat16"}
@@ -380,7 +382,7 @@ FLOAT16, BFLOAT16 = {"precision.dtype": "float16"}, {"precision.dtype": "bfloat1
 def _in(settings: Any, model: nn.Module, recipe: Recipe, optimizer: Any) -> Training:
     strategies = load_strategies(["precision"])
     plan = Plan(5, settings=settings)
-    return Training(model, optimizer, recipe, plan, device=CPU, strategies=strategies)
+    return Training(model, optimizer, recipe, ResolvedPlan(plan, strategies=strategies), device=CPU)
 
 
 def test_float16_scales_the_loss_and_clips_what_was_unscaled() -> None:
@@ -506,10 +508,8 @@ def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_back
         model,
         optimizer,
         CROSS_ENTROPY,
-        plan,
+        ResolvedPlan(plan, {"early.y": "p"}, strategies),
         device=CPU,
-        strategies=strategies,
-        payloads={"early.y": "p"},
     )
     assert told == ["early {'early.y': 2} {'early.y': 'p'}", "late {'late.x': 1} {}"]
     told.clear()
@@ -544,8 +544,7 @@ def test_strategies_already_applied_are_undone_where_a_later_one_raises() -> Non
             _mlp(),
             torch.optim.SGD(_mlp().parameters()),
             Recipe(),
-            Plan(1, settings={"first.x": 1, "second.x": 1}),
+            ResolvedPlan(Plan(1, settings={"first.x": 1, "second.x": 1}), strategies=strategies),
             device=CPU,
-            strategies=strategies,
         )
     assert told[-1] == "undo first"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda import autocast
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import rehearse, stage
@@ -106,7 +106,9 @@ def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
         )
         plan = Plan(4, settings={"precision.dtype": "bfloat16"})
         rehearsal = rehearse(
-            workload, plan, find_gpu("H100"), strategies=load_strategies(["precision"])
+            workload,
+            ResolvedPlan(plan, strategies=load_strategies(["precision"])),
+            find_gpu("H100"),
         )
         return sum(event > 0 and size == 250 * 32 * 2 for event, size in rehearsal.recording.events)
 

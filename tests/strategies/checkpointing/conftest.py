@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.testing.context import PlainContext
@@ -390,10 +390,12 @@ def train_at(checkpointing: Strategy) -> Callable[..., Training]:
             model,
             workload.build_optimizer(model),
             workload.recipe,
-            Plan(micro_batch or workload.sample_batch_size, settings=settings),
+            ResolvedPlan(
+                Plan(micro_batch or workload.sample_batch_size, settings=settings),
+                {} if payload is None else {SETTING: payload},
+                [checkpointing],
+            ),
             device=torch.device("cpu"),
-            strategies=[checkpointing],
-            payloads={} if payload is None else {SETTING: payload},
         )
 
     return make

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Strategy
 from autofit.testing.context import PlainContext
 from autofit.training.loss import Recipe
@@ -242,7 +242,9 @@ def _gate(
     part: Callable[[str], Any], model: nn.Module, layers: list[list[str]], device: Any = None
 ) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    training = Training(model, optimizer, Recipe(), Plan(2), device=torch.device("cpu"))
+    training = Training(
+        model, optimizer, Recipe(), ResolvedPlan(Plan(2)), device=torch.device("cpu")
+    )
     batch = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
     view = training if device is None else device(training)
     return part("parity").check_parity(view, batch, layers)

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.testing.context import PlainContext
@@ -82,10 +82,12 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
             model,
             optimizer,
             Recipe(),
-            Plan(2, settings={SETTING: 1}),
+            ResolvedPlan(
+                Plan(2, settings={SETTING: 1}),
+                {SETTING: {"units": ["decoder.layers.7"], "state": []}},
+                [checkpointing],
+            ),
             device=torch.device("cpu"),
-            strategies=[checkpointing],
-            payloads={SETTING: {"units": ["decoder.layers.7"], "state": []}},
         )
 
 
@@ -97,7 +99,7 @@ def test_levels_of_earlier_reports_are_read(checkpointing: Strategy, levels: Dim
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     plan, cpu = Plan(2, settings={SETTING: 1}), torch.device("cpu")
     with Training(
-        model, optimizer, Recipe(), plan, device=cpu, strategies=[checkpointing], payloads=payloads
+        model, optimizer, Recipe(), ResolvedPlan(plan, payloads, [checkpointing]), device=cpu
     ):
         assert "forward" in vars(model.get_submodule(unit.partition("[")[0]))
     assert "state = []" in checkpointing.describe({SETTING: 1}, payloads)
