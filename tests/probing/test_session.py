@@ -70,7 +70,7 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
 
     device = CpuDevice()
     with device.accounting():
-        training = TrainingBuilder(make, 0).training(make(), ResolvedPlan(Plan(4)))
+        training = TrainingBuilder(make, device, 0).training(make(), ResolvedPlan(Plan(4)))
     criterion = training.recipe.criterion
     assert isinstance(criterion, nn.CrossEntropyLoss)
     assert criterion.weight is not None
