@@ -20,8 +20,7 @@ import torch
 from autofit.errors import CannotTell
 from autofit.prediction.cuda.known_values import is_number
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.snapshot.objects import walk
-from autofit.snapshot.reachability import live_objects
+from autofit.snapshot.objects import live_objects, walk
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.workload import Workload
 from autofit.units import GIB

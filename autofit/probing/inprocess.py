@@ -25,7 +25,7 @@ from autofit.probing.messages import WorkerTraceback
 from autofit.probing.prober import ProbeRequest
 from autofit.probing.session import Session
 from autofit.probing.survey import Survey
-from autofit.snapshot.reachability import live_objects
+from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload

@@ -1,100 +1,225 @@
-"""Which live objects have a state: tensors, modules, optimizers and what hangs on them.
+"""Find the live objects that a training may change, and record their state.
 
-A walk visits every tensor, container and stateful object that can be reached from a module or an
-optimizer through attributes, containers, gradients and tensor attributes, each once. Objects of
-classes it does not know (a user's own helper behind an attribute) are kept as they are and not
-entered.
+`live_objects` finds them from a workload, through functions too; `walk` visits everything with a
+state below one of them, each once; `record` keeps the state of one object. Objects of classes that
+`walk` does not know (a user's own helper behind an attribute) are kept as they are, not entered.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import CellType
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import fields
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
-# What a function may bind anew, and what it may put into a container: kept, and put back.
-#
-# A `Cell` is a variable of an enclosing function, a `Name` a global; `Members` is a container of
-# which only the members themselves count, not what they hold.
+if TYPE_CHECKING:
+    from autofit.training.workload import Workload
 
-_UNBOUND = object()
-
-
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """A variable that closures share."""
-
-    cell: CellType
-
-    @property
-    def value(self) -> object:
-        """What it is bound to."""
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            return _UNBOUND
-
-    def bind(self, value: object) -> None:
-        """Bind it to `value`, or to nothing."""
-        if value is _UNBOUND:
-            del self.cell.cell_contents
-        else:
-            self.cell.cell_contents = value
-
-
-@dataclass(frozen=True, eq=False)
-class Name:
-    """A global variable."""
-
-    namespace: dict[str, Any]
-    name: str
-
-    @property
-    def value(self) -> object:
-        """What it is bound to."""
-        return self.namespace.get(self.name, _UNBOUND)
-
-    def bind(self, value: object) -> None:
-        """Bind it to `value`, or to nothing."""
-        if value is _UNBOUND:
-            del self.namespace[self.name]
-        else:
-            self.namespace[self.name] = value
-
-
-@dataclass(frozen=True, eq=False)
-class Members:
-    """A container whose members are not looked into."""
-
-    container: Any
-
-
-class BindingRecord:
-    """What a cell or a name was bound to."""
-
-    def __init__(self, binding: Cell | Name) -> None:
-        self._binding = binding
-        self._value = binding.value
-
-    def restore(self) -> None:
-        """Bind it as it was."""
-        if self._binding.value is not self._value:
-            self._binding.bind(self._value)
-
-
-# The state of one object as it was recorded, and the way back to it.
-#
-# What is put back keeps its identity: tensors get their storage, values, gradient and flags back,
-# containers and `__dict__`s their entries in their order, objects their class.
+_ENTERED = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+_PLUMBING = ("._parameters", "._buffers", "._modules")
+_NOT_THE_USERS = {"torch", "autofit", "numpy", "builtins"}
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The attributes of a tensor that hold what was registered on it."""
+"""The attributes of a tensor that hold the hooks registered on it."""
+
+
+def live_objects(workload: Workload, *, but: Container[str] = ()) -> dict[str, object]:
+    """Return the objects that a training may change, by a name that says where each was found.
+
+    Args:
+        workload: what is trained.
+        but: fields of it to leave out.
+    """
+    objects: dict[str, object] = {}
+    for field in fields(workload):
+        if field.name not in but:
+            objects |= reachable(getattr(workload, field.name), field.name)
+    return objects
+
+
+def reachable(root: object, name: str) -> dict[str, object]:
+    """Return the modules, optimizers, tensors and random generators that `root` is or reaches.
+
+    A function reaches what its closure, its defaults, `functools.partial` or its `self` hold, and
+    the modules, optimizers, trained tensors and functions among the globals that it names. Of
+    containers only such members are returned: the containers themselves, counters and the like are
+    the user's data, and stay as the training leaves them.
+
+    Args:
+        root: anything.
+        name: how to call it in the keys of the answer.
+    """
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    waiting: deque[tuple[str, object]] = deque([(name, root)])
+    home = getattr(root, "__module__", None)
+    while waiting:
+        place, node = waiting.popleft()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if is_dict(node) or is_collection(node):
+            waiting.extend(_children(place, node))
+        elif has_state(node):
+            found[place] = node
+        else:
+            waiting.extend(_parts(place, node, home))
+    return found
+
+
+def _parts(place: str, node: object, home: str | None) -> Iterator[tuple[str, object]]:
+    if isinstance(node, functools.partial):
+        yield f"{place}.func", node.func
+        yield from _numbered(place, (*node.args, *node.keywords.values()))
+    elif isinstance(node, MethodType):
+        yield f"{place}.__self__", node.__self__
+        yield f"{place}.__func__", node.__func__
+    elif isinstance(node, FunctionType):
+        yield from _parts_of_function(place, node, home)
+    elif callable(node) and not isinstance(node, type) and _is_users(type(node)):
+        yield from (
+            (f"{place}.{key}", value) for key, value in getattr(node, "__dict__", {}).items()
+        )
+        yield f"{place}.__call__", type(node).__call__
+
+
+def _parts_of_function(
+    place: str, function: FunctionType, home: str | None
+) -> Iterator[tuple[str, object]]:
+    if not _is_users(function):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != CellType():  # an empty one: its variable is not bound yet
+            yield f"{place}.{name}", cell.cell_contents
+    defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+    yield from _numbered(place, itertools.chain(*defaults))
+    if function.__module__ != home:
+        return
+    for name in sorted(_names(function.__code__)):
+        value = function.__globals__.get(name)
+        is_trained = isinstance(value, torch.Tensor) and value.requires_grad
+        if is_trained or isinstance(value, (*_ENTERED, FunctionType)) or generator_access(value):
+            yield f"{place}.{name}", value
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return every name that the code looks up, functions inside it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*(_names(each) for each in inner))
+
+
+def _numbered(place: str, values: Iterable[object]) -> Iterator[tuple[str, object]]:
+    return ((f"{place}[{index}]", value) for index, value in enumerate(values))
+
+
+def _is_users(named: Any) -> bool:
+    return (named.__module__ or "").partition(".")[0] not in _NOT_THE_USERS
+
+
+def walk(root: object, name: str) -> Iterator[tuple[str, object]]:
+    """Yield everything with a state below `root`, each once, with a name that says where it is."""
+    seen: set[int] = set()
+    waiting: deque[tuple[str, object]] = deque([(name, root)])
+    while waiting:
+        place, node = waiting.popleft()
+        if id(node) in seen or not has_state(node):
+            continue
+        seen.add(id(node))
+        yield place, node
+        waiting.extend(_children(place, node))
+
+
+def is_dict(node: object) -> TypeGuard[dict[Any, Any]]:
+    """Return whether `node` is a mapping of a known class; a user's may do anything on `clear`."""
+    return type(node) in (dict, OrderedDict, defaultdict)
+
+
+def is_collection(node: object) -> TypeGuard[list[Any] | deque[Any] | set[Any] | tuple[Any, ...]]:
+    """Return whether `node` is a collection of a known class."""
+    return type(node) in (list, deque, set, tuple)
+
+
+def has_state(node: object) -> bool:
+    """Return whether `record` can keep this object's state, so that `walk` visits it."""
+    return (
+        isinstance(node, (*_ENTERED, torch.Tensor))
+        or is_dict(node)
+        or is_collection(node)
+        or generator_access(node) is not None
+    )
+
+
+def _children(place: str, node: object) -> Iterator[tuple[str, object]]:
+    if isinstance(node, torch.Tensor):
+        yield from _tensor_children(place, node)
+    elif isinstance(node, _ENTERED):
+        yield from ((f"{place}.{key}", value) for key, value in vars(node).items())
+    elif is_dict(node):
+        yield from _dict_children(place, node)
+    elif is_collection(node) and not isinstance(node, set):
+        yield from ((f"{place}[{index}]", value) for index, value in enumerate(node))
+
+
+def _dict_children(place: str, node: dict[Any, Any]) -> Iterator[tuple[str, object]]:
+    """Name parameters, buffers and submodules as the user names them."""
+    for plumbing in _PLUMBING:
+        place = place.removesuffix(plumbing)
+    for index, (key, value) in enumerate(node.items()):
+        yield f"{place}.{key}" if isinstance(key, str) else f"{place}[{index}]", value
+
+
+def _tensor_children(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
+    yield f"{place}.grad", gradient_of(tensor)
+    yield f"{place}.__dict__", vars(tensor)
+    for hooks in HOOKS:
+        yield f"{place}.{hooks}", getattr(tensor, hooks, None)
+
+
+def record(node: object) -> Record:
+    """Record the present state of one object that `walk` yielded."""
+    if isinstance(node, torch.Tensor):
+        return TensorRecord(node)
+    if isinstance(node, _ENTERED):
+        return ObjectRecord(node)
+    if is_dict(node):
+        return DictRecord(node)
+    if is_collection(node):
+        return CollectionRecord(node)
+    access = generator_access(node)
+    if access is None:
+        raise TypeError(f"a {type(node).__name__} has no state that could be recorded")
+    return GeneratorRecord(*access)
+
+
+def generator_access(node: object) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return how to read and write a random number generator's state; None for other objects."""
+    if isinstance(node, torch.Generator):
+        return node.get_state, node.set_state
+    if isinstance(node, random.Random):
+        return node.getstate, node.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(node, numpy.random.RandomState):
+        return node.get_state, node.set_state
+    if numpy is not None and isinstance(node, numpy.random.Generator):
+        bits = node.bit_generator
+        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+    return None
+
+
+# The records put everything back in place, so that identities stay: tensors get their storage,
+# values, gradient and flags back, containers and `__dict__`s their entries in their order.
 
 
 class Record(Protocol):
@@ -144,18 +269,18 @@ class TensorRecord:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf; others warn when asked, and have none."""
+    """Return the gradient of a leaf; other tensors have none, and warn when asked."""
     return tensor.grad if tensor.is_leaf else None
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether there is memory behind the tensor: none on meta, nor where its storage was freed."""
+    """Return whether the tensor has memory: not on meta, nor where its storage was freed."""
     freed = tensor.layout == torch.strided and tensor.numel() > 0 and not _storage_bytes(tensor)
     return not tensor.is_meta and not freed
 
 
 def placement(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's values lie and how; equal for two names of the same memory."""
+    """Return where and how a tensor's values lie; equal for two views of the same memory."""
     plain = tensor.data  # a lazy module's parameter answers nothing about itself
     if plain.layout != torch.strided:
         return plain.device, plain.dtype, plain.layout, tuple(plain.shape)
@@ -164,7 +289,7 @@ def placement(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _cells(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with each memory cell once: what `expand` repeats cannot be written as it is."""
+    """Return the tensor with each memory cell once: what `expand` repeats cannot be written to."""
     if tensor.layout != torch.strided:
         return tensor
     for dimension, step in enumerate(tensor.stride()):
@@ -232,7 +357,7 @@ class GeneratorRecord:
 
 
 def _put_back(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Give `live` exactly those entries, in their order; untouched where it has them."""
+    """Give `live` exactly those entries, in their order; do not touch it where it has them."""
     if _same(tuple(live), tuple(entries)) and _same(tuple(live.values()), tuple(entries.values())):
         return
     live.clear()
@@ -241,106 +366,3 @@ def _put_back(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
 
 def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
     return [id(each) for each in these] == [id(each) for each in those]
-
-
-_ENTERED = (
-    torch.nn.Module,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-)
-_PLUMBING = ("._parameters", "._buffers", "._modules")
-
-
-def walk(root: object, name: str) -> Iterator[tuple[str, object]]:
-    """Everything with a state that can be reached from `root`, and a name that says where it is."""
-    seen: set[int] = set()
-    waiting: deque[tuple[str, object]] = deque([(name, root)])
-    while waiting:
-        place, node = waiting.popleft()
-        if id(node) in seen or not has_state(node):
-            continue
-        seen.add(id(node))
-        yield place, node
-        waiting.extend(_children(place, node))
-
-
-def is_dict(node: object) -> TypeGuard[dict[Any, Any]]:
-    """Whether `node` is a mapping of a known class; a user's own may do anything on `clear`."""
-    return type(node) in (dict, OrderedDict, defaultdict)
-
-
-def is_collection(node: object) -> TypeGuard[list[Any] | deque[Any] | set[Any] | tuple[Any, ...]]:
-    """Whether `node` is a collection of a known class."""
-    return type(node) in (list, deque, set, tuple)
-
-
-def has_state(node: object) -> bool:
-    """Whether `record` knows how to keep this object, and `walk` enters it."""
-    return (
-        isinstance(node, (*_ENTERED, torch.Tensor, Cell, Name, Members))
-        or is_dict(node)
-        or is_collection(node)
-        or generator_access(node) is not None
-    )
-
-
-def _children(place: str, node: object) -> Iterator[tuple[str, object]]:
-    if isinstance(node, torch.Tensor):
-        yield from _tensor_children(place, node)
-    elif isinstance(node, _ENTERED):
-        yield from ((f"{place}.{key}", value) for key, value in vars(node).items())
-    elif is_dict(node):
-        yield from _dict_children(place, node)
-    elif is_collection(node) and not isinstance(node, set):
-        yield from ((f"{place}[{index}]", value) for index, value in enumerate(node))
-
-
-def _dict_children(place: str, node: dict[Any, Any]) -> Iterator[tuple[str, object]]:
-    """Parameters, buffers and submodules are named as the user names them."""
-    for plumbing in _PLUMBING:
-        place = place.removesuffix(plumbing)
-    for index, (key, value) in enumerate(node.items()):
-        yield f"{place}.{key}" if isinstance(key, str) else f"{place}[{index}]", value
-
-
-def _tensor_children(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
-    yield f"{place}.grad", gradient_of(tensor)
-    yield f"{place}.__dict__", vars(tensor)
-    for hooks in HOOKS:
-        yield f"{place}.{hooks}", getattr(tensor, hooks, None)
-
-
-def record(node: object) -> Record:
-    """The present state of one object that `walk` yielded."""
-    if isinstance(node, Cell | Name):
-        return BindingRecord(node)
-    if isinstance(node, Members):
-        return record(node.container)
-    if isinstance(node, torch.Tensor):
-        return TensorRecord(node)
-    if isinstance(node, _ENTERED):
-        return ObjectRecord(node)
-    if is_dict(node):
-        return DictRecord(node)
-    if is_collection(node):
-        return CollectionRecord(node)
-    access = generator_access(node)
-    if access is None:
-        raise TypeError(f"a {type(node).__name__} has no state that could be recorded")
-    return GeneratorRecord(*access)
-
-
-def generator_access(node: object) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """How to read and write the state of a random number generator object; None: it is none."""
-    if isinstance(node, torch.Generator):
-        return node.get_state, node.set_state
-    if isinstance(node, random.Random):
-        return node.getstate, node.setstate
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(node, numpy.random.RandomState):
-        return node.get_state, node.set_state
-    if numpy is not None and isinstance(node, numpy.random.Generator):
-        bits = node.bit_generator
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
-    return None

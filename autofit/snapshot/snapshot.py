@@ -1,12 +1,11 @@
-"""What is the user's is put back as it was: live objects in place, and the state of the process.
+"""Snapshots: put live objects and the process back as they were, or tell what has changed.
 
-For `isolation="inprocess"`, where the user's own model and optimizer are trained: `Snapshot.take`
-before, `restore` after, whatever happened in between. `digest` and `differences` say whether two
-moments are alike: tests make sure with them that nothing has changed, also those of third parties'
-strategies.
+`Snapshot.take` before, `restore` after, whatever happened in between: for probes in the user's own
+process, dry runs, and steps that are compared. `digest` and `differences` compare two moments;
+tests use them, the conformance suite of strategies among them.
 
-Initialize CUDA before a snapshot, if it is going to be used: only then are the random states of
-its devices part of it. Attributes of objects of the user's own classes are no part of it either.
+Initialize CUDA before a snapshot if it is going to be used: otherwise the random states of its
+devices are not part of it. Attributes of objects of the user's own classes never are.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ import torch
 from autofit.interrupts import interrupts_deferred
 from autofit.snapshot import process
 from autofit.snapshot.objects import (
-    Cell,
-    Members,
-    Name,
     Record,
     generator_access,
     gradient_of,
@@ -39,13 +35,13 @@ from autofit.snapshot.objects import (
 )
 
 Digest: TypeAlias = dict[str, str]
-"""A name for each thing that must not change -> what it was."""
+"""Name of each thing that must not change -> a text that stands for its state."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Snapshot:
-    """Everything about some live objects and this process that a training may change."""
+    """The state of some live objects and of this process, as far as a training may change it."""
 
     def __init__(self, records: list[Record], process: Mapping[str, Any]) -> None:
         self._records = records
@@ -53,15 +49,15 @@ class Snapshot:
 
     @classmethod
     def take(cls, objects: Mapping[str, object]) -> Snapshot:
-        """Record `objects` (say, model and optimizer, by name) and the process.
+        """Record the objects, by name, and the process.
 
-        Tensor values are copied to the host, so it takes no device memory.
+        Tensor values are copied to the host: a snapshot takes no device memory.
         """
         nodes = [node for name, root in objects.items() for _, node in walk(root, name)]
         return cls([record(node) for node in _once(nodes)], process.take())
 
     def restore(self) -> None:
-        """Put everything back in place; a Ctrl-C that comes meanwhile is answered afterwards.
+        """Put everything back in place; a Ctrl-C that comes meanwhile is handled afterwards.
 
         Raises:
             ExceptionGroup: parts that could not be put back; all others were.
@@ -92,7 +88,7 @@ def preserved(objects: Mapping[str, object]) -> Iterator[None]:
 
 
 def digest(objects: Mapping[str, object]) -> Digest:
-    """What `objects`, live ones by name, and the process are now, as text that compares."""
+    """Return the present state of `objects`, by name, and of the process as texts to compare."""
     facts: Digest = {}
     for name, root in objects.items():
         for place, node in walk(root, name):
@@ -103,7 +99,7 @@ def digest(objects: Mapping[str, object]) -> Digest:
 
 
 def differences(before: Digest, after: Digest) -> list[str]:
-    """One line for each thing that is not what it was; [] where nothing has changed."""
+    """Return one line for each thing that has changed."""
     names = [*before, *(name for name in after if name not in before)]
     return [
         f"{name}: {before.get(name, 'absent')} became {after.get(name, 'absent')}"
@@ -117,11 +113,7 @@ def _once(nodes: list[object]) -> list[object]:
 
 
 def _facts(place: str, node: object) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Cell | Name):
-        yield place, _summary(node.value)
-    elif isinstance(node, Members):
-        yield from _facts(place, node.container)
-    elif isinstance(node, torch.Tensor):
+    if isinstance(node, torch.Tensor):
         yield from _tensor_facts(place, node)
     elif is_dict(node):
         yield from _dict_facts(place, node)
@@ -148,7 +140,7 @@ def _tensor_facts(place: str, tensor: torch.Tensor) -> Iterator[tuple[str, str]]
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's values, equal for equal bits."""
+    """Return a hash of a tensor's values, equal for equal bits."""
     if not has_values(tensor.data):
         return "no values"
     flat = tensor.data.to("cpu")
@@ -163,12 +155,12 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def _state_summary(state: Any) -> str:
-    """The state of a random number generator, which may be a tensor or hold arrays."""
+    """Return a random generator's state, which may be a tensor or hold arrays, as text."""
     return hash_of(state) if isinstance(state, torch.Tensor) else _short(repr(pickle.dumps(state)))
 
 
 def _summary(value: object) -> str:
-    """Plain values as text, sequences by their members, other objects by their identity."""
+    """Return plain values as text, sequences by members, other objects by identity."""
     if type(value) in _PLAIN or isinstance(value, (torch.dtype, torch.device)):
         return _short(repr(value))
     if isinstance(value, (tuple, list)):
@@ -177,7 +169,7 @@ def _summary(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    """Text that fits a line: a hash stands for the rest of a long one."""
+    """Return text that fits a line, with a hash for the rest of a long one."""
     if len(text) <= 120:
         return text
     return f"{text[:80]}… ({hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})"

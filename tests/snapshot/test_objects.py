@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.snapshot.reachability import reachable
+from autofit.snapshot.objects import reachable
+from autofit.training.workload import Workload
 
 HERE: dict[str, Any] = {
     "device": "cpu",
@@ -92,8 +93,41 @@ def test_the_network_that_a_function_hands_out_is_not_trained() -> None:
     assert torch.equal(network.weight, before)
 
 
-def test_a_list_of_losses_is_as_long_as_before() -> None:
-    kept: list[float] = [1.0]
+KEPT: dict[str, list[Any]] = {"before": [1.0], "losses": []}
+TIMES_CALLED = 0
+
+
+def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    global TIMES_CALLED
+    TIMES_CALLED += 1
+    loss: torch.Tensor = model(samples).mean()
+    KEPT["losses"].append(0.0)
+    KEPT[f"call {TIMES_CALLED}"] = []
+    return loss
+
+
+RUNS: dict[str, Callable[[Workload], object]] = {
+    "search": lambda workload: autofit.search(workload, **HERE),
+    "probe": lambda workload: autofit.probe(
+        workload, device="cpu", vram_budget="32MiB", isolation="inprocess", strategies=[]
+    ),
+    "predict": lambda workload: autofit.predict(workload, gpu="H100"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_what_a_loss_writes_to_globals_is_the_users(run: str) -> None:
+    """A dict in the loss's own file keeps its entries, and its counters run on."""
+    KEPT["before"], called = [run], TIMES_CALLED
+    RUNS[run](Workload(nn.Linear(8, 4), batch(), loss_fn=counts_in_globals))
+    assert called < TIMES_CALLED
+    assert KEPT["before"] == [run]
+    assert len(KEPT["losses"]) == TIMES_CALLED
+    assert f"call {TIMES_CALLED}" in KEPT
+
+
+def test_a_list_of_losses_in_an_enclosing_function_keeps_them() -> None:
+    kept: list[float] = []
 
     def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(samples).mean()
@@ -101,44 +135,17 @@ def test_a_list_of_losses_is_as_long_as_before() -> None:
         return loss
 
     autofit.search(nn.Linear(8, 4), batch(), loss_fn=loss_fn, **HERE)
-    assert kept == [1.0]
+    assert len(kept) > 1
 
 
-KEPT: list[float] = [1.0]
-TIMES_CALLED = 0
-FIRST_LOSS: float
-
-
-def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    global TIMES_CALLED, FIRST_LOSS
-    TIMES_CALLED += 1
-    loss: torch.Tensor = model(samples).mean()
-    FIRST_LOSS = loss.item()
-    KEPT.append(FIRST_LOSS)
-    return loss
-
-
-def test_globals_are_what_they_were() -> None:
-    autofit.search(nn.Linear(8, 4), batch(), loss_fn=counts_in_globals, **HERE)
-    assert KEPT == [1.0]
-    assert TIMES_CALLED == 0
-    assert "FIRST_LOSS" not in globals()
-
-
-def test_variables_of_an_enclosing_function_are_what_they_were() -> None:
-    times_called = 0
-    last: torch.Tensor
+def test_members_of_containers_are_reached() -> None:
+    judges: dict[str, list[nn.Module]] = {"of images": [nn.Linear(1, 1)], "of nothing": []}
 
     def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-        nonlocal times_called, last
-        times_called += 1
-        last = model(samples).mean()
-        return last
+        loss: torch.Tensor = judges["of images"][0](model(samples)).mean()
+        return loss
 
-    autofit.search(nn.Linear(8, 4), batch(), loss_fn=loss_fn, **HERE)
-    assert times_called == 0
-    with pytest.raises(NameError):
-        last  # noqa: B018  # that it is unbound is the question
+    assert list(reachable(loss_fn, "loss_fn").values()) == judges["of images"]
 
 
 def test_a_global_data_set_is_not_copied() -> None:
@@ -153,7 +160,7 @@ def test_a_function_that_calls_itself_ends() -> None:
     def down(n: int) -> int:
         return down(n - 1) if n else 0
 
-    assert list(reachable(down, "down")) == ["down.down (name)"]
+    assert reachable(down, "down") == {}
 
 
 def test_a_library_s_functions_are_not_entered() -> None:
