@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -225,16 +225,20 @@ class ResolvedPlan:
 
 @dataclass(frozen=True)
 class Hint:
-    """What a value is expected to do to a variant's slopes, before anything is measured.
+    """The expected effect of a value, before anything is measured.
+
+    Every number is a ratio to the dimension's first value; None: unknown.
 
     Attributes:
-        bytes_per_sample: slope of peak memory over micro-batch, as a factor of that of the
-            dimension's first value; None: unknown.
-        seconds_per_sample: slope of step time over micro-batch, likewise.
+        bytes_per_sample: slope of peak memory over micro-batch.
+        seconds_per_sample: slope of step time over micro-batch.
+        fixed_bytes: peak memory that does not depend on the micro-batch (parameters, gradients,
+            optimizer state). Unknown effects are assumed to be within a few percent.
     """
 
     bytes_per_sample: float | None = None
     seconds_per_sample: float | None = None
+    fixed_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,7 @@ class Dimension:
         values: the first is plain PyTorch.
         payloads: a value's meaning as JSON data (say, the module names of a checkpoint level),
             stored in study and report and handed to the strategy's `apply`.
-        hints: expected slopes of a value, relative to the first value.
+        hints: expected effect of a value, relative to the first value.
         when: limits the dimension to settings of others, {"other.setting": [allowed values]};
             where it does not hold, the setting has its first value.
         trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
@@ -304,7 +308,7 @@ class Dimension:
         return cls(
             values,
             payloads={value: payload for value, payload in payloads if payload is not None},
-            hints={value: Hint(*hint) for value, hint in hints if hint is not None},
+            hints={value: Hint(*hint[:3]) for value, hint in hints if hint is not None},
             when=data.get("when") or None,
             trial_cost_s=data.get("trial_cost_s", 0.0),
             fresh_worker=data.get("fresh_worker", False),
@@ -312,4 +316,4 @@ class Dimension:
 
 
 def _hint_to_list(hint: Hint | None) -> list[float | None] | None:
-    return None if hint is None else [hint.bytes_per_sample, hint.seconds_per_sample]
+    return None if hint is None else list(astuple(hint))

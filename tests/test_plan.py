@@ -103,7 +103,7 @@ def test_dimensions_survive_json_and_pickling() -> None:
     dimension = Dimension(
         [0, 1, 2],
         payloads={1: {"units": ["a"]}, 2: {"units": ["a", "b"]}},
-        hints={2: Hint(bytes_per_sample=0.4)},
+        hints={2: Hint(bytes_per_sample=0.4, fixed_bytes=0.5)},
         when={"precision.dtype": ["bfloat16"]},
         trial_cost_s=20.0,
         fresh_worker=True,
@@ -111,6 +111,13 @@ def test_dimensions_survive_json_and_pickling() -> None:
     assert Dimension.from_dict(json.loads(json.dumps(dimension.to_dict()))) == dimension
     assert pickle.loads(pickle.dumps(dimension)) == copy.deepcopy(dimension) == dimension
     assert Dimension.from_dict({"values": ["as_is"]}) == Dimension(["as_is"])
+
+
+def test_hints_of_older_and_later_files_are_read() -> None:
+    written = Dimension([0, 1], hints={1: Hint(0.4, 0.9)}).to_dict()
+    for hint in ([0.4, 0.9], [0.4, 0.9, None, "from a later version"]):
+        read = Dimension.from_dict(written | {"hints": [None, hint]})
+        assert read.hints == {1: Hint(0.4, 0.9)}
 
 
 def test_what_a_dimensions_values_mean_cannot_be_changed() -> None:

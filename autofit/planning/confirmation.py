@@ -129,27 +129,27 @@ def _is_worse(trial: Trial, baseline: Trial) -> bool:
 def _by_speed(posterior: Posterior, trials: Sequence[Trial]) -> list[Trial]:
     """The last trial of each plan, the fastest first."""
     last = {trial.plan: trial for trial in trials}
-    return sorted(last.values(), key=lambda t: -float(posterior.speed(t.plan).mean()))
+    return sorted(last.values(), key=lambda t: -float(posterior.log_speed(t.plan).mean()))
 
 
 def _promise(posterior: Posterior, trial: Trial) -> float:
     """The speed that is expected, less what it may cost that the plan does not fit again."""
     cost = 0.0
     if trial.role is not Role.CONFIRMED:
-        cost = float(oom_cost(posterior, np.array(posterior.risk(trial.plan))))
-    return float(posterior.speed(trial.plan).mean()) - cost
+        cost = float(oom_cost(posterior, np.array(posterior.oom_risk(trial.plan))))
+    return float(posterior.log_speed(trial.plan).mean()) - cost
 
 
 def _lead(posterior: Posterior, leader: Trial, other: Trial) -> float:
     """By how much the leader is expected to be faster, as a logarithm."""
-    return float((posterior.speed(leader.plan) - posterior.speed(other.plan)).mean())
+    return float((posterior.log_speed(leader.plan) - posterior.log_speed(other.plan)).mean())
 
 
 def _may_win(posterior: Posterior, rival: Trial, leader: Trial) -> bool:
     """Whether another look may change the answer."""
     if _held(rival) <= _LESS_MEMORY * _held(leader) and _lead(posterior, leader, rival) <= TIE:
         return True
-    faster = posterior.speed(rival.plan) > posterior.speed(leader.plan) + TIE
+    faster = posterior.log_speed(rival.plan) > posterior.log_speed(leader.plan) + TIE
     return float(faster.mean()) > _DOUBT
 
 

@@ -1,166 +1,69 @@
-"""The memory line and the time line of every variant, learned together from what was measured.
+"""The memory line and the time line of every variant, fitted jointly to what was measured.
 
-A variant holds `a + b * micro_batch` bytes and takes `alpha + beta * micro_batch` seconds for a
-micro-batch. Both are lines with positive coefficients, so one family of curves serves for both:
+A variant holds `a + b * micro_batch` bytes and takes `alpha + beta * micro_batch` seconds per
+micro-batch. Both are lines with positive coefficients, so one model serves for both:
 log y = log(exp(A) + exp(B) * x), where A and B of a variant are sums of one term per setting, and B
-has a small term of the variant's own. What was measured of one variant so tells about every
-variant that shares a setting with it; hints and predicted lines are prior means of the terms.
+has a small interaction term of the variant's own. Terms are shared: a measurement of one variant
+informs every variant that has a setting in common with it. Hints and predicted lines are prior
+means of the terms.
 
-What is known is kept as worlds: draws of all lines that agree with the measurements. A draw is the
-point nearest to a random draw of the prior that explains the measurements, each moved by a random
-draw of its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci.
-Comput. 36, 2014), found by `autofit.planning.curve_fit`. A bound is a quantile over worlds, and so
-is wide where little was measured.
+The posterior is represented by draws of all lines. A draw starts from a random draw of the prior
+and moves to the nearest point that explains the measurements, each perturbed by a random draw of
+its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci. Comput.
+36, 2014). A bound is a quantile over draws, and therefore wide where little was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autofit.plan import Dimension, Scalar, Settings, variant_key
-from autofit.planning.curve_fit import Array, Readings, nearest
 
-# What the values of one setting do to a variant's line: the terms that variants share.
-#
-# A term is a feature scaled by its standard deviation, around a prior mean that hints and predicted
-# lines move. The values of an ordered setting follow a trend and stray from it step by step; those
-# of an unordered one have a part in common and each its own.
+Array: TypeAlias = NDArray[np.float64]
 
-Factors = tuple[float, float]
-"""Logarithms of what a value does to intercept and slope."""
+Hints: TypeAlias = Mapping[tuple[str, Scalar], float]
+"""(setting, value) -> expected ratio of a coefficient to that of the setting's first value."""
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How far the terms of a line may lie from their prior means, as standard deviations of logs.
+class LinePrior:
+    """Prior of a family of lines: standard deviations of log coefficients, unless stated otherwise.
 
     Attributes:
-        level: of all values together; wide, since a device may be anything.
-        split: of how the first value measured is split between intercept and slope, each way.
-        predicted: of how far predicted lines are off, all together.
-        intercept: of what one setting does to the intercept.
-        common: of what all values of an unordered setting but the first do to the slope alike.
-        slope: of what one of them does to the slope beside that.
-        help: no deviation but the mean of what they do: values are offered because they may help.
-        trend: of what the last value of an ordered setting does to the slope, as a straight trend.
-        bend: of how far the values of an ordered setting stray from that trend.
-        hinted: of what a value does to the slope, around its hint or its predicted line.
-        own: of a variant's own slope around the product of its settings'.
+        level: of all lines together; wide, because the device may be anything.
+        split: of how the first measured value divides between intercept and slope, each way.
+        predicted: of the error that all predicted lines have in common.
+        intercept: of the effect of one value on the intercept.
+        hinted_intercept: of the same effect around its hint.
+        shared_slope: of the effect on the slope that all values of an unordered setting but the
+            first have in common.
+        slope: of the effect on the slope of one value alone.
+        slope_mean: prior mean of the log slope of a non-plain value of an unordered setting;
+            negative because strategies offer values that are expected to help.
+        trend: of the effect on the slope of the last value of an ordered setting; the values
+            before it have proportional shares of that effect.
+        curvature: of the deviation of an ordered setting's values from that trend.
+        hinted_slope: of the effect of a value on the slope around its hint or predicted line.
+        interaction: of a variant's slope around the product of its settings' effects.
     """
 
     level: float = 2.0
     split: float = 1.0
     predicted: float = 0.15
     intercept: float = 0.05
-    common: float = 0.5
+    hinted_intercept: float = 0.15
+    shared_slope: float = 0.5
     slope: float = 0.5
-    help: float = -0.2
+    slope_mean: float = -0.2
     trend: float = 0.6
-    bend: float = 0.4
-    hinted: float = 0.07
-    own: float = 0.06
-
-
-def predicted_factors(
-    name: str,
-    dimension: Dimension,
-    variants: Sequence[Settings],
-    lines: Mapping[int, tuple[float, float]],
-) -> dict[Scalar, Factors]:
-    """By value, for those whose line beside plain values was predicted."""
-    found = {variant_key(variants[index]): np.log(line) for index, line in lines.items()}
-    factors: dict[Scalar, Factors] = {}
-    for value in dimension.values[1:]:
-        line = found.get(variant_key({**variants[0], name: value}))
-        if line is not None:
-            intercept, slope = line - np.log(lines[0])
-            factors[value] = float(intercept), float(slope)
-    return factors
-
-
-class Terms:
-    """What the values of one setting contribute to slopes and intercepts."""
-
-    def __init__(
-        self,
-        name: str,
-        dimension: Dimension,
-        spread: Spread,
-        hints: Mapping[tuple[str, Scalar], float],
-        predicted: Mapping[Scalar, Factors],
-    ) -> None:
-        self._name, self._values, self._spread = name, list(dimension.values), spread
-        self._hints = {v: float(np.log(hints[name, v])) for v in self._values if (name, v) in hints}
-        self._hints |= {value: slope for value, (_, slope) in predicted.items()}
-        self._predicted = predicted
-
-    def intercept_means(self, variants: Sequence[Settings]) -> Array:
-        """The predicted part of each variant's log intercept."""
-        means = {value: intercept for value, (intercept, _) in self._predicted.items()}
-        return self._rows(variants, lambda i: self._between(self._values[i], means))
-
-    def slope_means(self, variants: Sequence[Settings]) -> Array:
-        """The hinted and predicted part of each variant's log slope."""
-        return self._rows(variants, lambda i: self._slope_mean(self._values[i]))
-
-    def _slope_mean(self, value: Scalar) -> float:
-        if self._hints:
-            return self._between(value, self._hints)
-        if _ordered(self._values) or value == self._values[0]:
-            return 0.0
-        return self._spread.help
-
-    def _between(self, value: Scalar, known: Mapping[Scalar, float]) -> float:
-        """What is known of a value; of ordered ones, between those that were predicted too."""
-        if value in known or not (self._predicted and _ordered(self._values)):
-            return known.get(value, 0.0)
-        points = {self._values[0]: 0.0, **known}
-        at = sorted(points, key=self._values.index)
-        places = [self._values.index(each) for each in at]
-        return float(np.interp(self._values.index(value), places, [points[each] for each in at]))
-
-    def slope_features(self, variants: Sequence[Settings]) -> Array:
-        """(variants, terms): the terms' standard deviations, where a variant has them."""
-        return self._rows(variants, self._slope_row)
-
-    def intercept_features(self, variants: Sequence[Settings]) -> Array:
-        """Likewise for the intercept."""
-        return self._rows(variants, lambda i: self._spread.intercept * self._own_column(i))
-
-    def _rows(self, variants: Sequence[Settings], row: Callable[[int], Array | float]) -> Array:
-        rows: Array = np.array([row(i) for i in range(len(self._values))])[self._where(variants)]
-        return rows
-
-    def _where(self, variants: Sequence[Settings]) -> list[int]:
-        """Which value each variant has."""
-        place = {value: index for index, value in enumerate(self._values)}
-        return [place[settings[self._name]] for settings in variants]
-
-    def _own_column(self, index: int) -> Array:
-        """One column per value but the first."""
-        column: Array = np.eye(len(self._values))[index][1:]
-        return column
-
-    def _slope_row(self, index: int) -> Array:
-        if self._hints:
-            hinted = self._values[index] in self._hints
-            return (self._spread.hinted if hinted else self._spread.slope) * self._own_column(index)
-        if not _ordered(self._values):
-            own = self._spread.slope * self._own_column(index)
-            return np.concatenate([[self._spread.common * (index > 0)], own])
-        last = len(self._values) - 1
-        steps = (np.arange(1, last + 1) <= index) * self._spread.bend / np.sqrt(last)
-        return np.concatenate([[self._spread.trend * index / last], steps])
-
-
-def _ordered(values: Sequence[Scalar]) -> bool:
-    """Whether neighbouring values may be expected to do alike: three or more growing numbers."""
-    if len(values) < 3 or any(isinstance(v, bool | str) for v in values):
-        return False
-    return list(values) == sorted(values, key=float)
+    curvature: float = 0.4
+    hinted_slope: float = 0.07
+    interaction: float = 0.06
 
 
 @dataclass(frozen=True)
@@ -168,11 +71,11 @@ class Point:
     """One measured value of a line.
 
     Attributes:
-        variant: which variant, as an index.
-        x: micro-batch.
+        variant: index of the variant.
+        x: micro-batch, in samples.
         y: bytes or seconds.
         error: standard deviation of log y from one probe to the next.
-        at_least: y is only known to be this or more: it ran out of memory there.
+        at_least: whether y is only a lower bound, because the probe ran out of memory there.
     """
 
     variant: int
@@ -183,75 +86,85 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Worlds:
-    """Draws of every variant's line; both arrays are (worlds, variants), of logarithms."""
+class LineDraws:
+    """Draws of every variant's line: log intercepts and log slopes, each (draws, variants)."""
 
     intercept: Array
     slope: Array
 
-    def value(self, x: Array | float) -> Array:
-        """The lines at x, which is broadcast against (worlds, variants)."""
+    def value_at(self, x: Array | float) -> Array:
+        """Return y at x, which is broadcast against (draws, variants)."""
         values: Array = np.exp(self.intercept) + np.exp(self.slope) * x
         return values
 
-    def reach(self, y: Array | float) -> Array:
-        """The x at which each line reaches y; below zero where the intercept alone is larger."""
+    def x_at(self, y: Array | float) -> Array:
+        """Return the x at which each line equals y; below zero where the intercept is larger."""
         x: Array = (y - np.exp(self.intercept)) / np.exp(self.slope)
         return x
 
 
 class LineFamily:
-    """The prior of all variants' lines, and the worlds that measurements leave of it.
+    """The prior of all variants' lines, and draws from the posterior given measurements.
 
     Args:
         variants: the settings of each variant, the plain one first.
-        dimensions: the settings' values, which say what is ordered.
-        spread: how far terms may lie from their prior means.
-        hints: (setting, value) -> expected factor on the slope, relative to the first value.
-        lines: variant index -> (intercept, slope) as predicted without running it; either none or
-            the plain variant's and any others'. One that has none is composed: the plain line
-            times what each of its settings does to the plain one, as predicted or hinted.
+        dimensions: the settings' values; three or more growing numbers are an ordered setting.
+        prior: the standard deviations.
+        slope_hints: expected effects on the slope.
+        intercept_hints: expected effects on the intercept.
+        lines: variant index -> predicted (intercept, slope); empty, or the plain variant's and any
+            others'. A missing line is composed: the plain line times the predicted or hinted
+            effect of each setting on it.
     """
 
     def __init__(
         self,
         variants: Sequence[Settings],
         dimensions: Mapping[str, Dimension],
-        spread: Spread,
-        hints: Mapping[tuple[str, Scalar], float],
-        lines: Mapping[int, tuple[float, float]],
+        prior: LinePrior,
+        *,
+        slope_hints: Hints | None = None,
+        intercept_hints: Hints | None = None,
+        lines: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
-        self._own, self._count = spread.own, len(variants)
+        lines = lines or {}
+        self._interaction, self._count = prior.interaction, len(variants)
         self._predicted = bool(lines)
         terms = [
-            Terms(name, d, spread, hints, predicted_factors(name, d, variants, lines))
-            for name, d in dimensions.items()
+            _Terms.of_setting(
+                dimension.values,
+                [settings[name] for settings in variants],
+                prior,
+                _log_effects(name, dimension, intercept_hints or {}),
+                _log_effects(name, dimension, slope_hints or {}),
+                _predicted_effects(name, dimension, variants, lines),
+            )
+            for name, dimension in dimensions.items()
         ]
-        shared = _shared_features(self._count, spread, self._predicted)
-        intercepts = [term.intercept_features(variants) for term in terms]
-        slopes = [term.slope_features(variants) for term in terms]
-        self._features_a = np.hstack([shared[0], *intercepts, *map(np.zeros_like, slopes)])
-        self._features_b = np.hstack([shared[1], *map(np.zeros_like, intercepts), *slopes])
+        shared_a, shared_b = _shared_features(self._count, prior, self._predicted)
+        intercepts, slopes = [t.features_a for t in terms], [t.features_b for t in terms]
+        self._features_a = np.hstack([shared_a, *intercepts, *map(np.zeros_like, slopes)])
+        self._features_b = np.hstack([shared_b, *map(np.zeros_like, intercepts), *slopes])
         plain = np.log(lines[0]) if lines else np.zeros(2)
         self._mean_a = np.full(self._count, plain[0])
         self._mean_b = np.full(self._count, plain[1])
         for term in terms:
-            self._mean_a += term.intercept_means(variants)
-            self._mean_b += term.slope_means(variants)
-        for index, (intercept, slope) in lines.items():
-            self._mean_a[index], self._mean_b[index] = np.log([intercept, slope])
+            self._mean_a += term.mean_a
+            self._mean_b += term.mean_b
+        for index, line in lines.items():
+            self._mean_a[index], self._mean_b[index] = np.log(line)
 
-    def worlds(self, points: Sequence[Point], count: int, seed: int) -> Worlds:
-        """That many draws which agree with the points; the same for the same arguments."""
+    def draws(self, points: Sequence[Point], count: int, seed: int) -> LineDraws:
+        """Return `count` draws given the points; the same for the same arguments."""
         random = np.random.default_rng(seed)
         mean_a, mean_b = self._means(points)
         weights = random.standard_normal((count, self._features_a.shape[1]))
-        own = random.standard_normal((count, self._count))
+        interactions = random.standard_normal((count, self._count))
         errors = random.standard_normal((count, len(points)))
         if points:
             variants = np.array([point.variant for point in points])
             seen = np.unique(variants)
-            its_own = self._own * (variants[:, None] == seen)
+            own = self._interaction * (variants[:, None] == seen)
             readings = Readings(
                 log_x=np.log([point.x for point in points]),
                 log_y=np.log([point.y for point in points]),
@@ -259,18 +172,21 @@ class LineFamily:
                 at_least=np.array([point.at_least for point in points]),
                 mean_a=mean_a[variants],
                 mean_b=mean_b[variants],
-                features_a=np.hstack([self._features_a[variants], np.zeros_like(its_own)]),
-                features_b=np.hstack([self._features_b[variants], its_own]),
+                features_a=np.hstack([self._features_a[variants], np.zeros_like(own)]),
+                features_b=np.hstack([self._features_b[variants], own]),
             )
-            fitted = nearest(np.hstack([weights, own[:, seen]]), readings, errors)
-            weights, own[:, seen] = np.split(fitted, [weights.shape[1]], axis=1)
-        return Worlds(
+            fitted = nearest(np.hstack([weights, interactions[:, seen]]), readings, errors)
+            weights, interactions[:, seen] = np.split(fitted, [weights.shape[1]], axis=1)
+        return LineDraws(
             mean_a + weights @ self._features_a.T,
-            mean_b + weights @ self._features_b.T + self._own * own,
+            mean_b + weights @ self._features_b.T + self._interaction * interactions,
         )
 
     def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
-        """Prior means; unless lines are predicted, half of the first value is from the slope."""
+        """Return prior means of A and B; without predicted lines, scaled by the first value.
+
+        Half of the first value is then attributed to the slope.
+        """
         if self._predicted or not points:
             return self._mean_a, self._mean_b
         first = next((p for p in points if not p.at_least), points[0])
@@ -279,10 +195,197 @@ class LineFamily:
         return self._mean_a + half, self._mean_b - at_first + half - np.log(first.x)
 
 
-def _shared_features(count: int, spread: Spread, predicted: bool) -> tuple[Array, Array]:
-    """Terms of all variants: one moves the whole line, one tilts it."""
-    level, split = (
-        (spread.predicted, spread.predicted) if predicted else (spread.level, spread.split)
-    )
+def _shared_features(count: int, prior: LinePrior, predicted: bool) -> tuple[Array, Array]:
+    """Return features for A and B of two terms of all variants: one shifts, one tilts the lines."""
+    level, split = (prior.predicted, prior.predicted) if predicted else (prior.level, prior.split)
     ones = np.ones((count, 1))
     return np.hstack([level * ones, split * ones]), np.hstack([level * ones, -split * ones])
+
+
+def _log_effects(name: str, dimension: Dimension, hints: Hints) -> dict[Scalar, float]:
+    return {v: float(np.log(hints[name, v])) for v in dimension.values if (name, v) in hints}
+
+
+def _predicted_effects(
+    name: str,
+    dimension: Dimension,
+    variants: Sequence[Settings],
+    lines: Mapping[int, tuple[float, float]],
+) -> dict[Scalar, tuple[float, float]]:
+    """Return log effects on (intercept, slope) of values whose line beside plain ones is known."""
+    found = {variant_key(variants[index]): np.log(line) for index, line in lines.items()}
+    effects: dict[Scalar, tuple[float, float]] = {}
+    for value in dimension.values[1:]:
+        line = found.get(variant_key({**variants[0], name: value}))
+        if line is not None:
+            intercept, slope = line - np.log(lines[0])
+            effects[value] = float(intercept), float(slope)
+    return effects
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The terms of one setting: prior means, (variants), and features, (variants, terms).
+
+    A feature is the standard deviation of its term, because weights are standard normal.
+    """
+
+    mean_a: Array
+    mean_b: Array
+    features_a: Array
+    features_b: Array
+
+    @classmethod
+    def of_setting(
+        cls,
+        values: Sequence[Scalar],
+        by_variant: Sequence[Scalar],
+        prior: LinePrior,
+        intercept_hints: Mapping[Scalar, float],
+        slope_hints: Mapping[Scalar, float],
+        predicted: Mapping[Scalar, tuple[float, float]],
+    ) -> _Terms:
+        """Return the terms of a setting with these values; a prediction overrides a hint.
+
+        Args:
+            values: of the setting.
+            by_variant: the value that each variant has.
+            prior: the standard deviations.
+            intercept_hints, slope_hints: value -> log effect.
+            predicted: value -> log effects on intercept and slope.
+        """
+        rows = [values.index(value) for value in by_variant]
+        intercepts = {**intercept_hints, **{v: both[0] for v, both in predicted.items()}}
+        slopes = {**slope_hints, **{v: both[1] for v, both in predicted.items()}}
+        is_ordered = _is_ordered(values)
+        # Between predicted values of an ordered setting the effect is interpolated.
+        known_between = bool(predicted) and is_ordered
+        hinted = np.array([v in intercept_hints and v not in predicted for v in values])
+        mean_a = _effects(values, intercepts, known_between)
+        features_a = _one_each(np.where(hinted, prior.hinted_intercept, prior.intercept))
+        if slopes:
+            known = np.array([value in slopes for value in values])
+            mean_b = _effects(values, slopes, known_between)
+            features_b = _one_each(np.where(known, prior.hinted_slope, prior.slope))
+        elif is_ordered:
+            mean_b, features_b = np.zeros(len(values)), _trend_features(len(values), prior)
+        else:
+            is_changed = (np.arange(len(values)) > 0)[:, None]
+            mean_b = np.where(is_changed[:, 0], prior.slope_mean, 0.0)
+            own = _one_each(np.full(len(values), prior.slope))
+            features_b = np.hstack([prior.shared_slope * is_changed, own])
+        return cls(mean_a[rows], mean_b[rows], features_a[rows], features_b[rows])
+
+
+def _effects(values: Sequence[Scalar], known: Mapping[Scalar, float], between: bool) -> Array:
+    """Return the log effect of each value; unknown ones are 0, or interpolated if `between`."""
+    if not between:
+        return np.array([known.get(value, 0.0) for value in values])
+    points = {values[0]: 0.0, **known}
+    at = sorted(points, key=values.index)
+    effects: Array = np.interp(
+        range(len(values)), [values.index(value) for value in at], [points[value] for value in at]
+    )
+    return effects
+
+
+def _one_each(deviations: Array) -> Array:
+    """Return (values, values - 1): an independent term for each value but the first."""
+    features: Array = np.diag(deviations)[:, 1:]
+    return features
+
+
+def _trend_features(count: int, prior: LinePrior) -> Array:
+    """Return (values, values): a straight trend, and a random walk around it."""
+    last, index = count - 1, np.arange(count)[:, None]
+    steps = (np.arange(1, count) <= index) * prior.curvature / np.sqrt(last)
+    return np.hstack([prior.trend * index / last, steps])
+
+
+def _is_ordered(values: Sequence[Scalar]) -> bool:
+    """Return whether neighbouring values can be expected to have similar effects."""
+    if len(values) < 3 or any(isinstance(v, bool | str) for v in values):
+        return False
+    return list(values) == sorted(values, key=float)
+
+
+_ITERATIONS = 12
+_INACTIVE_SD = 1e3  # of a bound that holds: the reading then has no weight
+
+
+@dataclass(frozen=True)
+class Readings:
+    """The least-squares problem of a set of measurements; one entry or row per reading.
+
+    Attributes:
+        log_x, log_y: the measured points.
+        sd: standard deviation of log y.
+        at_least: whether y is only a lower bound.
+        mean_a, mean_b: A and B where all weights are zero.
+        features_a, features_b: (readings, weights), derivatives of A and B by each weight.
+    """
+
+    log_x: Array
+    log_y: Array
+    sd: Array
+    at_least: NDArray[np.bool_]
+    mean_a: Array
+    mean_b: Array
+    features_a: Array
+    features_b: Array
+
+    def predicted(self, weights: Array) -> tuple[Array, Array]:
+        """Return log y at each reading, and the share of y that the intercept has."""
+        a = self.mean_a + weights @ self.features_a.T
+        b = self.mean_b + weights @ self.features_b.T + self.log_x
+        value = np.logaddexp(a, b)
+        return value, np.exp(a - value)
+
+
+def nearest(prior: Array, readings: Readings, errors: Array) -> Array:
+    """Return, per draw, the weights nearest to its prior draw that explain its readings.
+
+    Damped Gauss-Newton on |weights - prior draw|^2 + |perturbed readings - line|^2 / sd^2, for all
+    draws at once: a step that does not reduce a draw's cost is shortened to a quarter.
+
+    Args:
+        prior: (draws, weights), standard normal.
+        readings: the measurements.
+        errors: (draws, readings), standard normal; reading plus error is the target of a draw.
+    """
+    target = readings.log_y + readings.sd * errors
+
+    def noise(value: Array) -> Array:
+        return np.where(readings.at_least & (value > target), _INACTIVE_SD, readings.sd)
+
+    def cost_of(weights: Array) -> Array:
+        value, _ = readings.predicted(weights)
+        misfit = (target - value) / noise(value)
+        cost: Array = ((weights - prior) ** 2).sum(axis=1) + (misfit**2).sum(axis=1)
+        return cost
+
+    def minimum_near(weights: Array) -> Array:
+        """Return the minimum of the problem linearized at these weights."""
+        value, share = readings.predicted(weights)
+        share = share[:, :, None]
+        jacobian = share * readings.features_a + (1 - share) * readings.features_b
+        residual = target - value + np.einsum("snp,sp->sn", jacobian, weights - prior)
+        gram = jacobian @ jacobian.transpose(0, 2, 1)
+        diagonal = range(len(readings.sd))
+        gram[:, diagonal, diagonal] += noise(value) ** 2
+        move = np.linalg.solve(gram, residual[:, :, None])[:, :, 0]
+        minimum: Array = prior + np.einsum("snp,sn->sp", jacobian, move)
+        return minimum
+
+    weights, goal = prior, prior
+    cost = np.full(len(prior), np.inf)
+    length = np.ones(len(prior))
+    for _ in range(_ITERATIONS):
+        trial = weights + length[:, None] * (goal - weights)
+        trial_cost = cost_of(trial)
+        better = trial_cost < cost
+        weights = np.where(better[:, None], trial, weights)
+        cost = np.where(better, trial_cost, cost)
+        length = np.where(better, np.minimum(1.0, 2 * length), length / 4)
+        goal = np.where(better[:, None], minimum_near(weights), goal)
+    return weights

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
-from autofit.planning.curve_fit import Array
+from autofit.planning.curves import Array
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
@@ -101,7 +101,7 @@ def _reason(trial: Trial) -> str:
 # With a global batch of G samples they are ceil(G / k); without one, every whole number. Where the
 # accumulation may not change, there is one.
 
-Counts = NDArray[np.int64]
+MicroBatches = NDArray[np.int64]
 
 
 class Sizes:
@@ -121,7 +121,7 @@ class Sizes:
         self._fixed = space.only_micro_batch
         self.smallest = np.array([self._fixed or self._at_least(size) for size in smallest])
 
-    def down(self, wanted: Array) -> Counts:
+    def down(self, wanted: Array) -> MicroBatches:
         """The largest micro-batches up to those wanted, (variants) or (worlds, variants).
 
         0 where there is none.
@@ -133,7 +133,7 @@ class Sizes:
             size = self._evenly(np.maximum(size, 1)) * (size >= 1)
         return np.where(size >= self.smallest, size, 0)
 
-    def handy(self, wanted: Array) -> Counts:
+    def handy(self, wanted: Array) -> MicroBatches:
         """Like `down`, rounded to about two digits: a person reads 768 with more ease than 771.
 
         Where a global batch decides the micro-batches, they stay as they are.
@@ -142,13 +142,13 @@ class Sizes:
         if self._whole is not None or self._fixed is not None:
             return size
         grain = 2 ** np.maximum(0, np.floor(np.log2(np.maximum(size, 1))).astype(np.int64) - 6)
-        handy: Counts = np.maximum(size // grain * grain, np.minimum(size, self.smallest))
+        handy: MicroBatches = np.maximum(size // grain * grain, np.minimum(size, self.smallest))
         return handy
 
-    def _evenly(self, size: Counts) -> Counts:
+    def _evenly(self, size: MicroBatches) -> MicroBatches:
         assert self._whole is not None
         steps = -(-self._whole // size)
-        even: Counts = -(-self._whole // steps)
+        even: MicroBatches = -(-self._whole // steps)
         return even
 
     def _at_least(self, size: int) -> int:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, oom_probes_of
 from autofit.plan import Plan
-from autofit.planning.curve_fit import Array
-from autofit.planning.feasibility import Counts
+from autofit.planning.curves import Array
+from autofit.planning.feasibility import MicroBatches
 from autofit.planning.posterior import MEMORY_ERROR, Posterior
 from autofit.units import format_bytes
 
@@ -72,8 +72,10 @@ class Proposal:
 
 
 def leading(posterior: Posterior) -> Trial | None:
-    """The trial whose plan, among those that ran and fit, is expected to be fastest."""
-    return max(posterior.fitting, key=lambda t: float(posterior.speed(t.plan).mean()), default=None)
+    """Return the trial whose plan, among those that ran and fit, is expected to be fastest."""
+    return max(
+        posterior.fitting, key=lambda t: float(posterior.log_speed(t.plan).mean()), default=None
+    )
 
 
 def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
@@ -103,20 +105,20 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
     return cost
 
 
-def ceilings(posterior: Posterior) -> Counts:
+def ceilings(posterior: Posterior) -> MicroBatches:
     """(worlds, variants): the largest micro-batch with room to spare; 0 where there is none."""
     budget = posterior.spec.vram_budget_bytes * math.exp(-CEILING_MARGIN)
-    return posterior.sizes.down(np.minimum(posterior.memory.reach(budget), posterior.bound))
+    return posterior.sizes.down(np.minimum(posterior.memory.x_at(budget), posterior.bound))
 
 
 def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
     """Per risk of running out of memory, the best plan at just that risk."""
-    ahead = posterior.speed(leader.plan)[:, None]
-    potential = np.maximum(posterior.speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
+    ahead = posterior.log_speed(leader.plan)[:, None]
+    potential = np.maximum(posterior.log_speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
     proposals = []
     for sizes in _steps(posterior):
-        fits = posterior.room >= sizes
-        gain = (np.maximum(posterior.speeds(sizes) - ahead, 0) * fits).mean(axis=0)
+        fits = posterior.memory_limit >= sizes
+        gain = (np.maximum(posterior.log_speeds(sizes) - ahead, 0) * fits).mean(axis=0)
         opened = OPENED * np.maximum(potential - gain, 0)
         chance = fits.mean(axis=0)
         worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
@@ -128,7 +130,7 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
     return proposals
 
 
-def _steps(posterior: Posterior) -> list[Counts]:
+def _steps(posterior: Posterior) -> list[MicroBatches]:
     """Per risk, the next micro-batch of every variant; 0 where that would tell nothing new."""
     ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
     largest = np.zeros(len(posterior.variants))
@@ -138,7 +140,7 @@ def _steps(posterior: Posterior) -> list[Counts]:
             largest[index] = max(largest[index], plan.micro_batch)
     bound = np.minimum(posterior.bound, STRIDE * max(plan.micro_batch for plan in ran))
     steps = []
-    for room in np.quantile(posterior.room, _RISKS, axis=0):
+    for room in np.quantile(posterior.memory_limit, _RISKS, axis=0):
         wanted = np.maximum(np.minimum(room, bound), posterior.sizes.smallest)
         sizes = posterior.sizes.handy(wanted)
         news = (sizes > _SMALLEST_STRIDE * largest) & (sizes <= posterior.bound)
@@ -155,9 +157,9 @@ def _repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposa
     }
     proposals = []
     for plan, trial in rivals.items():
-        ahead = posterior.speed(plan) - posterior.speed(leader.plan)
-        cost = oom_cost(posterior, np.array(posterior.risk(plan)))
-        proposals.append(Proposal(plan, _knowledge(ahead, posterior.scatter(trial)) - float(cost)))
+        ahead = posterior.log_speed(plan) - posterior.log_speed(leader.plan)
+        cost = oom_cost(posterior, np.array(posterior.oom_risk(plan)))
+        proposals.append(Proposal(plan, _knowledge(ahead, posterior.noise(trial)) - float(cost)))
     return proposals
 
 
@@ -177,7 +179,7 @@ def _likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
     if len(posterior.probes) >= _MOST_WITHOUT_FIT:
         return None
     smallest = posterior.sizes.smallest
-    chance = (posterior.room >= smallest).mean(axis=0)
+    chance = (posterior.memory_limit >= smallest).mean(axis=0)
     open_ones: Sequence[int] = np.flatnonzero(allowed & (smallest <= posterior.bound)).tolist()
     best = max(open_ones, key=lambda index: (float(chance[index]), -index), default=None)
     if best is None:
@@ -253,9 +255,9 @@ def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
     variant = posterior.index(plan)
     if plan.micro_batch > posterior.bound[variant]:
         return Measurement(Outcome.OVER_BUDGET, detail="not run: a smaller one did not fit")
-    if (posterior.room[:, variant] < plan.micro_batch).mean() <= VETO_RISK:
+    if (posterior.memory_limit[:, variant] < plan.micro_batch).mean() <= VETO_RISK:
         return None
-    bound = float(np.quantile(posterior.held(plan), 1 - VETO_RISK))
+    bound = float(np.quantile(posterior.held_bytes(plan), 1 - VETO_RISK))
     allowed = format_bytes(posterior.spec.vram_budget_bytes)
     return Measurement(
         Outcome.OVER_BUDGET,
@@ -265,12 +267,16 @@ def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
 
 def forecast(posterior: Posterior, plan: Plan) -> Forecast:
     """What a plan is expected to need."""
-    peak = round(float(np.median(posterior.held(plan)))) if posterior.can_predict_memory else None
+    peak = (
+        round(float(np.median(posterior.held_bytes(plan))))
+        if posterior.can_predict_memory
+        else None
+    )
     timed = [t.measurement for t in posterior.probes if t.measurement.step_times_s]
     lengths = [m.seconds - sum(m.step_times_s) for m in timed if m.seconds is not None]
     if not lengths:
         return Forecast(peak, None)
-    step_time_s = plan.samples_per_step / float(np.exp(np.median(posterior.speed(plan))))
+    step_time_s = plan.samples_per_step / float(np.exp(np.median(posterior.log_speed(plan))))
     return Forecast(peak, max(lengths) + max(5.0, 10 * step_time_s))
 
 
@@ -278,7 +284,7 @@ def _beside_leaders(posterior: Posterior) -> Mask:
     """Variants that differ from one of the fastest in nothing but costly values."""
     space = posterior.spec.space
     cheap = [t for t in posterior.probes if t.ok and not space.is_costly(t.plan.settings)]
-    cheap.sort(key=lambda trial: -float(posterior.speed(trial.plan).mean()))
+    cheap.sort(key=lambda trial: -float(posterior.log_speed(trial.plan).mean()))
     leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
     costly = {name for name, dimension in space.dimensions.items() if dimension.trial_cost_s > 0}
     rests = [{pair for pair in variant if pair[0] not in costly} for variant in leaders]

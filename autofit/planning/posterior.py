@@ -1,8 +1,8 @@
-"""What the probes so far say of every variant: which micro-batches fit, and how fast they are.
+"""The posterior of a search: the micro-batches that fit and the speeds of every variant.
 
-It follows from the specification and the probes alone, as samples ("worlds") of all memory lines
-and time lines that agree with the measurements (`autofit.planning.curves`). Derived values are
-computed once and cached, so keep the posterior for several decisions after the same probes.
+A posterior is a function of the specification and the probes alone. It is represented by draws of
+all memory lines and time lines (`autofit.planning.curves`). Derived values are computed once and
+cached, so keep the object for several decisions after the same probes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from functools import cached_property
 import numpy as np
 
 from autofit.measurement import Outcome, Role, Trial, probes_of
-from autofit.plan import Plan, Scalar, Settings, VariantKey, variant_key
-from autofit.planning.curve_fit import Array
-from autofit.planning.curves import LineFamily, Point, Spread, Worlds
-from autofit.planning.feasibility import Counts, Exclusions, Sizes, exclusions_of
+from autofit.plan import Plan, Settings, VariantKey, variant_key
+from autofit.planning.curves import Array, Hints, LineDraws, LineFamily, LinePrior, Point
+from autofit.planning.feasibility import Exclusions, MicroBatches, Sizes, exclusions_of
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
-WORLDS = 160
+DRAWS = 160
 MEMORY_ERROR = 0.02
-"""Standard deviation of the logarithm of what a probe holds around its line."""
+"""Standard deviation of the log of the bytes that a probe holds, around the variant's line."""
 
-_STRAY = 0.01
-"""Standard deviation of the logarithm of a plan's step time around its line: kernels suit one
-micro-batch better than the next, however well each repeats."""
+_DEVIATION = 0.01
+"""Standard deviation of the log of a plan's mean step time around its line: kernels suit some
+micro-batches better than others, however well each plan repeats."""
 
-_LEAST_SCATTER = 0.002  # no clock says more of the next probe
-_ALIKE = 1.5  # steps whose lengths differ by less scatter alike
-_MEMORY_SPREAD = Spread(trend=0.7, bend=0.4)
-_TIME_SPREAD = Spread(trend=0.3, bend=0.15)
+_LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next probe exactly
+_SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
+_MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
+_TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15)
 
 
 class Posterior:
-    """What is known of a space after some trials.
+    """The posterior of a space after some trials.
 
     Attributes:
         spec: the specification of the search.
@@ -51,20 +50,20 @@ class Posterior:
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
         self.probes = [t for t in probes_of(trials) if t.plan.variant in self._index]
-        self._known_speeds: dict[Plan, Array] = {}
+        self._log_speeds: dict[Plan, Array] = {}
 
     def updated(self, trials: Sequence[Trial]) -> Posterior:
-        """The posterior after those trials: these, where they hold the same probes."""
+        """Return the posterior after those trials: this one if they hold the same probes."""
         fresh = Posterior(self.spec, trials)
         return self if fresh.probes == self.probes else fresh
 
     def index(self, plan: Plan) -> int:
-        """The column of the plan's variant."""
+        """Return the column of the plan's variant."""
         return self._index[plan.variant]
 
     @cached_property
     def exclusions(self) -> Exclusions:
-        """What may not be run whatever it holds."""
+        """What faults of earlier probes rule out."""
         return exclusions_of(self.spec, self.probes)
 
     @cached_property
@@ -73,20 +72,20 @@ class Posterior:
         return Sizes(self.spec.space, [self.exclusions.least(v) for v in self.variants])
 
     @cached_property
-    def bound(self) -> Counts:
-        """Per variant, the largest micro-batch that is not ruled out."""
+    def bound(self) -> MicroBatches:
+        """(variants): the largest micro-batch that no probe has ruled out."""
         bounds = [self.exclusions.bound(settings) for settings in self.variants]
         largest = self.spec.space.largest_micro_batch
         return np.array([largest if bound is None else bound for bound in bounds])
 
     @cached_property
     def usable(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Per variant, whether it is not set aside."""
+        """(variants): whether no fault excludes the variant."""
         return np.array([self.exclusions.why(settings) is None for settings in self.variants])
 
     @cached_property
     def fitting(self) -> list[Trial]:
-        """The probes that ran within the budget, and that no later probe speaks against."""
+        """The probes that ran within the budget and that no later probe contradicts."""
         return [
             trial
             for trial in self.probes
@@ -96,30 +95,39 @@ class Posterior:
         ]
 
     @cached_property
-    def memory(self) -> Worlds:
+    def memory(self) -> LineDraws:
         """Bytes over micro-batch."""
-        lines, hints = self._predicted_lines(), self._hints("bytes_per_sample")
-        dimensions = self.spec.space.dimensions
-        family = LineFamily(self.variants, dimensions, _MEMORY_SPREAD, hints, lines)
-        return family.worlds(self._memory_points(), WORLDS, self.seed)
+        family = LineFamily(
+            self.variants,
+            self.spec.space.dimensions,
+            _MEMORY_PRIOR,
+            slope_hints=self._hints("bytes_per_sample"),
+            intercept_hints=self._hints("fixed_bytes"),
+            lines=self._predicted_lines,
+        )
+        return family.draws(self._memory_points(), DRAWS, self.seed)
 
     @cached_property
-    def time(self) -> Worlds:
+    def time(self) -> LineDraws:
         """Seconds of one micro-batch over its size."""
-        hints = self._hints("seconds_per_sample")
-        family = LineFamily(self.variants, self.spec.space.dimensions, _TIME_SPREAD, hints, {})
-        return family.worlds(self._time_points(), WORLDS, self.seed + 1)
+        family = LineFamily(
+            self.variants,
+            self.spec.space.dimensions,
+            _TIME_PRIOR,
+            slope_hints=self._hints("seconds_per_sample"),
+        )
+        return family.draws(self._time_points(), DRAWS, self.seed + 1)
 
     @property
     def seed(self) -> int:
-        """Of the random choices after these probes."""
+        """The seed of the random draws after these probes."""
         return 1000 * self.spec.seed + len(self.probes)
 
-    def speeds(self, micro_batches: Counts) -> Array:
-        """(worlds, variants): logarithms of samples per second at those micro-batches.
+    def log_speeds(self, micro_batches: MicroBatches) -> Array:
+        """(draws, variants): log of samples per second at those micro-batches.
 
         Args:
-            micro_batches: one per variant, or one per world and variant; -inf where it is 0.
+            micro_batches: one per variant, or one per draw and variant; the result is -inf at 0.
         """
         size = np.maximum(micro_batches, 1)
         whole = self.spec.space.global_batch
@@ -128,36 +136,32 @@ class Posterior:
         seconds = steps * np.exp(self.time.intercept) + np.exp(self.time.slope) * samples
         return np.where(micro_batches >= 1, np.log(samples / seconds), -np.inf)
 
-    def speed(self, plan: Plan) -> Array:
-        """(worlds,): the logarithm of the plan's samples per second."""
-        if plan not in self._known_speeds:
-            self._known_speeds[plan] = self._speed(plan)
-        return self._known_speeds[plan]
+    def log_speed(self, plan: Plan) -> Array:
+        """(draws,): log of the plan's samples per second, its own measurements included."""
+        if plan not in self._log_speeds:
+            index, samples = self.index(plan), plan.samples_per_step
+            fixed = plan.accumulation_steps * np.exp(self.time.intercept[:, index])
+            seconds = fixed + np.exp(self.time.slope[:, index]) * samples
+            self._log_speeds[plan] = np.log(samples / seconds) - self._deviation(plan)
+        return self._log_speeds[plan]
 
-    def _speed(self, plan: Plan) -> Array:
-        index, samples = self.index(plan), plan.samples_per_step
-        fixed = plan.accumulation_steps * np.exp(self.time.intercept[:, index])
-        seconds = fixed + np.exp(self.time.slope[:, index]) * samples
-        speed: Array = np.log(samples / seconds) - self._stray(plan)
-        return speed
+    def _deviation(self, plan: Plan) -> Array:
+        """(draws,): deviation of the log of the plan's step time from its line, given its probes.
 
-    def _stray(self, plan: Plan) -> Array:
-        """(worlds,): by how much the plan's step time is off its line, as its probes have it.
-
-        The posterior of a normal mean: readings are off by their scatter, the mean by `_STRAY`.
+        The posterior of a normal mean: readings have the probes' noise, the mean has `_DEVIATION`.
         """
         probes = [t for t in self.probes if t.plan == plan and t.measurement.step_times_s]
-        weights = np.array([self.scatter(trial) ** -2 for trial in probes])
+        weights = np.array([self.noise(trial) ** -2 for trial in probes])
         index, x = self.index(plan), plan.samples_per_step / plan.accumulation_steps
         line = np.logaddexp(self.time.intercept[:, index], self.time.slope[:, index] + math.log(x))
-        off = np.array([math.log(_seconds(trial)) for trial in probes]) - line[:, None]
-        precision = weights.sum() + _STRAY**-2
+        residuals = np.array([math.log(_seconds(trial)) for trial in probes]) - line[:, None]
+        precision = weights.sum() + _DEVIATION**-2
         random = np.random.default_rng((self.seed, index, plan.micro_batch))
-        stray: Array = off @ weights / precision
-        return stray + random.standard_normal(len(line)) / math.sqrt(precision)
+        mean: Array = residuals @ weights / precision
+        return mean + random.standard_normal(len(line)) / math.sqrt(precision)
 
-    def held(self, plan: Plan) -> Array:
-        """(worlds,): the bytes that the plan's line has it hold."""
+    def held_bytes(self, plan: Plan) -> Array:
+        """(draws,): the bytes that the plan holds according to its line."""
         index = self.index(plan)
         slope = np.exp(self.memory.slope[:, index])
         held: Array = np.exp(self.memory.intercept[:, index]) + slope * plan.micro_batch
@@ -165,13 +169,13 @@ class Posterior:
 
     @property
     def can_predict_memory(self) -> bool:
-        """Whether anything was measured or predicted of what plans hold."""
+        """Whether any held bytes were measured or predicted."""
         measured = any(not point.at_least for point in self._memory_points())
-        return measured or bool(self._predicted_lines())
+        return measured or bool(self._predicted_lines)
 
     @cached_property
     def has_prior_memory(self) -> bool:
-        """Whether something was said beforehand of what every variant holds, by line or by hint."""
+        """Whether every variant has prior information on its memory: predicted lines or hints."""
         hinted = self._hints("bytes_per_sample")
         values = {
             (name, value)
@@ -179,34 +183,34 @@ class Posterior:
             for value in dimension.values[1:]
         }
         by_hints = bool(values) and values <= hinted.keys()
-        return by_hints or len(self._predicted_lines()) == len(self.variants)
+        return by_hints or len(self._predicted_lines) == len(self.variants)
 
     @cached_property
-    def room(self) -> Array:
-        """(worlds, variants): the micro-batch that a probe just has room for, noise included."""
-        noise = np.random.default_rng(self.seed + 2).standard_normal((WORLDS, 1))
-        return self.memory.reach(self.spec.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
+    def memory_limit(self) -> Array:
+        """(draws, variants): the micro-batch at which a noisy probe just fits the budget."""
+        noise = np.random.default_rng(self.seed + 2).standard_normal((DRAWS, 1))
+        return self.memory.x_at(self.spec.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
 
-    def risk(self, plan: Plan) -> float:
-        """The probability that a probe of the plan runs out of memory."""
-        return float((self.room[:, self.index(plan)] < plan.micro_batch).mean())
+    def oom_risk(self, plan: Plan) -> float:
+        """Return the probability that a probe of the plan runs out of memory."""
+        return float((self.memory_limit[:, self.index(plan)] < plan.micro_batch).mean())
 
-    def scatter(self, trial: Trial) -> float:
-        """Standard deviation of the logarithm of a probe's step time, from probe to probe.
+    def noise(self, trial: Trial) -> float:
+        """Return the standard deviation of the log of the step time from probe to probe.
 
-        A probe repeats no better than its steps do. Few steps say little of that, so probes with
-        steps about as long are asked too: for their median, since one probe that another process
-        disturbed says nothing of the others.
+        Estimated as the largest of the scatter of the probe's own steps, and the median scatter of
+        all probes with similar step times. A few steps alone are a poor estimate; the median
+        because one probe that another process disturbed says nothing about the others.
         """
-        alike = [
+        similar = [
             _scatter_of_steps(other)
             for other in self.probes
             if other.measurement.step_times_s
-            and 1 / _ALIKE < _seconds(other) / _seconds(trial) < _ALIKE
+            and 1 / _SIMILAR < _seconds(other) / _seconds(trial) < _SIMILAR
         ]
-        return max(_LEAST_SCATTER, _scatter_of_steps(trial), statistics.median(alike))
+        return max(_LEAST_NOISE, _scatter_of_steps(trial), statistics.median(similar))
 
-    def _hints(self, field: str) -> dict[tuple[str, Scalar], float]:
+    def _hints(self, field: str) -> Hints:
         return {
             (name, value): factor
             for name, dimension in self.spec.space.dimensions.items()
@@ -214,8 +218,12 @@ class Posterior:
             if (factor := getattr(hint, field)) is not None and factor > 0
         }
 
+    @cached_property
     def _predicted_lines(self) -> Mapping[int, MemoryLine]:
-        """By variant, those that a logarithm can be taken of; none without the plain one's."""
+        """Predicted lines by variant index; empty without the plain variant's.
+
+        Lines with a coefficient that has no logarithm are left out.
+        """
         lines = [self.spec.predicted_line(settings) for settings in self.variants]
         found = {i: line for i, line in enumerate(lines) if line is not None and min(line) > 0}
         return found if 0 in found else {}
@@ -237,7 +245,7 @@ class Posterior:
             elif outcome.about_memory and not trial.measurement.contended:
                 budget = float(self.spec.vram_budget_bytes)
                 points.append(Point(variant, x, budget, MEMORY_ERROR, at_least=True))
-            elif outcome.about_memory and held:  # others took the room that was left
+            elif outcome.about_memory and held:  # other processes used part of the budget
                 points.append(Point(variant, x, float(held), MEMORY_ERROR, at_least=True))
         return points
 
@@ -247,7 +255,7 @@ class Posterior:
                 self.index(trial.plan),
                 trial.plan.samples_per_step / trial.plan.accumulation_steps,
                 _seconds(trial),
-                math.hypot(self.scatter(trial), _STRAY),
+                math.hypot(self.noise(trial), _DEVIATION),
             )
             for trial in self.probes
             if trial.measurement.step_times_s
@@ -255,7 +263,7 @@ class Posterior:
 
 
 def _scatter_of_steps(trial: Trial) -> float:
-    """Standard deviation of the logarithm of one probe's step times around their median."""
+    """Return the standard deviation of the log of one probe's step times around their median."""
     times = trial.measurement.step_times_s
     middle = statistics.median(times)
     squares = sum(math.log(seconds / middle) ** 2 for seconds in times)
@@ -263,7 +271,7 @@ def _scatter_of_steps(trial: Trial) -> float:
 
 
 def _seconds(trial: Trial) -> float:
-    """Of one micro-batch."""
+    """Return the median seconds of one micro-batch."""
     step_time_s = trial.measurement.step_time_s
     assert step_time_s is not None
     return step_time_s / trial.plan.accumulation_steps

@@ -14,7 +14,7 @@ import numpy as np
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
 from autofit.plan import ResolvedPlan, Scalar
-from autofit.planning.feasibility import Counts
+from autofit.planning.feasibility import MicroBatches
 from autofit.planning.planner import ceilings, leading
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
@@ -247,7 +247,7 @@ def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, 
 def skips(posterior: Posterior) -> tuple[Skipped, ...]:
     """What was set aside, then each value of a setting that was never run."""
     blamed = [Skipped(dict(pairs), why) for pairs, why in posterior.exclusions.blamed.items()]
-    size: Counts = np.median(ceilings(posterior), axis=0).astype(np.int64)
+    size: MicroBatches = np.median(ceilings(posterior), axis=0).astype(np.int64)
     run = {pair for trial in posterior.probes for pair in trial.plan.variant}
     never = [
         Skipped({name: value}, why)
@@ -258,7 +258,7 @@ def skips(posterior: Posterior) -> tuple[Skipped, ...]:
     return (*blamed, *never)
 
 
-def _why_not(posterior: Posterior, name: str, value: Scalar, size: Counts) -> str | None:
+def _why_not(posterior: Posterior, name: str, value: Scalar, size: MicroBatches) -> str | None:
     """Why that value was not run; None where what was set aside says so already.
 
     `size` is the largest micro-batch that each variant is expected to have room for.
@@ -271,8 +271,11 @@ def _why_not(posterior: Posterior, name: str, value: Scalar, size: Counts) -> st
     fitting = variants[size[variants] >= 1]
     if not len(fitting) or leader is None:
         return _too_large(posterior, variants)
-    predicted = np.median(posterior.speeds(size), axis=0)
-    best, ahead = float(predicted[fitting].max()), float(np.median(posterior.speed(leader.plan)))
+    predicted = np.median(posterior.log_speeds(size), axis=0)
+    best, ahead = (
+        float(predicted[fitting].max()),
+        float(np.median(posterior.log_speed(leader.plan))),
+    )
     words = (
         f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
         f"{format_rate(np.exp(ahead))}"
@@ -284,9 +287,8 @@ def _too_large(posterior: Posterior, variants: np.ndarray[tuple[int], np.dtype[n
     """What the leanest of those variants would hold at its smallest micro-batch."""
     space = posterior.spec.space
     plans = [space.plan(int(posterior.sizes.smallest[i]), posterior.variants[i]) for i in variants]
-    held, plan = min(
-        ((float(np.median(posterior.held(plan))), plan) for plan in plans), key=lambda pair: pair[0]
-    )
+    held_bytes = [float(np.median(posterior.held_bytes(plan))) for plan in plans]
+    held, plan = min(zip(held_bytes, plans, strict=True), key=lambda pair: pair[0])
     return (
         f"predicted to hold {format_bytes(held)} at micro-batch {plan.micro_batch} where "
         f"{format_bytes(posterior.spec.vram_budget_bytes)} are allowed"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autofit.plan import Dimension, Scalar
-from autofit.planning.curves import LineFamily, Point, Spread, Worlds
+from autofit.planning.curves import LineDraws, LineFamily, LinePrior, Point, Readings, nearest
 
 DIMENSIONS = {"dtype": Dimension(("plain", "half", "other")), "level": Dimension((0, 1, 2, 3))}
 VARIANTS = [{"dtype": d, "level": n} for d in ("plain", "half", "other") for n in range(4)]
@@ -16,7 +16,7 @@ def _family(
     hints: dict[tuple[str, Scalar], float] | None = None,
     lines: dict[int, tuple[float, float]] | None = None,
 ) -> LineFamily:
-    return LineFamily(VARIANTS, DIMENSIONS, Spread(), hints or {}, lines or {})
+    return LineFamily(VARIANTS, DIMENSIONS, LinePrior(), slope_hints=hints, lines=lines)
 
 
 def _truth(variant: int, x: float) -> float:
@@ -29,29 +29,29 @@ def _points(*where: tuple[int, float]) -> list[Point]:
     return [Point(variant, x, _truth(variant, x), 0.01) for variant, x in where]
 
 
-def _ends(worlds: Worlds, variant: int, x: float) -> tuple[float, float]:
-    low, high = np.quantile(worlds.value(x)[:, variant], [0.05, 0.95])
+def _ends(draws: LineDraws, variant: int, x: float) -> tuple[float, float]:
+    low, high = np.quantile(draws.value_at(x)[:, variant], [0.05, 0.95])
     return float(low), float(high)
 
 
-def test_every_world_agrees_with_the_points() -> None:
+def test_every_draw_agrees_with_the_points() -> None:
     points = _points((0, 1), (0, 8), (5, 4), (11, 16))
-    worlds = _family().worlds(points, 200, seed=0)
+    draws = _family().draws(points, 200, seed=0)
     for point in points:
-        values = worlds.value(point.x)[:, point.variant]
+        values = draws.value_at(point.x)[:, point.variant]
         assert np.abs(np.log(values / point.y)).max() < 5 * point.error
 
 
 def test_two_points_tell_a_line_beyond_them() -> None:
-    worlds = _family().worlds(_points((0, 1), (0, 8)), 200, seed=0)
-    low, high = _ends(worlds, 0, 32.0)
+    draws = _family().draws(_points((0, 1), (0, 8)), 200, seed=0)
+    low, high = _ends(draws, 0, 32.0)
     assert low < _truth(0, 32) < high
     assert high / low < 1.2
 
 
 def test_one_point_leaves_open_how_it_goes_on_within_what_a_line_can() -> None:
-    worlds = _family().worlds(_points((0, 4)), 200, seed=0)
-    far = worlds.value(16.0)[:, 0] / _truth(0, 4)
+    draws = _family().draws(_points((0, 4)), 200, seed=0)
+    far = draws.value_at(16.0)[:, 0] / _truth(0, 4)
     assert far.min() > 0.9
     assert far.max() < 4.3
     assert far.max() / far.min() > 2
@@ -59,9 +59,9 @@ def test_one_point_leaves_open_how_it_goes_on_within_what_a_line_can() -> None:
 
 def test_a_variant_borrows_from_those_that_share_its_settings() -> None:
     half_at_2 = 6
-    unknown = _family().worlds(_points((0, 1), (0, 16)), 300, seed=0)
+    unknown = _family().draws(_points((0, 1), (0, 16)), 300, seed=0)
     shared = _points((0, 1), (0, 16), (2, 16), (4, 16))
-    known = _family().worlds(shared, 300, seed=0)
+    known = _family().draws(shared, 300, seed=0)
     before, after = _ends(unknown, half_at_2, 16), _ends(known, half_at_2, 16)
     assert after[1] - after[0] < 0.35 * (before[1] - before[0])
     assert after[0] < _truth(half_at_2, 16) < after[1]
@@ -69,51 +69,91 @@ def test_a_variant_borrows_from_those_that_share_its_settings() -> None:
 
 def test_a_hint_narrows_what_was_never_measured() -> None:
     points = _points((0, 1), (0, 16))
-    without = _family().worlds(points, 300, seed=0)
-    with_hint = _family(hints={("dtype", "half"): 0.5}).worlds(points, 300, seed=0)
+    without = _family().draws(points, 300, seed=0)
+    with_hint = _family(hints={("dtype", "half"): 0.5}).draws(points, 300, seed=0)
     wide, narrow = _ends(without, 4, 16), _ends(with_hint, 4, 16)
     assert narrow[1] - narrow[0] < 0.5 * (wide[1] - wide[0])
     assert narrow[0] < _truth(4, 16) < narrow[1]
 
 
 def test_a_wrong_hint_is_overruled_by_a_measurement() -> None:
-    worlds = _family(hints={("dtype", "half"): 2.0}).worlds(
+    draws = _family(hints={("dtype", "half"): 2.0}).draws(
         _points((0, 1), (0, 16), (4, 8), (4, 32)), 200, seed=0
     )
-    assert np.median(worlds.value(64.0)[:, 4]) == pytest.approx(_truth(4, 64), rel=0.1)
+    assert np.median(draws.value_at(64.0)[:, 4]) == pytest.approx(_truth(4, 64), rel=0.1)
 
 
 def test_running_out_of_memory_only_bounds_from_below() -> None:
     measured = _points((0, 1), (0, 2))
-    open_end = _family().worlds(measured, 300, seed=0)
-    bounded = _family().worlds([*measured, Point(4, 8, 40.0, 0.01, at_least=True)], 300, seed=0)
-    assert np.quantile(bounded.value(8.0)[:, 4], 0.02) > 38
-    assert np.quantile(open_end.value(8.0)[:, 4], 0.5) < 38
+    open_end = _family().draws(measured, 300, seed=0)
+    bounded = _family().draws([*measured, Point(4, 8, 40.0, 0.01, at_least=True)], 300, seed=0)
+    assert np.quantile(bounded.value_at(8.0)[:, 4], 0.02) > 38
+    assert np.quantile(open_end.value_at(8.0)[:, 4], 0.5) < 38
 
 
 def test_predicted_lines_are_believed_until_measured_otherwise() -> None:
     lines = {i: (_truth(i, 0), _truth(i, 1) - _truth(i, 0)) for i in range(len(VARIANTS))}
     family = _family(lines=lines)
-    before = family.worlds([], 300, seed=0)
-    assert np.median(before.value(16.0)[:, 6]) == pytest.approx(_truth(6, 16), rel=0.1)
+    before = family.draws([], 300, seed=0)
+    assert np.median(before.value_at(16.0)[:, 6]) == pytest.approx(_truth(6, 16), rel=0.1)
     larger = [Point(i, x, 1.3 * _truth(i, x), 0.01) for i, x in ((0, 1), (0, 16))]
-    after = family.worlds(larger, 300, seed=0)
-    assert np.median(after.value(16.0)[:, 0]) == pytest.approx(1.3 * _truth(0, 16), rel=0.02)
+    after = family.draws(larger, 300, seed=0)
+    assert np.median(after.value_at(16.0)[:, 0]) == pytest.approx(1.3 * _truth(0, 16), rel=0.02)
 
 
 def test_the_same_arguments_give_the_same_worlds() -> None:
-    first, again = (_family().worlds(_points((0, 1)), 20, seed=7) for _ in range(2))
+    first, again = (_family().draws(_points((0, 1)), 20, seed=7) for _ in range(2))
     assert np.array_equal(first.slope, again.slope)
-    assert not np.array_equal(first.slope, _family().worlds(_points((0, 1)), 20, seed=8).slope)
+    assert not np.array_equal(first.slope, _family().draws(_points((0, 1)), 20, seed=8).slope)
 
 
 def test_reach_is_where_the_line_meets_the_value() -> None:
-    worlds = Worlds(np.log([[10.0, 10.0]]), np.log([[2.0, 0.5]]))
-    assert worlds.reach(30.0) == pytest.approx(np.array([[10.0, 40.0]]))
-    assert worlds.reach(5.0).max() < 0
+    draws = LineDraws(np.log([[10.0, 10.0]]), np.log([[2.0, 0.5]]))
+    assert draws.x_at(30.0) == pytest.approx(np.array([[10.0, 40.0]]))
+    assert draws.x_at(5.0).max() < 0
 
 
 def test_without_dimensions_there_is_one_line() -> None:
-    family = LineFamily([{}], {}, Spread(), {}, {})
-    worlds = family.worlds([Point(0, 1, 3.0, 0.01), Point(0, 5, 7.0, 0.01)], 100, seed=0)
-    assert np.median(worlds.value(9.0)) == pytest.approx(11.0, rel=0.05)
+    family = LineFamily([{}], {}, LinePrior())
+    draws = family.draws([Point(0, 1, 3.0, 0.01), Point(0, 5, 7.0, 0.01)], 100, seed=0)
+    assert np.median(draws.value_at(9.0)) == pytest.approx(11.0, rel=0.05)
+
+
+PRIOR = np.random.default_rng(0).standard_normal((50, 2))
+
+
+def _reading(y: float, sd: float, *, at_least: bool = False) -> Readings:
+    """One line without a slope to speak of: log y is the first weight, the second does nothing."""
+    return Readings(
+        log_x=np.zeros(1),
+        log_y=np.log([y]),
+        sd=np.array([sd]),
+        at_least=np.array([at_least]),
+        mean_a=np.zeros(1),
+        mean_b=np.full(1, -100.0),
+        features_a=np.array([[1.0, 0.0]]),
+        features_b=np.array([[0.0, 1.0]]),
+    )
+
+
+@pytest.mark.parametrize("sd", [0.01, 1.0, 3.0])
+def test_a_linear_problem_has_the_answer_of_the_textbook(sd: float) -> None:
+    """The mean of prior and reading, each weighted by the inverse of its variance."""
+    weights = nearest(PRIOR, _reading(5.0, sd), np.zeros((50, 1)))
+    expected = (PRIOR[:, 0] * sd**2 + np.log(5.0)) / (sd**2 + 1)
+    assert np.allclose(weights[:, 0], expected)
+    assert np.allclose(weights[:, 1], PRIOR[:, 1])
+
+
+def test_every_draw_has_its_own_error_of_the_reading() -> None:
+    errors = np.linspace(-2, 2, 50)[:, None]
+    weights = nearest(PRIOR, _reading(5.0, 1e-3), errors)
+    assert np.allclose(weights[:, 0], np.log(5.0) + 1e-3 * errors[:, 0], atol=1e-5)
+
+
+def test_a_bound_moves_only_the_draws_below_it() -> None:
+    weights = nearest(PRIOR, _reading(1.0, 1e-3, at_least=True), np.zeros((50, 1)))
+    below = PRIOR[:, 0] < 0
+    assert 0 < below.sum() < 50
+    assert np.allclose(weights[~below], PRIOR[~below])
+    assert np.allclose(weights[below, 0], 0, atol=1e-5)

@@ -22,8 +22,8 @@ from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
+from tests.simulated import MakeDevice, SimulatedDevice
 
-MakeDevice = Callable[..., Any]
 GIB = 2**30
 
 
@@ -37,7 +37,7 @@ def _failing(
     return lambda plan: Measurement(outcome, detail="on purpose") if when(plan) else None
 
 
-def test_the_answer_was_run_again_after_a_renewal(device: Any) -> None:
+def test_the_answer_was_run_again_after_a_renewal(device: SimulatedDevice) -> None:
     prober = device.prober()
     result = run_search(prober, device.spec())
     assert result.best.role is Role.CONFIRMED
@@ -48,7 +48,7 @@ def test_the_answer_was_run_again_after_a_renewal(device: Any) -> None:
     assert result.probes == len(prober.probed)
 
 
-def test_later_probes_are_told_what_to_beat(device: Any) -> None:
+def test_later_probes_are_told_what_to_beat(device: SimulatedDevice) -> None:
     prober = device.prober()
     run_search(prober, device.spec(), max_probes=4)
     incumbents = [request.incumbent_samples_per_second for request in prober.probed]
@@ -58,14 +58,14 @@ def test_later_probes_are_told_what_to_beat(device: Any) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
-def test_no_more_probes_than_allowed(device: Any, most: int) -> None:
+def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None:
     result = run_search(device.prober(), device.spec(), max_probes=most)
     assert result.probes == most
     assert result.stopped_because == f"max_probes={most} reached"
     assert result.best.role is (Role.BASELINE if most == 1 else Role.CONFIRMED)
 
 
-def test_a_timeout_that_is_over_leaves_the_baseline(device: Any) -> None:
+def test_a_timeout_that_is_over_leaves_the_baseline(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec(), timeout_s=0.0)
     assert result.probes == 1
     assert result.best.role is Role.BASELINE
@@ -75,7 +75,7 @@ def test_a_timeout_that_is_over_leaves_the_baseline(device: Any) -> None:
 class _Interrupting:
     """A simulated device whose n-th probe is interrupted."""
 
-    def __init__(self, device: Any, at: int) -> None:
+    def __init__(self, device: SimulatedDevice, at: int) -> None:
         self._inner, self._left = device.prober(), at
         self.strategies = ()
 
@@ -99,7 +99,9 @@ class _Interrupting:
     def close(self) -> None: ...
 
 
-def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(device: Any) -> None:
+def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(
+    device: SimulatedDevice,
+) -> None:
     result = run_search(_Interrupting(device, at=5), device.spec())
     assert result.stopped_because == INTERRUPTED
     assert len(result.trials) == 4
@@ -108,12 +110,14 @@ def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(device: An
     assert result.best.role in (Role.SEARCH, Role.BASELINE)
 
 
-def test_an_interrupt_before_anything_ran_is_passed_on(device: Any) -> None:
+def test_an_interrupt_before_anything_ran_is_passed_on(device: SimulatedDevice) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_search(_Interrupting(device, at=1), device.spec())
 
 
-def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(device: Any) -> None:
+def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(
+    device: SimulatedDevice,
+) -> None:
     class _Raising(_Interrupting):
         def probe(self, request: ProbeRequest) -> Measurement:
             self.asked = getattr(self, "asked", 0) + 1
@@ -128,7 +132,7 @@ def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(device: Any
     assert prober.asked == 1
 
 
-def test_an_error_of_one_variant_sets_it_aside(device: Any) -> None:
+def test_an_error_of_one_variant_sets_it_aside(device: SimulatedDevice) -> None:
     result = run_search(device.prober(_failing(Outcome.USER_ERROR, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     failed = [t for t in result.trials if not t.ok]
@@ -139,7 +143,7 @@ def test_an_error_of_one_variant_sets_it_aside(device: Any) -> None:
     ]
 
 
-def test_a_precision_that_makes_the_loss_infinite_is_out(device: Any) -> None:
+def test_a_precision_that_makes_the_loss_infinite_is_out(device: SimulatedDevice) -> None:
     result = run_search(device.prober(_failing(Outcome.NONFINITE, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     tried = [trial.ok for trial in result.trials if _is_half(trial.plan)]
@@ -150,13 +154,13 @@ def test_a_precision_that_makes_the_loss_infinite_is_out(device: Any) -> None:
     ("outcome", "words"), [(Outcome.NONFINITE, "not finite"), (Outcome.LEAK, "more memory")]
 )
 def test_a_plain_workload_that_is_broken_is_an_error(
-    device: Any, outcome: Outcome, words: str
+    device: SimulatedDevice, outcome: Outcome, words: str
 ) -> None:
     with pytest.raises(WorkloadFailed, match=words):
         run_search(device.prober(_failing(outcome, lambda plan: True)), device.spec())
 
 
-def test_a_crash_costs_one_probe_and_bounds_what_worked_smaller(device: Any) -> None:
+def test_a_crash_costs_one_probe_and_bounds_what_worked_smaller(device: SimulatedDevice) -> None:
     prober = device.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 20))
     result = run_search(prober, device.spec())
     assert result.best.plan.micro_batch <= 20
@@ -187,7 +191,7 @@ def test_a_baseline_that_does_not_fit_is_climbed_down_from(make_device: MakeDevi
     assert other.memory(result.best.plan) <= other.budget
 
 
-def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Any) -> None:
+def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: SimulatedDevice) -> None:
     class _Shrinking(_Interrupting):
         def probe(self, request: ProbeRequest) -> Measurement:
             if request.full_accumulation and request.plan.micro_batch > 10:
@@ -200,7 +204,7 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Any) 
     assert result.best.role is Role.CONFIRMED
 
 
-def test_events_tell_what_a_progress_line_shows(device: Any) -> None:
+def test_events_tell_what_a_progress_line_shows(device: SimulatedDevice) -> None:
     seen: list[events.Event] = []
     result = run_search(device.prober(), device.spec(), max_probes=6, on_event=seen.append)
     started = [event for event in seen if isinstance(event, events.ProbeStarted)]
@@ -214,7 +218,9 @@ def test_events_tell_what_a_progress_line_shows(device: Any) -> None:
     assert sum(isinstance(event, events.Confirming) for event in seen) == 1
 
 
-def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(device: Any) -> None:
+def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(
+    device: SimulatedDevice,
+) -> None:
     prober, free = device.prober(), device.prober()
     result = run_search(prober, device.spec(), sampler=TPESampler(seed=1), max_probes=12)
     vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
@@ -238,7 +244,7 @@ def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> Non
     assert result.probes == 2
 
 
-def test_a_sampler_that_has_offered_all_it_can_ends_the_search(device: Any) -> None:
+def test_a_sampler_that_has_offered_all_it_can_ends_the_search(device: SimulatedDevice) -> None:
     grid: dict[str, Any] = {
         "micro_batch": [2, 8],
         "precision.dtype": ["bfloat16"],
@@ -261,7 +267,7 @@ class _Foreign(RandomSampler):
 
 
 def test_where_no_number_of_probes_is_asked_for_the_planner_ends_a_foreign_samplers_search(
-    device: Any,
+    device: SimulatedDevice,
 ) -> None:
     result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0))
     assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
@@ -276,7 +282,9 @@ class _Stubborn(RandomSampler):
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UNSUPPORTED, Outcome.OOM])
-def test_a_repeated_proposal_is_pruned_and_not_run(device: Any, outcome: Outcome) -> None:
+def test_a_repeated_proposal_is_pruned_and_not_run(
+    device: SimulatedDevice, outcome: Outcome
+) -> None:
     def answer(plan: Plan) -> Measurement | None:
         failed = outcome is not Outcome.OK and _is_half(plan)
         return Measurement(outcome, detail="on purpose") if failed else None
@@ -307,7 +315,7 @@ class _Wrapped:
         return self._then(self._inner, self._inner.probe(request))
 
 
-def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: Any) -> None:
+def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: SimulatedDevice) -> None:
     def swallow(_: Any, measurement: Measurement) -> Measurement:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -319,7 +327,9 @@ def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: Any) -> N
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_machine_that_slowed_down_has_its_baseline_measured_again(device: Any) -> None:
+def test_a_machine_that_slowed_down_has_its_baseline_measured_again(
+    device: SimulatedDevice,
+) -> None:
     def slower(inner: Any, measurement: Measurement) -> Measurement:
         if not inner.renewals or not measurement.step_times_s:
             return measurement
@@ -334,7 +344,7 @@ def test_a_machine_that_slowed_down_has_its_baseline_measured_again(device: Any)
     assert result.best.role is Role.CONFIRMED
 
 
-def test_a_steady_machine_has_its_baseline_measured_once(device: Any) -> None:
+def test_a_steady_machine_has_its_baseline_measured_once(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec())
     assert [t.plan for t in result.trials].count(device.space.baseline) == 1
 
@@ -391,7 +401,7 @@ def test_a_value_that_wants_a_worker_of_its_own_shares_none(make_device: MakeDev
     assert len(set(shared)) < len(shared)  # the others still share theirs
 
 
-def test_a_larger_plan_that_raises_costs_that_plan_alone(device: Any) -> None:
+def test_a_larger_plan_that_raises_costs_that_plan_alone(device: SimulatedDevice) -> None:
     baseline = device.space.baseline
     fault = _failing(Outcome.USER_ERROR, lambda plan: plan.micro_batch > baseline.micro_batch)
     result = run_search(device.prober(fault=fault), device.spec())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optuna
 import pytest
 from optuna.distributions import IntDistribution
@@ -18,9 +16,10 @@ from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.study import Store
+from tests.simulated import MakeDevice, SimulatedDevice
 
 
-def test_any_process_with_the_study_asks_for_the_planners_plan(device: Any) -> None:
+def test_any_process_with_the_study_asks_for_the_planners_plan(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
         store.study.sampler = PlannerSampler()
@@ -30,7 +29,7 @@ def test_any_process_with_the_study_asks_for_the_planners_plan(device: Any) -> N
     assert asked.params == trial_codec.params_of(decided)
 
 
-def test_a_finished_planner_repeats_the_best_plan(make_device: Any) -> None:
+def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> None:
     small = make_device(dimensions={}, max_micro_batch=4)
     with Store.open(None, {}) as store:
         result = run_search(small.prober(), small.spec(), store=store)
@@ -40,7 +39,7 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: Any) -> None:
     assert asked.params == trial_codec.params_of(result.best.plan)
 
 
-def test_a_plan_has_no_other_parameters(device: Any) -> None:
+def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         store.begin(device.spec())
         store.study.sampler = OnePlan(device.space.baseline)
@@ -67,7 +66,7 @@ def test_a_plan_has_no_other_parameters(device: Any) -> None:
     ],
 )
 def test_how_each_outcome_is_told(
-    device: Any, measurement: Measurement, state: str, feasible: bool
+    device: SimulatedDevice, measurement: Measurement, state: str, feasible: bool
 ) -> None:
     plan = Plan(4, settings=device.space.plain_settings)
     with Store.open(None, {}) as store:
@@ -95,7 +94,7 @@ def test_trials_of_an_older_study_are_read() -> None:
     assert trial_codec.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
 
 
-def test_a_setting_that_may_not_vary_is_put_back(make_device: Any) -> None:
+def test_a_setting_that_may_not_vary_is_put_back(make_device: MakeDevice) -> None:
     from autofit.plan import Dimension
 
     inner = Dimension((0, 1), when={"outer": [True]})
@@ -105,16 +104,11 @@ def test_a_setting_that_may_not_vary_is_put_back(make_device: Any) -> None:
 
 
 def test_another_sampler_tries_the_whole_batch_as_often_as_its_half(
-    make_device: Any,
+    make_device: MakeDevice,
 ) -> None:
     space = make_device(global_batch=64).space
-    assert trial_codec.distributions(space)[trial_codec.MICRO_BATCH] == IntDistribution(
-        1, 127, log=True
-    )
-    assert trial_codec.plan_of(
-        space.plain_settings | {trial_codec.MICRO_BATCH: 100}, space
-    ) == space.plan(64, space.plain_settings)
+    assert trial_codec.distributions(space)["micro_batch"] == IntDistribution(1, 127, log=True)
+    params = {**space.plain_settings, "micro_batch": 100}
+    assert trial_codec.plan_of(params, space) == space.plan(64, space.plain_settings)
     bounded = make_device(global_batch=64, max_micro_batch=16).space
-    assert trial_codec.distributions(bounded)[trial_codec.MICRO_BATCH] == IntDistribution(
-        1, 16, log=True
-    )
+    assert trial_codec.distributions(bounded)["micro_batch"] == IntDistribution(1, 16, log=True)

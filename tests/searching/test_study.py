@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,18 +20,15 @@ from autofit.searching import study as study_module
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.searching.study_lock import Claim, Owner
-
-IDENTITY = {"workload": "device"}
+from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice
 
 _SEARCH = """
 import os, signal, sys
 sys.path[:0] = {path!r}
-from conftest import DIMENSIONS, SimulatedDevice
-from autofit.searching import study as study_module
-from autofit.searching.study_lock import Claim
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
+from tests.simulated import DIMENSIONS, IDENTITY, SimulatedDevice
 
 device = SimulatedDevice(Space(DIMENSIONS, sample_batch_size=4))
 prober = device.prober()
@@ -44,15 +40,14 @@ def counted(request):
     return probe(request)
 
 prober.probe = counted
-with Store.open({study!r}, {{"workload": "device"}}) as store:
+with Store.open({study!r}, IDENTITY) as store:
     run_search(prober, device.spec(), store=store)
 """
 
 
 def _child(study: str, after: int, then: str) -> subprocess.Popen[str]:
     """A search in a process of its own that does something at one of its probes."""
-    path = [str(Path(__file__).parent), *sys.path]
-    code = textwrap.dedent(_SEARCH).format(path=path, study=study, after=after, then=then)
+    code = textwrap.dedent(_SEARCH).format(path=sys.path, study=study, after=after, then=then)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         text=True,
@@ -70,7 +65,7 @@ def _killed_child(study: str, after: int) -> None:
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
 def test_a_killed_search_is_resumed_without_repeating_a_trial(
-    device: Any, tmp_path: Path, storage: str
+    device: SimulatedDevice, tmp_path: Path, storage: str
 ) -> None:
     path = tmp_path / "study.journal"
     study = str(path) if storage == "file" else f"sqlite:///{path}"
@@ -88,7 +83,9 @@ def test_a_killed_search_is_resumed_without_repeating_a_trial(
     ]
 
 
-def test_a_search_that_ended_is_answered_from_its_study(device: Any, tmp_path: Path) -> None:
+def test_a_search_that_ended_is_answered_from_its_study(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         first = run_search(device.prober(), device.spec(), store=store)
@@ -100,7 +97,7 @@ def test_a_search_that_ended_is_answered_from_its_study(device: Any, tmp_path: P
     assert again.stopped_because == first.stopped_because
 
 
-def test_more_probes_go_on_where_fewer_ended(device: Any, tmp_path: Path) -> None:
+def test_more_probes_go_on_where_fewer_ended(device: SimulatedDevice, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=3)
@@ -109,7 +106,7 @@ def test_more_probes_go_on_where_fewer_ended(device: Any, tmp_path: Path) -> Non
     assert result.probes == 6
 
 
-def test_a_torn_last_line_is_cut_off(device: Any, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_cut_off(device: SimulatedDevice, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
@@ -134,18 +131,20 @@ def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path, content: bytes) -
     assert path.read_bytes() == content
 
 
-def test_a_changed_workload_is_refused_and_named(device: Any, tmp_path: Path) -> None:
+def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_path: Path) -> None:
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         store.begin(device.spec())
-    with pytest.raises(StudyRefused, match="workload: device there, other here"):
+    with pytest.raises(StudyRefused, match="workload: simulated there, other here"):
         Store.open(path, {"workload": "other"})
     with Store.open(path, IDENTITY) as store:
         assert store.spec is not None
         assert store.spec.to_dict() == device.spec().to_dict()
 
 
-def test_other_facts_are_refused(device: Any, make_device: Any, tmp_path: Path) -> None:
+def test_other_facts_are_refused(
+    device: SimulatedDevice, make_device: MakeDevice, tmp_path: Path
+) -> None:
     with Store.open(tmp_path / "study.journal", IDENTITY) as store:
         store.begin(device.spec())
         with pytest.raises(StudyRefused, match="another space, budget or seed"):
@@ -203,7 +202,7 @@ def test_of_searches_that_begin_in_the_same_instant_one_gets_in(tmp_path: Path) 
     assert "is using the study" in refused[0]
 
 
-def test_nothing_is_open_once_a_study_is_closed(device: Any, tmp_path: Path) -> None:
+def test_nothing_is_open_once_a_study_is_closed(device: SimulatedDevice, tmp_path: Path) -> None:
     study = f"sqlite:///{tmp_path / 'study.db'}"
 
     def is_open() -> bool:
@@ -258,7 +257,9 @@ def test_an_unknown_kind_of_url_is_said() -> None:
         Store.open("nosql://host/x", IDENTITY)
 
 
-def test_a_full_disk_ends_the_search_and_keeps_what_it_had(device: Any, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_search_and_keeps_what_it_had(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
     path = str(tmp_path / "study.journal")
     limit = (
         f"import resource; size = os.stat({path!r}).st_size + 100; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,8 @@ from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.units import GIB
+from tests.simulated import MakeDevice, SimulatedDevice
 
-MakeDevice = Callable[..., Any]
 PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", "checkpointing.level": 0}
 LEVEL = "checkpointing.level"
 HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 0}
@@ -32,11 +31,11 @@ def _trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: A
     return Trial(number, role, plan, Measurement(outcome, **measured))
 
 
-def test_the_baseline_comes_first(device: Any) -> None:
+def test_the_baseline_comes_first(device: SimulatedDevice) -> None:
     assert planner.decide(Posterior(device.spec(), ())).plan == device.space.baseline
 
 
-def test_a_decision_depends_on_facts_and_trials_alone(device: Any) -> None:
+def test_a_decision_depends_on_facts_and_trials_alone(device: SimulatedDevice) -> None:
     spec, trials = device.spec(), run_search(device.prober(), device.spec(), max_probes=7).trials
     again = SearchSpec.from_dict(spec.to_dict())
     for count in range(1, len(trials)):
@@ -44,7 +43,7 @@ def test_a_decision_depends_on_facts_and_trials_alone(device: Any) -> None:
         assert planner.decide(Posterior(again, trials[:count])) == first
 
 
-def test_vetoed_trials_change_no_decision(device: Any) -> None:
+def test_vetoed_trials_change_no_decision(device: SimulatedDevice) -> None:
     trials = run_search(device.prober(), device.spec(), max_probes=5).trials[:4]
     vetoed = replace(trials[1], role=Role.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
     before = Posterior(device.spec(), trials)
@@ -53,14 +52,14 @@ def test_vetoed_trials_change_no_decision(device: Any) -> None:
     assert before.updated(trials[:-1]).probes == list(trials[:-1])
 
 
-def test_it_finds_the_best_plan_with_few_probes_and_no_oom(device: Any) -> None:
+def test_it_finds_the_best_plan_with_few_probes_and_no_oom(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec())
     assert device.speed(result.best.plan) >= 0.97 * device.optimum()
     assert result.oom_probes == 0
     assert result.probes <= 16
 
 
-def test_hints_save_probes(device: Any, make_device: MakeDevice) -> None:
+def test_hints_save_probes(device: SimulatedDevice, make_device: MakeDevice) -> None:
     hinted = {
         "precision.dtype": Dimension(("as_is", "bfloat16"), hints={"bfloat16": Hint(0.6, 0.5)}),
         "checkpointing.level": Dimension(
@@ -74,21 +73,39 @@ def test_hints_save_probes(device: Any, make_device: MakeDevice) -> None:
     assert with_hints.probes < without.probes
 
 
-def test_no_step_is_longer_than_four_times_the_largest_measured(device: Any) -> None:
+def test_a_hint_on_fixed_bytes_is_used_before_anything_of_it_is_measured(
+    make_device: MakeDevice,
+) -> None:
+    """An optimizer state of half the size leaves room for larger micro-batches."""
+    results = {}
+    for fixed_bytes in (0.5, None):
+        hint = Hint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=fixed_bytes)
+        state = Dimension(("plain", "8bit"), hints={"8bit": hint})
+        levels = Dimension((0, 1, 2, 3, 4))
+        device = make_device(dimensions={LEVEL: levels, "optimizer.state": state}, fixed=5 * GIB)
+        results[fixed_bytes] = run_search(device.prober(), device.spec())
+    best, probes = results[0.5].best, results[0.5].probes
+    assert best.plan.settings["optimizer.state"] == "8bit"
+    assert device.speed(best.plan) >= 0.97 * device.optimum()
+    assert results[0.5].oom_probes == 0
+    assert probes <= min(12, results[None].probes - 2)
+
+
+def test_no_step_is_longer_than_four_times_the_largest_measured(device: SimulatedDevice) -> None:
     largest = 0
     for request in _probed(device):
         assert largest == 0 or request.plan.micro_batch <= 4 * largest
         largest = max(largest, request.plan.micro_batch)
 
 
-def _probed(device: Any) -> list[Any]:
+def _probed(device: SimulatedDevice) -> list[Any]:
     prober = device.prober()
     run_search(prober, device.spec())
     requests: list[Any] = prober.probed
     return requests
 
 
-def test_a_plan_that_ran_out_of_memory_bounds_its_variant(device: Any) -> None:
+def test_a_plan_that_ran_out_of_memory_bounds_its_variant(device: SimulatedDevice) -> None:
     spec = device.spec()
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30),
@@ -99,7 +116,7 @@ def test_a_plan_that_ran_out_of_memory_bounds_its_variant(device: Any) -> None:
     assert found.bound(HALF) is None
 
 
-def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(device: Any) -> None:
+def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(device: SimulatedDevice) -> None:
     spec = device.spec()
     baseline = _trial(
         0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30
@@ -113,7 +130,7 @@ def test_a_size_limit_bounds_its_variant_and_moves_no_memory_line(device: Any) -
 
 @pytest.mark.parametrize(("contended", "at_least"), [(False, 24 * GIB), (True, 3 * GIB)])
 def test_where_others_took_the_room_a_plan_is_only_known_to_need_what_it_held(
-    device: Any, contended: bool, at_least: int
+    device: SimulatedDevice, contended: bool, at_least: int
 ) -> None:
     spec = replace(device.spec(), vram_budget_bytes=24 * GIB)
     ran_out = _trial(
@@ -128,7 +145,7 @@ def test_where_others_took_the_room_a_plan_is_only_known_to_need_what_it_held(
     [([0.1] * 6, (0.025, 0.035)), ([0.07, 0.13, 0.08, 0.12, 0.09, 0.11], (0.0, 0.02))],
 )
 def test_a_plan_that_repeats_well_is_believed_as_measured_and_a_noisy_one_by_its_line(
-    device: Any, steps: list[float], believed: tuple[float, float]
+    device: SimulatedDevice, steps: list[float], believed: tuple[float, float]
 ) -> None:
     def speed_of_16(factor: float) -> float:
         trials = [
@@ -139,13 +156,13 @@ def test_a_plan_that_repeats_well_is_believed_as_measured_and_a_noisy_one_by_its
             )
             for number, size in enumerate((4, 8, 16, 32))
         ]
-        return float(Posterior(device.spec(), trials).speed(trials[2].plan).mean())
+        return float(Posterior(device.spec(), trials).log_speed(trials[2].plan).mean())
 
     low, high = believed
     assert low <= speed_of_16(1.0) - speed_of_16(1.03) <= high
 
 
-def test_a_fault_is_blamed_on_what_never_worked(device: Any) -> None:
+def test_a_fault_is_blamed_on_what_never_worked(device: SimulatedDevice) -> None:
     both: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
@@ -160,7 +177,7 @@ def test_a_fault_is_blamed_on_what_never_worked(device: Any) -> None:
     assert exclusions_of(device.spec(), [*trials, level_works]).why(HALF) is not None
 
 
-def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(device: Any) -> None:
+def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(device: SimulatedDevice) -> None:
     trials = [
         _trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
         _trial(1, Plan(1, settings=HALF), Outcome.UNSUPPORTED, detail="BatchNorm"),
@@ -210,7 +227,7 @@ def test_the_largest_micro_batch_is_kept(make_device: MakeDevice) -> None:
     assert max(r.plan.micro_batch for r in _probed(make_device(max_micro_batch=9))) <= 9
 
 
-def test_what_was_skipped_is_said_with_its_predicted_speed(device: Any) -> None:
+def test_what_was_skipped_is_said_with_its_predicted_speed(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec(), max_probes=40)
     run = {pair for trial in result.trials for pair in trial.plan.variant}
     levels = {("checkpointing.level", level) for level in range(5)}
@@ -220,13 +237,13 @@ def test_what_was_skipped_is_said_with_its_predicted_speed(device: Any) -> None:
         assert re.search(r"predicted to reach .* and the leading plan [\d.]+ samples/s", skip.why)
 
 
-def test_one_confirmation_is_enough_where_one_plan_leads(device: Any) -> None:
+def test_one_confirmation_is_enough_where_one_plan_leads(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec())
     assert result.best.role is Role.CONFIRMED
     assert confirm(Posterior(device.spec(), result.trials)) is None
 
 
-def test_of_equally_fast_plans_the_one_that_holds_less_wins(device: Any) -> None:
+def test_of_equally_fast_plans_the_one_that_holds_less_wins(device: SimulatedDevice) -> None:
     steps = [0.1] * 8
     lean, full = Plan(4, settings={**PLAIN, "checkpointing.level": 1}), Plan(4, settings=PLAIN)
     trials = []
@@ -246,7 +263,7 @@ def test_of_equally_fast_plans_the_one_that_holds_less_wins(device: Any) -> None
     ids=["tied and hungry", "tied and lean", "slower and lean", "faster"],
 )
 def test_a_plan_no_better_than_the_baseline_is_no_answer(
-    device: Any, milliseconds: float, held_gib: float, wins: bool
+    device: SimulatedDevice, milliseconds: float, held_gib: float, wins: bool
 ) -> None:
     def measured(middle: float, held: float) -> dict[str, Any]:
         steps = [middle / 1000 * factor for factor in (0.96, 0.98, 1, 1, 1, 1.02, 1.04)]
@@ -265,7 +282,7 @@ def test_a_plan_no_better_than_the_baseline_is_no_answer(
     assert best.plan == (other if wins else plain)
 
 
-def _predicted(device: Any, *, most_changed: int = 1) -> Any:
+def _predicted(device: SimulatedDevice, *, most_changed: int = 1) -> Any:
     """The specification with predicted lines of variants with at most so many changed settings."""
     lines = {}
     for settings in device.space.variants():
@@ -289,7 +306,7 @@ def test_predicted_lines_spare_a_baseline_that_fits_nothing_larger(
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
 
 
-def test_lines_of_one_setting_at_a_time_are_composed(device: Any) -> None:
+def test_lines_of_one_setting_at_a_time_are_composed(device: SimulatedDevice) -> None:
     """Where variants have no line of their own; levels without one lie between their neighbours."""
     spec = _predicted(device)
     few = {key: line for key, line in spec.predicted_lines.items() if dict(key)[LEVEL] in (0, 4)}
@@ -297,12 +314,12 @@ def test_lines_of_one_setting_at_a_time_are_composed(device: Any) -> None:
         posterior = Posterior(replace(spec, predicted_lines=lines), ())
         for index, settings in enumerate(posterior.variants):
             plan = Plan(16, settings=settings)
-            expected = float(np.median(posterior.held(plan)))
+            expected = float(np.median(posterior.held_bytes(plan)))
             assert expected == pytest.approx(device.memory(plan), rel=near), (index, settings)
 
 
 def test_with_predicted_lines_variants_start_just_below_their_ceilings(
-    device: Any,
+    device: SimulatedDevice,
 ) -> None:
     """Or as far past the largest micro-batch so far as any probe may go."""
     without = run_search(device.prober(), device.spec())
@@ -331,7 +348,7 @@ def test_with_predicted_lines_variants_start_just_below_their_ceilings(
     ],
 )
 def test_risks_are_weighed_in_proportion_only_with_a_prior_on_memory(
-    device: Any, told: str, has_prior_memory: bool
+    device: SimulatedDevice, told: str, has_prior_memory: bool
 ) -> None:
     spec: SearchSpec = device.spec()
     if told == "lines":

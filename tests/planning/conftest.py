@@ -1,0 +1,7 @@
+"""The fixtures of the simulated device."""
+
+from __future__ import annotations
+
+from tests.simulated import device, make_device
+
+__all__ = ["device", "make_device"]

@@ -1,0 +1,99 @@
+"""A simulated device that the tests of planning and searching share, and fixtures that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import pytest
+
+from autofit.measurement import Measurement
+from autofit.plan import Dimension, Plan
+from autofit.planning.search_spec import SearchSpec
+from autofit.space import Space
+from autofit.testing import SimulatedProber
+from autofit.units import GIB
+
+BUDGET = 8 * GIB
+IDENTITY = {"workload": "simulated"}
+DIMENSIONS = {
+    "precision.dtype": Dimension(("as_is", "bfloat16")),
+    "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
+}
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """Formulas of bytes and seconds for two precisions, five levels and two optimizer states."""
+
+    space: Space
+    budget: int = BUDGET
+    fixed: int = GIB
+
+    def memory(self, plan: Plan) -> float:
+        level = plan.settings.get("checkpointing.level", 0)
+        assert isinstance(level, int)
+        half = plan.settings.get("precision.dtype") == "bfloat16"
+        per_sample = GIB * 0.25 * (0.6 if half else 1.0) * (1 - 0.15 * level)
+        fixed = self.fixed * (0.5 if plan.settings.get("optimizer.state") == "8bit" else 1.0)
+        return fixed + per_sample * plan.micro_batch
+
+    def step_time(self, plan: Plan) -> float:
+        level = plan.settings.get("checkpointing.level", 0)
+        assert isinstance(level, int)
+        half = plan.settings.get("precision.dtype") == "bfloat16"
+        per_sample = 0.010 * (0.5 if half else 1.0) * (1 + 0.08 * level)
+        return plan.accumulation_steps * 0.06 + per_sample * plan.samples_per_step
+
+    def speed(self, plan: Plan) -> float:
+        return plan.samples_per_step / self.step_time(plan)
+
+    def optimum(self) -> float:
+        plans = (
+            self.space.plan(size, settings)
+            for settings in self.space.variants()
+            for size in range(1, min(self.space.largest_micro_batch, 512) + 1)
+        )
+        return max(self.speed(plan) for plan in plans if self.memory(plan) <= self.budget)
+
+    def spec(self) -> SearchSpec:
+        return SearchSpec(self.space, self.budget, seed=3, identity=IDENTITY)
+
+    def prober(
+        self,
+        fault: Callable[[Plan], Measurement | None] | None = None,
+        size_limit: Callable[[Plan], int | None] | None = None,
+    ) -> SimulatedProber:
+        return SimulatedProber(
+            self.budget,
+            self.memory,
+            self.step_time,
+            memory_noise=0.005,
+            time_noise=0.003,
+            fault=fault,
+            size_limit=size_limit,
+        )
+
+
+class MakeDevice(Protocol):
+    def __call__(
+        self, *, budget: int = BUDGET, fixed: int = GIB, **space: object
+    ) -> SimulatedDevice: ...
+
+
+@pytest.fixture
+def make_device() -> MakeDevice:
+    """Make a simulated device; other arguments than its own are the space's."""
+
+    def make(*, budget: int = BUDGET, fixed: int = GIB, **space: object) -> SimulatedDevice:
+        arguments = {"dimensions": DIMENSIONS, "sample_batch_size": 4} | space
+        return SimulatedDevice(Space(**arguments), budget, fixed)  # type: ignore[arg-type]  # as the test wrote them
+
+    return make
+
+
+@pytest.fixture
+def device(make_device: MakeDevice) -> SimulatedDevice:
+    """Ten variants, free micro-batch."""
+    return make_device()
