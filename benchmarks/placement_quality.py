@@ -33,7 +33,7 @@ from torch import nn
 from autofit.memory.tracer import MemoryTracer
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.testing.context import PlainContext
+from autofit.testing import PlainContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 from benchmarks.workloads import GPT

@@ -9,13 +9,10 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-import torch
 
 from autofit.errors import AutofitError, CannotTell, InvalidRequest
 from autofit.memory.replay import Recording
@@ -33,8 +30,9 @@ from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.snapshot import preserved
 from autofit.space import Space
-from autofit.strategy import Capabilities, Strategy
+from autofit.strategy import Strategy
 from autofit.training.builder import TrainingBuilder
+from autofit.training.strategy_context import StrategyContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -172,7 +170,8 @@ def meta_dimensions(
         CannotTell: the setting or the value can only be found by running the model.
     """
     tracer = CudaTracer(gpu)
-    context = _Context(workload, gpu, tracer)
+    builder = TrainingBuilder(lambda: twin_of(workload, tracer), MetaDevice(gpu, tracer), seed=0)
+    context = StrategyContext(builder, [])
     try:
         with stage(gpu, tracer, without_twin(workload)):
             dimensions = collect_dimensions([strategy], context)
@@ -190,32 +189,3 @@ def meta_dimensions(
 
 def _takes_a_run(why: str) -> CannotTell:
     return CannotTell(f"{why}. Give payloads= as a report has them, or probe")
-
-
-class _Context:
-    """Implements `autofit.strategy.Context` on the meta device."""
-
-    def __init__(self, workload: Workload, gpu: Gpu, tracer: CudaTracer) -> None:
-        self._device = MetaDevice(gpu, tracer)
-        self._fresh: Callable[[], Workload] = lambda: twin_of(workload, tracer)
-        self._bench = TrainingBuilder(self._fresh, self._device, seed=0)
-        self.notes: list[str] = []
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self._device.place_model(self._fresh().build_model())
-
-    @property
-    def device(self) -> torch.device:
-        return self._device.torch_device
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._device.capabilities
-
-    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
-        return self._bench.profile(run, micro_batch)
-
-    def note(self, text: str) -> None:
-        """Kept for the message where the plan asks for more than was offered."""
-        self.notes.append(text)

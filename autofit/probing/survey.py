@@ -21,7 +21,7 @@ from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
-from autofit.training.strategy_context import BenchContext
+from autofit.training.strategy_context import StrategyContext
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
 
@@ -244,7 +244,7 @@ def _dimensions(
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
     for strategy in strategies:
-        context = BenchContext(bench, notes)
+        context = StrategyContext(bench, notes)
         try:
             dimensions |= collect_dimensions([strategy], context)
         except InvalidRequest:  # a plug-in that breaks the contract, or arguments no probe can mend

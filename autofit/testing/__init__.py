@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autofit.testing.conformance import NotConformant, check_strategy
-    from autofit.testing.context import PlainContext
     from autofit.testing.simulated import SimulatedProber
+    from autofit.training.strategy_context import PlainContext
 
 __all__ = ["NotConformant", "PlainContext", "SimulatedProber", "check_strategy"]
 
 _HOMES = {
     "NotConformant": "autofit.testing.conformance",
-    "PlainContext": "autofit.testing.context",
+    "PlainContext": "autofit.training.strategy_context",
     "SimulatedProber": "autofit.testing.simulated",
     "check_strategy": "autofit.testing.conformance",
 }

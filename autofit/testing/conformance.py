@@ -25,9 +25,9 @@ from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.snapshot.snapshot import Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
-from autofit.testing.context import PlainContext
 from autofit.testing.samples import attention, convolutions
 from autofit.training.optimizers import Optimizers
+from autofit.training.strategy_context import PlainContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 

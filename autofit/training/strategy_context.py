@@ -1,9 +1,9 @@
-"""What a strategy sees of a workload while it makes its dimensions."""
+"""The context in which a strategy finds its dimensions: `autofit.strategy.Context`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,47 +11,98 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Capabilities
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+if TYPE_CHECKING:
+    from autofit.devices.base import Device
 
 
-class BenchContext:
-    """Trainings of a bench, one at a time; implements `autofit.strategy.Context`.
+class StrategyContext:
+    """A model on the builder's device, and profiles of fresh copies of it, one at a time.
 
     Args:
-        bench: where the workload is trained.
-        notes: what the strategy says is added to it.
+        builder: builds the trainings.
+        notes: where `note` appends.
+
+    Attributes:
+        notes: the strategy's notes for the reader of a report.
     """
 
-    def __init__(self, bench: TrainingBuilder, notes: list[str]) -> None:
-        self._bench = bench
-        self._notes = notes
+    def __init__(self, builder: TrainingBuilder, notes: list[str]) -> None:
+        self.notes = notes
+        self._builder = builder
         self._training: Training | None = None
 
     @property
     def device(self) -> torch.device:
-        return self._bench.device.torch_device
+        """Where the model is."""
+        return self._builder.device.torch_device
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._bench.device.capabilities
+        """The native abilities of the device."""
+        return self._builder.device.capabilities
 
     @property
     def model(self) -> torch.nn.Module:
+        """A copy of the user's model; another one after each `profile`."""
         if self._training is None:
-            self._training = self._bench.training(
-                self._bench.fresh_workload(), ResolvedPlan(Plan(1))
-            )
+            plain = ResolvedPlan(Plan(1))
+            self._training = self._builder.training(self._builder.fresh_workload(), plain)
         return self._training.model
 
     def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
-        self.close()
-        self._bench.reclaim()
-        return self._bench.profile(run, micro_batch)
+        """Return `run(training, batch)` of a plain training of a fresh model."""
+        self.close()  # a large model fits on the device once
+        self._builder.reclaim()
+        return self._builder.profile(run, micro_batch)
 
     def note(self, text: str) -> None:
-        self._notes.append(text)
+        """Append the text to `notes`."""
+        self.notes.append(text)
 
     def close(self) -> None:
-        """Let go of the model; it is built again when it is asked for."""
+        """Drop the model; the next use of `model` builds it again."""
         if self._training is not None:
             self._training.undo()
             self._training = None
+
+
+class PlainContext(StrategyContext):
+    """A context in this process without a VRAM budget, to test a strategy with.
+
+    Args:
+        build: builds the workload, alike on each call.
+        device: where its model is put: "cpu", "cuda" or "meta".
+        capabilities: of the device; None: all of them.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Workload],
+        device: str | torch.device = "cpu",
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        # Building and profiling use no other part of a device.
+        plain = cast("Device", _PlainDevice(torch.device(device), capabilities))
+        super().__init__(TrainingBuilder(build, plain, seed=0), [])
+
+
+class _PlainDevice:
+    """The part of `autofit.devices.base.Device` that trainings are built with."""
+
+    def __init__(self, torch_device: torch.device, capabilities: Capabilities | None) -> None:
+        self.torch_device = torch_device
+        self.capabilities = capabilities or Capabilities(
+            torch_device.type, bfloat16=True, float16=True, tf32=True
+        )
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.torch_device)
+
+    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.to(self.torch_device)
+
+    def synchronize(self) -> None: ...
+
+    def release_cache(self) -> None: ...

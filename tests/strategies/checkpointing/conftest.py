@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
-from autofit.testing.context import PlainContext
+from autofit.testing import PlainContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 

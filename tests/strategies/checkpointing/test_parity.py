@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Strategy
-from autofit.testing.context import PlainContext
+from autofit.testing import PlainContext
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload

@@ -17,7 +17,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
-from autofit.testing.context import PlainContext
+from autofit.testing import PlainContext
 from autofit.testing.samples import attention, convolutions
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
