@@ -69,7 +69,7 @@ OWNERS = {
     "pandas": ("report/",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),
-    "numpy": ("planning/", "searching/result.py"),
+    "numpy": ("planning/",),
     "typer": ("cli/",),
     "rich": ("cli/progress.py", "report/"),
 }

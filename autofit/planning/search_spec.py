@@ -1,35 +1,35 @@
-"""The immutable spec of a search: written once when its study is made, never changed after.
+"""The specification of a search: written when its study is made, never changed after.
 
-Everything a planner may know beside the trials stands here, as plain data, so that the next plan
-is a pure function of what the study holds: a killed search goes on where it was, and a "level 2"
-means the same modules tomorrow.
+With the trials it is all that a planner knows, as plain data. The next plan is therefore a pure
+function of the study: a killed search goes on where it was, and "level 2" means the same modules
+tomorrow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from autofit.plan import Dimension, Settings, VariantKey, variant_key
 from autofit.space import Space
 
-MemoryLine = tuple[float, float]
-"""Bytes that stay whatever the micro-batch, and bytes for each sample of it."""
+MemoryLine: TypeAlias = tuple[float, float]
+"""Fixed bytes, and bytes per sample of the micro-batch."""
 
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """What a planner knows before anything was run.
+    """The specification of a search.
 
     Attributes:
         space: every plan the search may choose.
         vram_budget_bytes: the most a plan may hold.
         seed: of every random choice of the planner.
-        identity: what the study belongs to, by part (say, "workload": its fingerprint); a search
-            whose parts differ is refused the study.
-        predicted_lines: memory lines of variants, computed without running them; they are
-            corrected by what is measured, so a wrong one costs probes and never the answer.
+        identity: what the study belongs to, part by part (say, "workload": its fingerprint); a
+            search with another identity may not use the study.
+        predicted_lines: memory lines of variants, computed without running them. Measurements
+            correct them, so a wrong line costs probes but not the answer.
     """
 
     space: Space
@@ -39,11 +39,11 @@ class SearchSpec:
     predicted_lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
 
     def predicted_line(self, settings: Settings) -> MemoryLine | None:
-        """The predicted memory line of a variant; None where there is none."""
+        """Return the predicted memory line of a variant; None: unknown."""
         return self.predicted_lines.get(variant_key(settings))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         space = self.space
         return {
             "dimensions": [[name, d.to_dict()] for name, d in space.dimensions.items()],
@@ -61,7 +61,7 @@ class SearchSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SearchSpec:
-        """The spec that `to_dict` wrote; keys it does not know are ignored."""
+        """Return the specification that `to_dict` wrote; unknown keys are ignored."""
         space = Space(
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
             sample_batch_size=data["sample_batch_size"],

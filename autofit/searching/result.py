@@ -9,13 +9,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
-from autofit.plan import ResolvedPlan, Scalar
-from autofit.planning.feasibility import MicroBatches
-from autofit.planning.planner import ceilings, leading
+from autofit.plan import ResolvedPlan
+from autofit.planning.confirmation import left_out
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.prober import Prober, WorkloadProber, users_error
@@ -25,7 +22,7 @@ from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
-from autofit.units import format_bytes, format_rate
+from autofit.units import format_bytes
 
 INTERRUPTED = "interrupted"
 """Why a search stopped that Ctrl-C ended."""
@@ -241,55 +238,6 @@ def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, 
     return compared if finite else None
 
 
-# What a search left out, in words that a person can check.
-
-
 def skips(posterior: Posterior) -> tuple[Skipped, ...]:
-    """What was set aside, then each value of a setting that was never run."""
-    blamed = [Skipped(dict(pairs), why) for pairs, why in posterior.exclusions.blamed.items()]
-    size: MicroBatches = np.median(ceilings(posterior), axis=0).astype(np.int64)
-    run = {pair for trial in posterior.probes for pair in trial.plan.variant}
-    never = [
-        Skipped({name: value}, why)
-        for name, dimension in posterior.spec.space.dimensions.items()
-        for value in dimension.values
-        if (name, value) not in run and (why := _why_not(posterior, name, value, size))
-    ]
-    return (*blamed, *never)
-
-
-def _why_not(posterior: Posterior, name: str, value: Scalar, size: MicroBatches) -> str | None:
-    """Why that value was not run; None where what was set aside says so already.
-
-    `size` is the largest micro-batch that each variant is expected to have room for.
-    """
-    having = [settings[name] == value for settings in posterior.variants]
-    variants = np.flatnonzero(np.array(having) & posterior.usable)
-    leader = leading(posterior)
-    if not len(variants):
-        return None
-    fitting = variants[size[variants] >= 1]
-    if not len(fitting) or leader is None:
-        return _too_large(posterior, variants)
-    predicted = np.median(posterior.log_speeds(size), axis=0)
-    best, ahead = (
-        float(predicted[fitting].max()),
-        float(np.median(posterior.log_speed(leader.plan))),
-    )
-    words = (
-        f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
-        f"{format_rate(np.exp(ahead))}"
-    )
-    return words if best <= ahead else f"not tried before the search stopped: {words}"
-
-
-def _too_large(posterior: Posterior, variants: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
-    """What the leanest of those variants would hold at its smallest micro-batch."""
-    space = posterior.spec.space
-    plans = [space.plan(int(posterior.sizes.smallest[i]), posterior.variants[i]) for i in variants]
-    held_bytes = [float(np.median(posterior.held_bytes(plan))) for plan in plans]
-    held, plan = min(zip(held_bytes, plans, strict=True), key=lambda pair: pair[0])
-    return (
-        f"predicted to hold {format_bytes(held)} at micro-batch {plan.micro_batch} where "
-        f"{format_bytes(posterior.spec.vram_budget_bytes)} are allowed"
-    )
+    """Return the settings that the search left out, each with the reason."""
+    return tuple(Skipped(settings, why) for settings, why in left_out(posterior))

@@ -14,7 +14,7 @@ from autofit.plan import Dimension, Hint, Plan, Scalar, variant_key
 from autofit.planning import planner
 from autofit.planning.confirmation import best_of, confirm
 from autofit.planning.feasibility import exclusions_of
-from autofit.planning.planner import STRIDE, oom_cost
+from autofit.planning.planner import MAX_STEP, oom_cost
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
@@ -328,7 +328,7 @@ def test_with_predicted_lines_variants_start_just_below_their_ceilings(
     for trial in result.trials[1:]:
         size = trial.plan.micro_batch
         if trial.plan.variant not in known:
-            assert device.memory(trial.plan) > 0.75 * device.budget or size == STRIDE * largest
+            assert device.memory(trial.plan) > 0.75 * device.budget or size == MAX_STEP * largest
         known.add(trial.plan.variant)
         largest = max(largest, size)
     assert len(known) > 4
