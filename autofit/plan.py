@@ -1,7 +1,7 @@
-"""A plan: which settings a training runs with and how its samples are split.
+"""Plans and dimensions: the settings of a training, and the split of its samples.
 
-The arithmetic of batches stands here and nowhere else: a global batch of G samples is split into
-k micro-batches whose sizes differ by at most one, the larger ones first.
+All batch arithmetic is here: a global batch of G samples is split into k micro-batches whose sizes
+differ by at most one, the larger ones first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from autofit.strategy import Strategy
 
 Scalar: TypeAlias = bool | int | float | str
-"""What a setting's value may be: it is written to JSON and used as an Optuna category."""
+"""Type of a setting's value: it must fit into JSON and be an Optuna category."""
 
 Settings: TypeAlias = Mapping[str, Scalar]
-"""One value per setting, keyed `strategy.name`, such as {"precision.dtype": "bfloat16"}."""
+"""Values by setting name (`strategy.name`), such as {"precision.dtype": "bfloat16"}."""
 
 VariantKey: TypeAlias = tuple[tuple[str, Scalar], ...]
-"""Settings as a hashable, order-free key."""
+"""Settings as a hashable key that does not depend on their order."""
 
 
 def variant_key(settings: Settings) -> VariantKey:
-    """Settings sorted by name: equal for equal variants, usable in sets and dicts."""
+    """Return the settings as (name, value) pairs sorted by name."""
     return tuple(sorted(settings.items()))
 
 
@@ -37,13 +37,13 @@ _Value = TypeVar("_Value")
 
 
 def settings_of(strategy: str, by_setting: Mapping[str, _Value]) -> dict[str, _Value]:
-    """The part that is about one strategy's settings: those named `strategy.something`."""
+    """Return the entries of one strategy: those named `strategy.something`."""
     prefix = f"{strategy}."
     return {name: value for name, value in by_setting.items() if name.startswith(prefix)}
 
 
 def payloads_of(dimensions: Mapping[str, Dimension], settings: Settings) -> dict[str, Any]:
-    """What those values mean to their strategies, by setting; plain values mean nothing."""
+    """Return the payloads of these values, by setting; plain values have none."""
     return {
         name: dimensions[name].payloads[value]
         for name, value in settings.items()
@@ -52,21 +52,21 @@ def payloads_of(dimensions: Mapping[str, Dimension], settings: Settings) -> dict
 
 
 def steps_for(global_batch: int, micro_batch: int) -> int:
-    """The smallest count k of micro-batches with ceil(global_batch / k) <= micro_batch."""
+    """Return the smallest k with ceil(global_batch / k) <= micro_batch."""
     return -(-global_batch // micro_batch)
 
 
 def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` pieces of `samples`, differing by at most one, the larger ones first."""
+    """Return the sizes of `parts` pieces of `samples`; they differ by at most one, larger first."""
     small, larger = divmod(samples, parts)
     return (small + 1,) * larger + (small,) * (parts - larger)
 
 
 def check_count(name: str, value: Any) -> int:
-    """The count as an int, whatever kind of whole number it came as.
+    """Return the count as an int; NumPy's and other integers are accepted.
 
     Raises:
-        InvalidRequest: no whole number from 1; the message has its name.
+        InvalidRequest: the value is not a whole number from 1; the message contains `name`.
     """
     try:
         count = 0 if isinstance(value, bool) else operator.index(value)
@@ -78,7 +78,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def unlike(settings: Settings, others: Settings) -> dict[str, Scalar]:
-    """Those of the settings that the others lack or have with another value."""
+    """Return the settings that `others` lacks or has with another value."""
     return {name: value for name, value in settings.items() if value != others.get(name)}
 
 
@@ -87,13 +87,14 @@ class Plan:
     """A variant plus batch geometry.
 
     Attributes:
-        micro_batch: samples in one forward and backward pass (the largest, where they differ).
+        micro_batch: samples in one forward and backward pass; the largest, if sizes differ.
         accumulation_steps: micro-batches in one optimizer step.
         global_batch: samples in one optimizer step; None: micro_batch * accumulation_steps.
-        settings: one value per setting; a setting left out has its first value.
+        settings: values by setting; a missing setting has its first value.
 
     Raises:
-        InvalidRequest: a count below one, or a global batch that these micro-batches cannot make.
+        InvalidRequest: a count is below one, or the micro-batches do not add up to the global
+            batch.
     """
 
     micro_batch: int
@@ -120,7 +121,7 @@ class Plan:
 
     @classmethod
     def split(cls, global_batch: int, micro_batch: int, settings: Settings | None = None) -> Plan:
-        """The plan that trains `global_batch` samples in micro-batches of at most `micro_batch`.
+        """Return the plan for `global_batch` samples in micro-batches of at most `micro_batch`.
 
         Raises:
             InvalidRequest: one of the two is below one.
@@ -142,7 +143,7 @@ class Plan:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """The size of each micro-batch of one optimizer step, in the order they run."""
+        """Samples of each micro-batch of one optimizer step, in order."""
         return split_evenly(self.samples_per_step, self.accumulation_steps)
 
     @property
@@ -151,11 +152,11 @@ class Plan:
         return variant_key(self.settings)
 
     def without(self, settings: Settings) -> Plan:
-        """The same batch geometry, less those settings that have just these values."""
+        """Return the plan without the settings that have exactly these values."""
         return replace(self, settings=unlike(self.settings, settings))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of a plan."""
+        """Return the JSON form."""
         return {
             "micro_batch": self.micro_batch,
             "accumulation_steps": self.accumulation_steps,
@@ -165,7 +166,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote; keys it does not know are ignored."""
+        """Return the plan that `to_dict` wrote; unknown keys are ignored."""
         return cls(
             data["micro_batch"],
             accumulation_steps=data.get("accumulation_steps", 1),
@@ -267,7 +268,7 @@ class Dimension:
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
         if not self.values:
-            raise InvalidRequest("a dimension needs at least one value: the plain PyTorch one")
+            raise InvalidRequest("a dimension needs at least one value, the one of plain PyTorch")
         if len(set(self.values)) != len(self.values):
             raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
         for name in ("payloads", "hints"):
@@ -276,7 +277,7 @@ class Dimension:
             unknown = set(given) - set(self.values)
             if unknown:
                 raise InvalidRequest(
-                    f"{name} name values the dimension lacks: {sorted(map(str, unknown))}"
+                    f"{name} are given for values the dimension lacks: {sorted(map(str, unknown))}"
                 )
 
     def __reduce__(self) -> tuple[Callable[..., Dimension], tuple[Any, ...]]:
@@ -285,11 +286,11 @@ class Dimension:
         return partial(Dimension, **plain), ()
 
     def allowed_with(self, settings: Settings) -> bool:
-        """Whether `when` lets this dimension vary beside those settings."""
+        """Return whether `when` allows values other than the first next to these settings."""
         return all(settings.get(name) in allowed for name, allowed in (self.when or {}).items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: values in order, payloads and hints as lists beside them."""
+        """Return the JSON form; payloads and hints are lists in the order of the values."""
         return {
             "values": list(self.values),
             "payloads": [self.payloads.get(value) for value in self.values],
@@ -301,7 +302,7 @@ class Dimension:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Dimension:
-        """The dimension that `to_dict` wrote."""
+        """Return the dimension that `to_dict` wrote."""
         values = data["values"]
         payloads = zip(values, data.get("payloads", ()), strict=False)
         hints = zip(values, data.get("hints", ()), strict=False)

@@ -1,9 +1,7 @@
-"""Finds strategies by the entry-point group `autofit.strategies`; knows none by name.
+"""Strategies by the entry-point group `autofit.strategies`, and plans completed with them.
 
-A plug-in that cannot be used is refused here, in words that name it, before anything is measured
-with it. A strategy's `numerics` is the most that any of its values may do to the arithmetic; its
-first values are plain PyTorch, so a strategy left out for its level leaves its settings as they
-are.
+A plug-in that breaks the contract is refused before anything is measured with it; the message names
+it and its origin. No strategy is known by name.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ GROUP = "autofit.strategies"
 
 
 def installed_names() -> tuple[str, ...]:
-    """The names of all installed strategies, sorted; imports none of them."""
+    """Return the sorted names of all installed strategies without importing them."""
     return tuple(sorted(_installed()))
 
 
@@ -32,20 +30,19 @@ def load_strategies(
     *,
     numerics: Numerics | str = Numerics.REDUCED_PRECISION,
 ) -> tuple[Strategy, ...]:
-    """The strategies a search may use, in the order they are applied.
+    """Return the strategies that a search may use.
 
     Args:
-        strategies: names of installed strategies, or Strategy objects; None: all that are
-            installed and that `numerics` allows.
+        strategies: names of installed strategies, or Strategy objects; None: all installed ones
+            that `numerics` allows.
         numerics: how far a plan may change the arithmetic, as a level or its name.
 
     Returns:
         Strategies ordered by phase, and by name within a phase.
 
     Raises:
-        InvalidRequest: an unknown name or level, a strategy that was asked for by name or as an
-            object and goes further than `numerics`, two strategies of one name, or a plug-in
-            that breaks the contract (the message names it and where it comes from).
+        InvalidRequest: an unknown name or level, a given strategy that goes further than
+            `numerics`, two strategies of one name, or a plug-in that breaks the contract.
     """
     allowed = numerics_level(numerics)
     if strategies is None:
@@ -59,9 +56,9 @@ def load_strategies(
     for strategy in chosen:
         if strategy.numerics > allowed:
             raise InvalidRequest(
-                f"the strategy {strategy.name!r} may change the arithmetic as far as "
-                f"{strategy.numerics.name.lower()!r}, and numerics={allowed.name.lower()!r} "
-                f"was asked for: leave the strategy out, or allow "
+                f"the strategy {strategy.name!r} has numerics="
+                f"{strategy.numerics.name.lower()!r}, which goes further than the allowed "
+                f"numerics={allowed.name.lower()!r}: leave the strategy out, or allow "
                 f"numerics={strategy.numerics.name.lower()!r}"
             )
     return _in_order(chosen)
@@ -125,13 +122,13 @@ def resolve(
 
 
 def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict[str, Dimension]:
-    """Every setting that these strategies offer for the context's model and device.
+    """Return every dimension that these strategies offer for the context's model and device.
 
-    An exception out of a strategy (or out of the user's model while a strategy runs it) passes
-    with its own type, and a note that names the strategy.
+    An exception raised by a strategy, or by the user's model while a strategy runs it, keeps its
+    type and gets a note that names the strategy.
 
     Raises:
-        InvalidRequest: what a strategy answered breaks the contract.
+        InvalidRequest: the dimensions of a strategy break the contract.
     """
     found: dict[str, Dimension] = {}
     for strategy in strategies:
@@ -146,7 +143,7 @@ def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict
 
 
 def numerics_level(numerics: Numerics | str) -> Numerics:
-    """The level of that name; a level is itself.
+    """Return the level of that name; a level is returned as it is.
 
     Raises:
         InvalidRequest: there is no such level.
@@ -177,8 +174,7 @@ def _by_name(name: str) -> Strategy:
     if name not in installed:
         known = ", ".join(sorted(installed)) or "none: install torch-autofit first"
         raise InvalidRequest(
-            f"there is no strategy {name!r}; installed are: {known}; one that is not installed is "
-            "given as an object"
+            f"there is no strategy {name!r}; installed are: {known}. Pass another one as an object"
         )
     return _load(installed[name])
 
@@ -196,23 +192,23 @@ def _load(entry: EntryPoint) -> Strategy:
     checked = _checked(strategy, _origin(entry))
     if checked.name != entry.name:
         raise InvalidRequest(
-            f"the strategy plug-in {_origin(entry)} calls itself {checked.name!r}: the entry "
-            f"point and `name` must be the same word"
+            f"the strategy plug-in {_origin(entry)} has the name {checked.name!r}: the name of the "
+            f"entry point and `name` must be the same"
         )
     return checked
 
 
 def _checked(strategy: object, origin: str | None = None) -> Strategy:
-    """The same object, known to keep the contract as far as that shows without running it."""
+    """Return the object after checking those parts of the contract that need no run."""
     who = f"the strategy plug-in {origin or repr(strategy)}"
     if isinstance(strategy, type):
         raise InvalidRequest(f"{who} is a class: pass an object of it")
     if not isinstance(strategy, Strategy):
         wanted = ("name", "phase", "numerics", "dimensions", "apply", "describe")
         lacking = ", ".join(name for name in wanted if not hasattr(strategy, name))
-        raise InvalidRequest(f"{who} is no Strategy: it lacks {lacking}")
+        raise InvalidRequest(f"{who} is not a Strategy: it lacks {lacking}")
     if not isinstance(strategy.name, str) or not strategy.name.isidentifier():
-        raise InvalidRequest(f"{who} needs a name that is one word, got {strategy.name!r}")
+        raise InvalidRequest(f"{who} needs a name that is an identifier, got {strategy.name!r}")
     if not isinstance(strategy.phase, Phase):
         raise InvalidRequest(f"{who} needs a phase of autofit.Phase, got {strategy.phase!r}")
     if not isinstance(strategy.numerics, Numerics):
@@ -231,14 +227,14 @@ def _in_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
 def _check_dimensions(strategy: Strategy, offered: object) -> None:
     who = f"the strategy {strategy.name!r}"
     if not isinstance(offered, Mapping):
-        raise InvalidRequest(f"{who} must answer with a mapping of dimensions, got {offered!r}")
+        raise InvalidRequest(f"{who} must return a mapping of dimensions, got {offered!r}")
     for name, dimension in offered.items():
         if not isinstance(name, str) or not name.startswith(f"{strategy.name}."):
             raise InvalidRequest(
-                f"{who} offers a setting {name!r}: its settings begin with '{strategy.name}.'"
+                f"{who} offers a setting {name!r}: its settings must begin with '{strategy.name}.'"
             )
         if not isinstance(dimension, Dimension):
-            raise InvalidRequest(f"{who} offers {name} as {dimension!r}, which is no Dimension")
+            raise InvalidRequest(f"{who} offers {name} as {dimension!r}, which is not a Dimension")
 
 
 def _origin(entry: EntryPoint) -> str:

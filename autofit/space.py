@@ -1,4 +1,4 @@
-"""The space of a search: which variants there are, and which batch geometries each may have."""
+"""The space of a search: its variants, and the batch geometries of each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan, Scalar, Settings, check_count, payloads_of, steps_for
 
 UNBOUNDED_MICRO_BATCH = 2**20
-"""As far as a search looks where nothing bounds the micro-batch: an Optuna parameter has an end."""
+"""Largest micro-batch where nothing else bounds it: an Optuna parameter needs an upper end."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """Every plan a search may choose.
+    """Every plan that a search may choose.
 
     Attributes:
-        dimensions: setting name -> its values; order is the order of the strategies.
+        dimensions: setting name -> its values, in the order of the strategies.
         sample_batch_size: samples in the user's sample batch, n.
-        global_batch: samples per optimizer step to keep; None: free, and then accumulation is 1.
-        may_resplit: whether the accumulation count may differ from the baseline's; says nothing
-            where there is no global batch to split.
-        max_micro_batch: the largest micro-batch to try; None: no bound but the device's.
-        fixed: settings that have one value alone here: a plan may name it, and none needs to.
+        global_batch: samples per optimizer step to keep; None: free, with one accumulation step.
+        may_resplit: whether the accumulation count may differ from the baseline's; without effect
+            where there is no global batch.
+        max_micro_batch: largest micro-batch to try; None: bounded by the device alone.
+        fixed: settings with a single value, which a plan may name but need not.
     """
 
     dimensions: Mapping[str, Dimension]
@@ -42,7 +42,7 @@ class Space:
 
     @property
     def baseline(self) -> Plan:
-        """Every setting at its first value, at the sample batch's own size.
+        """Every setting at its first value, at the sample batch's own size n.
 
         With a global batch: the split whose micro-batch is nearest below n.
         """
@@ -55,7 +55,7 @@ class Space:
 
     @property
     def largest_micro_batch(self) -> int:
-        """The largest micro-batch that any plan of the space has."""
+        """The largest micro-batch of any plan."""
         if self.only_micro_batch is not None:
             return self.only_micro_batch
         bounds = [self.global_batch, self.max_micro_batch]
@@ -64,13 +64,13 @@ class Space:
 
     @property
     def only_micro_batch(self) -> int | None:
-        """The one that every plan has where the global batch may not be split anew; else None."""
+        """The micro-batch of every plan if the global batch may not be resplit; else None."""
         if self.global_batch is None or self.may_resplit:
             return None
         return self._baseline_micro_batch()
 
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
-        """The variant's plan with the largest micro-batch the space has up to that one."""
+        """Return the variant's plan with the largest possible micro-batch up to this one."""
         wanted = max(1, micro_batch)
         if self.max_micro_batch is not None:
             wanted = min(wanted, self.max_micro_batch)
@@ -81,7 +81,7 @@ class Space:
         return Plan.split(self.global_batch, min(wanted, self.global_batch), settings)
 
     def variants(self) -> Iterator[Settings]:
-        """Each variant once, the plain one first."""
+        """Yield each variant once, the plain one first."""
         names = list(self.dimensions)
         for values in product(*(self.dimensions[name].values for name in names)):
             settings = dict(zip(names, values, strict=True))
@@ -89,14 +89,14 @@ class Space:
                 yield settings
 
     def allows(self, settings: Settings) -> bool:
-        """Whether every setting that is not at its first value may vary beside the others."""
+        """Return whether the `when` of every setting that is not at its first value holds."""
         return all(
             settings[name] == dimension.values[0] or dimension.allowed_with(settings)
             for name, dimension in self.dimensions.items()
         )
 
     def complete(self, settings: Mapping[str, Scalar]) -> Settings:
-        """Those settings with every other one at its first value.
+        """Return the settings with every missing one at its first value.
 
         Raises:
             InvalidRequest: a setting or a value that the space does not have.
@@ -113,21 +113,21 @@ class Space:
         return {**self.plain_settings, **settings}
 
     def is_costly(self, settings: Settings) -> bool:
-        """Whether a value of that variant is marked as costly to try."""
+        """Return whether a value of the variant is marked as costly to try."""
         return any(
             dimension.trial_cost_s > 0 and settings[name] != dimension.values[0]
             for name, dimension in self.dimensions.items()
         )
 
     def needs_fresh_worker(self, settings: Settings) -> bool:
-        """Whether a value of that variant wants a worker of its own."""
+        """Return whether a value of the variant needs a worker of its own."""
         return any(
             dimension.fresh_worker and settings[name] != dimension.values[0]
             for name, dimension in self.dimensions.items()
         )
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
-        """What those values mean to their strategies, by setting."""
+        """Return the payloads of these values, by setting."""
         return payloads_of(self.dimensions, settings)
 
     def _baseline_micro_batch(self) -> int:

@@ -1,8 +1,7 @@
 """`autofit.check`: does this workload train within this VRAM budget?
 
-Told by a real probe where there is a GPU, and by prediction where there is none. A verdict of
-True is meant to be relied on: a probe ran within the budget, or the prediction fits with its
-margin. False is said where it ran out, or where the prediction does not fit with its margin.
+A probe decides where there is a GPU, and a prediction where there is none. A verdict is True only
+if a probe ran within the budget, or the prediction fits with its margin.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ def check(
     payloads: Mapping[str, Any] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Tell whether a plan trains within a VRAM budget.
+    """Check whether a plan trains within a VRAM budget.
 
     Args:
-        workload: what is trained.
-        plan: what to check; None: the baseline.
-        vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all of the GPU that is named,
-            or what is free on the one that is there.
-        gpu: which GPU to predict for, as for `predict`.
-        method: "probe" runs it on the device that is here; "predict" needs none; "auto" probes
-            where there is a GPU, unless another was named.
-        device: where to probe; None: cuda where there is one.
+        workload: model, sample batch, loss and optimizer.
+        plan: the plan to check; None: the baseline.
+        vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all memory of `gpu` for a
+            prediction, or the free memory of the device for a probe.
+        gpu: the GPU to predict for, as for `predict`.
+        method: "probe" runs the plan on this machine's device; "predict" needs no device; "auto"
+            probes if there is a GPU and `gpu` is None.
+        device: where to probe; None: cuda if there is one.
         strategies, payloads, calibration: as for `predict`.
 
     Raises:
-        InvalidRequest: an argument that cannot mean anything.
-        DeviceUnavailable: method="probe", and there is no such device.
-        Exception: what the user's own code raised.
+        InvalidRequest: an argument is not valid.
+        DeviceUnavailable: method="probe", and the device does not exist.
+        Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
     learned = Calibration.of(calibration)
@@ -93,7 +92,7 @@ def check(
 
 
 def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:
-    """Whether a check that is asked for like this runs the plan.
+    """Return whether a check with these arguments runs the plan.
 
     Raises:
         InvalidRequest: there is no such method.

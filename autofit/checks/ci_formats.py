@@ -1,4 +1,4 @@
-"""A verdict for a CI job: as JUnit XML, and as Markdown for the job's summary page."""
+"""Verdicts as JUnit XML, and as Markdown for the summary page of a CI job."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from autofit.units import format_bytes
 
 
 def junit_xml(name: str, verdict: Verdict, regression: Regression | None) -> str:
-    """One test case, named after the target; a failure, or an error where it could not be told."""
-    said = "\n".join(str(part) for part in (verdict, regression) if part is not None)
+    """Return one test case; a failure if the check failed, an error if `fits` is None."""
+    output = "\n".join(str(part) for part in (verdict, regression) if part is not None)
     if verdict.fits is None:
-        return _suite(name, said, "error", str(verdict), verdict.explain())
+        return _suite(name, output, "error", str(verdict), verdict.explain())
     if regression is not None and not regression.passed:
-        return _suite(name, said, "failure", str(regression), verdict.explain())
+        return _suite(name, output, "failure", str(regression), verdict.explain())
     if not verdict.fits:
-        return _suite(name, said, "failure", str(verdict), verdict.explain())
-    return _suite(name, said)
+        return _suite(name, output, "failure", str(verdict), verdict.explain())
+    return _suite(name, output)
 
 
 def junit_xml_of_error(name: str, error: Exception) -> str:
-    """One test case that could not be tried, for a job that shows what it finds."""
+    """Return one test case with an error, for a check that raised."""
     text = "".join(traceback.format_exception(error))
     return _suite(name, "", "error", f"{type(error).__name__}: {error}", text)
 
 
 def _suite(
-    name: str, said: str, problem: str | None = None, message: str = "", text: str = ""
+    name: str, output: str, problem: str | None = None, message: str = "", text: str = ""
 ) -> str:
-    """A suite of one case; `problem` is "failure", "error" or None."""
+    """Return a suite of one case; `problem` is "failure", "error" or None."""
     suite = ElementTree.Element(
         "testsuite",
         name="autofit check",
@@ -43,18 +43,18 @@ def _suite(
     case = ElementTree.SubElement(suite, "testcase", classname="autofit.check", name=_xml(name))
     if problem is not None:
         ElementTree.SubElement(case, problem, message=_xml(message)).text = _xml(text)
-    ElementTree.SubElement(case, "system-out").text = _xml(said)
+    ElementTree.SubElement(case, "system-out").text = _xml(output)
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
 def _xml(text: str) -> str:
-    """The text without the control characters that XML has no way to write."""
+    """Replace the control characters that XML cannot express."""
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
 def markdown(name: str, verdict: Verdict, regression: Regression | None) -> str:
-    """A heading, the one line, and a table of bytes."""
+    """Return a heading, the verdict as a line, and a table of bytes."""
     passed = verdict.fits is True and (regression is None or regression.passed)
     word = {True: "fits", False: "does not fit", None: "could not be told"}[verdict.fits]
     if verdict.fits and not passed:

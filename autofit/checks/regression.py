@@ -1,8 +1,8 @@
-"""Today's verdict against an earlier one: by how much more does the training need?
+"""Comparison of a verdict with an earlier one: how much more memory does the training need?
 
-The earlier one is what `autofit check --json` printed, or the report of a search. Like is held
-against like: required bytes where both were told the same way, peak allocated bytes otherwise. What
-was told for the CPU is not held against what was told for a GPU; another plan or GPU is named.
+The earlier one is the output of `autofit check --json`, or the report of a search. Required bytes
+are compared if both have the same method, else peak allocated bytes. Bytes on the CPU and on a GPU
+are never compared; another plan, GPU or method is named.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autofit.units import format_bytes
 
 @dataclass(frozen=True)
 class Regression:
-    """How today's need compares with an earlier one.
+    """The memory of a training now and at an earlier time.
 
     Attributes:
-        quantity: what was compared, in words.
+        quantity: name of the compared figure.
         before_bytes: the earlier figure.
-        now_bytes: today's.
-        allowed: the most it may grow, as a fraction.
-        differs: what else is not as it was, in words, such as the plan.
+        now_bytes: the present figure.
+        allowed: largest allowed growth, as a fraction.
+        differs: other differences in words, such as another plan.
     """
 
     quantity: str
@@ -42,12 +42,12 @@ class Regression:
 
     @property
     def growth(self) -> float:
-        """By how much it grew, as a fraction; negative where it fell."""
+        """Growth as a fraction; negative if the figure fell."""
         return self.now_bytes / self.before_bytes - 1
 
     @property
     def passed(self) -> bool:
-        """Whether it grew by no more than is allowed."""
+        """Whether the growth is allowed."""
         return self.growth <= self.allowed
 
     def __str__(self) -> str:
@@ -58,38 +58,38 @@ class Regression:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        told = {"growth": self.growth, "passed": self.passed, "differs": list(self.differs)}
-        return vars(self) | told
+        """Return the JSON form."""
+        derived = {"growth": self.growth, "passed": self.passed, "differs": list(self.differs)}
+        return vars(self) | derived
 
 
 def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float) -> Regression:
-    """Hold a verdict against an earlier one.
+    """Compare a verdict with an earlier one.
 
     Args:
-        verdict: today's.
-        path: a file that `autofit check --json` or a search wrote.
-        allowed: the most that the need may grow, as a fraction.
+        verdict: the present one.
+        path: output of `autofit check --json`, or a report.
+        allowed: largest allowed growth, as a fraction.
 
     Raises:
-        InvalidRequest: the file cannot be read, is no earlier verdict, or the two have no figure in
-            common: one was told for the CPU and one for a GPU, say.
+        InvalidRequest: the file cannot be read, is neither of the two, or has no figure in common
+            with the verdict (one is of the CPU and the other of a GPU, say).
     """
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
     try:
-        before, plain = _told_before(content)
+        before, plain = _read_earlier(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(
-            f"{os.fspath(path)} is neither a report nor what `autofit check --json` prints: {error}"
+            f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
     if verdict.device and before.device and verdict.device != before.device:
         raise InvalidRequest(
-            f"{os.fspath(path)} was told for {before.gpu or before.device}, and today's verdict "
-            f"for {verdict.gpu or verdict.device}: bytes on the CPU and on a GPU do not compare; "
-            "check on the same kind of device as then"
+            f"{os.fspath(path)} is of {before.gpu or before.device}, and the new verdict of "
+            f"{verdict.gpu or verdict.device}: bytes on the CPU and on a GPU cannot be compared; "
+            "check on the same kind of device"
         )
     alike = [("required bytes", "required_bytes")] * (before.method == verdict.method)
     for quantity, name in (*alike, ("peak allocated bytes", "peak_allocated_bytes")):
@@ -102,16 +102,16 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         ):
             return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
     raise InvalidRequest(
-        f"{os.fspath(path)} and today's verdict have no figure in common to compare: today's was "
-        f"told by {verdict.method} and {'fits' if verdict.fits else 'has no measured need'}"
+        f"{os.fspath(path)} and the new verdict have no figure in common: the new one is by "
+        f"{verdict.method} and {'fits' if verdict.fits else 'has no measured memory'}"
     )
 
 
 def read_fraction(text: str) -> float:
-    """ "5%" or "0.05" as 0.05.
+    """Return "5%" or "0.05" as 0.05.
 
     Raises:
-        InvalidRequest: it is neither, or a number from 1 that may as well mean percent.
+        InvalidRequest: the text is neither, or a number from 1, which could mean percent.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text)
     if match is None:
@@ -119,19 +119,19 @@ def read_fraction(text: str) -> float:
     number, percent = float(match[1]), bool(match[2])
     if number >= 1 and not percent:
         raise InvalidRequest(
-            f"{match[1]} may mean {match[1]}% or {100 * number:g}%: write which of them"
+            f"{match[1]} could mean {match[1]}% or {100 * number:g}%: write one of them"
         )
     return number / (100 if percent else 1)
 
 
-def _told_before(content: Any) -> tuple[Verdict, Settings]:
-    """The earlier verdict, that of a report's best plan, and which settings are known as plain."""
+def _read_earlier(content: Any) -> tuple[Verdict, Settings]:
+    """Return the earlier verdict, or that of a report's best plan, and the plain settings."""
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}")
     if "best" not in content:
         return Verdict.from_dict(content), {}
     record = Record.from_dict(content)
-    best = record.trial(record.best_number)
+    best = record.best
     verdict = Verdict(
         True,
         best.plan,
@@ -146,10 +146,10 @@ def _told_before(content: Any) -> tuple[Verdict, Settings]:
 
 
 def _differences(before: Verdict, now: Verdict, plain: Settings) -> tuple[str, ...]:
-    """What is known to be another than it was; older files do not say all of it."""
+    """Return the differences in plan, GPU and method; older files lack some of these."""
     plans = [str(verdict.plan.without(plain)) for verdict in (before, now)]
     gpus = [_known_name(verdict.gpu) for verdict in (before, now)]
-    methods = [f"told by {verdict.method}" for verdict in (before, now)]
+    methods = [f"by {verdict.method}" for verdict in (before, now)]
     return tuple(
         f"{was} then, {become} now"
         for was, become in (plans, gpus, methods)
@@ -158,7 +158,7 @@ def _differences(before: Verdict, now: Verdict, plain: Settings) -> tuple[str, .
 
 
 def _known_name(gpu: str | None) -> str | None:
-    """NVIDIA H200 and H200 are one."""
+    """Return one name for "NVIDIA H200" and "H200"."""
     try:
         return gpu and find_gpu(gpu).name
     except InvalidRequest:

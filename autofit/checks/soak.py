@@ -1,7 +1,7 @@
-"""Whether a report's best plan keeps its promise over a longer training: peak, speed and loss.
+"""Soak test of a report's best plan: a longer training, compared in peak, speed and loss.
 
-`soak` trains the best plan for N optimizer steps on the sample batch, in a worker, with everything
-a probe watches: growth at the step boundary, allocator retries, other processes, faults.
+It is a probe of N optimizer steps on the sample batch, so growth between steps, allocator retries,
+other processes and faults are watched too.
 """
 
 from __future__ import annotations
@@ -26,48 +26,58 @@ if TYPE_CHECKING:
 PEAK_TOLERANCE = 0.01
 """Peaks repeat to the MiB from probe to probe (measured on an H200)."""
 SPEED_TOLERANCE = 0.05
-"""How much slower a median may be before it is called slower; GPU-bound steps repeat in 0.2 %.
+"""Allowed growth of the median step time; GPU-bound steps repeat within 0.2 %.
 
-Where the report's own steps scatter by more than this, so may the medians."""
+If the report's own steps scatter more than this, their scatter is allowed."""
 LOSS_TOLERANCE = 0.05
 QUARTER = 4
-_NOT_SEEN = (
-    "torch, device, parameters and samples are the same, so the code or the options of the model, "
-    "the optimizer or the loss have changed, or a flag by which torch computes"
+_HIDDEN_CAUSE = (
+    "torch, device, parameters and samples are the same, so the code or options of the model, the "
+    "optimizer or the loss have changed, or a flag of torch's arithmetic"
 )
 
 
 @dataclass(frozen=True)
-class Endurance:
-    """What a longer training did, beside what the report said of its plan.
+class SoakResult:
+    """The longer training of a plan, compared with its trial in the report.
 
     Attributes:
         trial: the report's best trial.
         measurement: of the longer training.
         vram_budget_bytes: of the report.
-        strayed: what is not where the report put it, one line each; empty where all is.
+        deviations: differences from the report, one line each.
     """
 
     trial: Trial
     measurement: Measurement
     vram_budget_bytes: int
-    strayed: tuple[str, ...]
+    deviations: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether peak, speed and loss are as in the report."""
+        return not self.deviations
 
     @property
     def held(self) -> bool:
-        """Whether peak, speed and loss stayed where the report put them."""
-        return not self.strayed
+        """Same as `passed`."""
+        return self.passed
+
+    @property
+    def strayed(self) -> tuple[str, ...]:
+        """Same as `deviations`."""
+        return self.deviations
 
     @property
     def steps(self) -> int:
-        """Timed optimizer steps."""
+        """Number of timed optimizer steps."""
         return len(self.measurement.step_times_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
-            "held": self.held,
-            "strayed": list(self.strayed),
+            "held": self.passed,
+            "strayed": list(self.deviations),
             "steps": self.steps,
             "plan": self.trial.plan.to_dict(),
             "vram_budget_bytes": self.vram_budget_bytes,
@@ -76,18 +86,22 @@ class Endurance:
         }
 
     def __str__(self) -> str:
-        seen, told = self.measurement, self.trial.measurement
+        measured, expected = self.measurement, self.trial.measurement
         lines = [
             f"{self.trial.plan}: {self.steps} steps",
-            f"peak reserved  {format_bytes(seen.peak_reserved_bytes)}"
-            f" (report: {format_bytes(told.peak_reserved_bytes)})",
-            f"step time      {format_seconds(seen.step_time_s)}"
-            f" (report: {format_seconds(told.step_time_s)})",
-            f"loss           {_number(seen.loss)}"
-            f" (report, after {len(told.step_times_s)} steps: {_number(told.loss)})",
-            "as the report says" if self.held else "not as the report says:",
+            f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
+            f" (report: {format_bytes(expected.peak_reserved_bytes)})",
+            f"step time      {format_seconds(measured.step_time_s)}"
+            f" (report: {format_seconds(expected.step_time_s)})",
+            f"loss           {_number(measured.loss)}"
+            f" (report, after {len(expected.step_times_s)} steps: {_number(expected.loss)})",
+            "as the report says" if self.passed else "not as the report says:",
         ]
-        return "\n".join([*lines, *(f"- {line}" for line in self.strayed)])
+        return "\n".join([*lines, *(f"- {line}" for line in self.deviations)])
+
+
+Endurance = SoakResult
+"""The public name, `autofit.Endurance`."""
 
 
 def soak(
@@ -98,21 +112,21 @@ def soak(
     device: str | None = None,
     isolation: str = "process",
     strategies: Sequence[Strategy] = (),
-) -> Endurance:
-    """Train the report's best plan for `steps` optimizer steps and compare.
+) -> SoakResult:
+    """Train the report's best plan for `steps` optimizer steps, and compare.
 
     Args:
-        record: of a search of this very workload; `Report.record`.
-        workload: what was searched; its global batch is the report's.
-        steps: timed optimizer steps; the warm-up comes before them.
+        record: of the report; the search must be of this workload.
+        workload: of the search; its global batch is replaced by the report's.
+        steps: timed optimizer steps, at least 8; warm-up steps come first.
         device: None: the report's own.
         isolation: as for `autofit.search`.
-        strategies: those of the search; the plan's others are the installed ones of their names.
+        strategies: of the search; the installed ones are used for other names.
 
     Raises:
         InvalidRequest: fewer than 8 steps, or the report is of another workload or device.
-        DeviceUnavailable: the device is not there, or another search is using it.
-        Exception: what the user's own code raised, as it was raised.
+        DeviceUnavailable: the device does not exist, or another search is using it.
+        Exception: raised by the user's own code.
     """
     from autofit.probing.isolation import open_prober
 
@@ -139,28 +153,37 @@ def soak(
         )
         if (error := users_error(prober, measurement)) is not None:
             raise error
-    strayed = compare(record.best.measurement, measurement)
-    return Endurance(record.best, measurement, record.vram_budget_bytes, strayed)
+    deviations = compare(record.best.measurement, measurement)
+    return SoakResult(record.best, measurement, record.vram_budget_bytes, deviations)
 
 
-def compare(told: Measurement, seen: Measurement) -> tuple[str, ...]:
-    """What a longer training did otherwise than its probe, one line each."""
-    if not seen.ok:
-        return (f"it ended {seen.outcome.value}: {seen.detail or 'no detail'}",)
-    strayed = [_peak(told, seen), _speed(told, seen), _drift(seen), _loss(told, seen)]
-    return tuple(line for line in strayed if line is not None)
+def compare(expected: Measurement, measured: Measurement) -> tuple[str, ...]:
+    """Return the deviations of a longer training from its probe, one line each."""
+    if not measured.ok:
+        return (f"it ended {measured.outcome.value}: {measured.detail or 'no detail'}",)
+    lines = [
+        _peak(expected, measured),
+        _speed(expected, measured),
+        _drift(measured),
+        _loss(expected, measured),
+    ]
+    return tuple(line for line in lines if line is not None)
 
 
-def _peak(told: Measurement, seen: Measurement) -> str | None:
-    before, now = told.peak_allocated_bytes, seen.peak_allocated_bytes
+def _peak(expected: Measurement, measured: Measurement) -> str | None:
+    before, now = expected.peak_allocated_bytes, measured.peak_allocated_bytes
     if before is None or now is None or now <= before * (1 + PEAK_TOLERANCE):
         return None
     return f"peak allocated rose from {format_bytes(before)} to {format_bytes(now)}"
 
 
-def _speed(told: Measurement, seen: Measurement) -> str | None:
-    interval, now = told.step_time_interval_s, seen.step_time_s
-    if interval is None or now is None or not _is_slower(told.step_times_s, seen.step_times_s):
+def _speed(expected: Measurement, measured: Measurement) -> str | None:
+    interval, now = expected.step_time_interval_s, measured.step_time_s
+    if (
+        interval is None
+        or now is None
+        or not _is_slower(expected.step_times_s, measured.step_times_s)
+    ):
         return None
     return (
         f"the median step took {format_seconds(now)}, where the report has "
@@ -168,10 +191,10 @@ def _speed(told: Measurement, seen: Measurement) -> str | None:
     )
 
 
-def _drift(seen: Measurement) -> str | None:
-    """A device that throttles, or an allocator that frays, shows late."""
-    quarter = len(seen.step_times_s) // QUARTER
-    first, last = seen.step_times_s[:quarter], seen.step_times_s[-quarter:]
+def _drift(measured: Measurement) -> str | None:
+    """Compare the first and last quarter: throttling and fragmentation show late."""
+    quarter = len(measured.step_times_s) // QUARTER
+    first, last = measured.step_times_s[:quarter], measured.step_times_s[-quarter:]
     if not _is_slower(first, last):
         return None
     slowed = [format_seconds(statistics.median(times)) for times in (first, last)]
@@ -179,20 +202,24 @@ def _drift(seen: Measurement) -> str | None:
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether the median rose by more than the interval and the scatter of the first explain."""
+    """Return whether the median rose above the interval of `before` by more than its scatter."""
     middle = statistics.median(before)
     upper = median_interval(before)[1]
     scatter = math.sqrt(statistics.fmean(math.log(seconds / middle) ** 2 for seconds in before))
     return statistics.median(now) > upper * (1 + max(SPEED_TOLERANCE, scatter))
 
 
-def _loss(told: Measurement, seen: Measurement) -> str | None:
-    """Trained on one batch for longer, the loss has no reason to end above where it was."""
-    if told.loss is None or seen.loss is None or len(seen.step_times_s) < len(told.step_times_s):
+def _loss(expected: Measurement, measured: Measurement) -> str | None:
+    """Compare losses: on a single batch a longer training should not end higher."""
+    if (
+        expected.loss is None
+        or measured.loss is None
+        or len(measured.step_times_s) < len(expected.step_times_s)
+    ):
         return None
-    if seen.loss <= told.loss + LOSS_TOLERANCE * abs(told.loss):
+    if measured.loss <= expected.loss + LOSS_TOLERANCE * abs(expected.loss):
         return None
-    return f"the loss rose from {told.loss:.4g} to {seen.loss:.4g}"
+    return f"the loss rose from {expected.loss:.4g} to {measured.loss:.4g}"
 
 
 def _check_same(here: Survey, there: Record) -> None:
@@ -209,8 +236,8 @@ def _check_same(here: Survey, there: Record) -> None:
         f"{name} {then} there, {has} here" for name, (then, has) in compared.items() if then != has
     ]
     raise InvalidRequest(
-        f"the report is of another workload: {'; '.join(differs) or _NOT_SEEN}. Search again, or "
-        "soak what was searched where the report was made"
+        f"the report is of another workload: {'; '.join(differs) or _HIDDEN_CAUSE}. Search "
+        "again, or soak the workload of the search on its device"
     )
 
 

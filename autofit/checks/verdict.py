@@ -1,7 +1,4 @@
-"""What a check answers, as a line, as a table and as JSON.
-
-Imports no torch, so that an answer can be written and read anywhere.
-"""
+"""The verdict of a check, as a line, as a table and as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,24 +14,24 @@ ASSUMED = " (assumed: no gpu given)"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a plan fits.
+    """Whether a plan fits. Every None means unknown.
 
     Attributes:
-        fits: True or False; None where it could not be told.
+        fits: True or False.
         plan: the plan that was checked.
         method: "probe" or "predict".
-        vram_budget_bytes: what is allowed.
-        peak_allocated_bytes: most bytes in live tensors; None: it is not known.
-        required_bytes: by prediction, the smallest VRAM budget under which the plan runs with no
-            allocator retry in its timed steps; by probe, what it held (peak reserved and
-            non-torch bytes), which a smaller budget may do with. None: it is not known.
-        margin_bytes: what was added to required bytes before they were held against the budget.
-        breakdown: bytes by kind, where predicted.
-        largest_micro_batch: the largest that would fit, where the plan does not and it is known.
-        detail: why it could not be told, or how the probe ended.
-        device: the kind of device that it was told for, "cuda" or "cpu"; None: it is not known.
-        gpu: the GPU that it was told for; None: none, or it is not known.
-        gpu_assumed: nobody named that GPU.
+        vram_budget_bytes: the budget.
+        peak_allocated_bytes: most bytes in live tensors.
+        required_bytes: by prediction, the smallest VRAM budget under which the plan runs without
+            an allocator retry in its timed steps; by probe, the bytes it held (peak reserved plus
+            non-torch), so that a smaller budget may be enough.
+        margin_bytes: added to required bytes before the comparison with the budget.
+        breakdown: bytes by kind, if predicted.
+        largest_micro_batch: the largest that would fit, if the plan does not.
+        detail: why `fits` is unknown, or how the probe ended.
+        device: "cuda" or "cpu".
+        gpu: name of the GPU; None also for a CPU.
+        gpu_assumed: whether the GPU is the default because none was named.
     """
 
     fits: bool | None
@@ -53,15 +50,14 @@ class Verdict:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """The budget less required bytes; below zero where it does not fit."""
+        """Budget minus required bytes; negative if the plan does not fit."""
         if self.required_bytes is None:
             return None
         return self.vram_budget_bytes - self.required_bytes
 
     def __str__(self) -> str:
-        """One line."""
-        said = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
-        line = f"{self.plan} {said} in {format_bytes(self.vram_budget_bytes)}{self._where()}"
+        answer = {True: "fits", False: "does not fit", None: "could not be told"}[self.fits]
+        line = f"{self.plan} {answer} in {format_bytes(self.vram_budget_bytes)}{self._where()}"
         if self.required_bytes is not None:
             line += f": {self._needs()}"
         elif self.detail:
@@ -86,12 +82,12 @@ class Verdict:
         return [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
 
     def explain(self) -> str:
-        """Several lines: required, allowed, the breakdown, and the largest micro-batch."""
+        """Return the verdict and a table of required, allowed and broken-down bytes."""
         lines = [f"  {name:<16}{size:>12}" for name, size in self._rows()]
         return "\n".join([str(self), *lines])
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             "fits": self.fits,
             "method": self.method,
@@ -111,6 +107,6 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """The verdict that `to_dict` wrote; an earlier version did not say the device."""
+        """Return the verdict that `to_dict` wrote; earlier versions wrote fewer keys."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**known | {"plan": Plan.from_dict(data["plan"])})

@@ -194,7 +194,7 @@ def soak(
     isolation: Isolation = "process",
     as_json: AsJson = False,
 ) -> None:
-    """Train a report's best plan for longer; exits with 1 where it strays from the report."""
+    """Train a report's best plan for longer; exits with 1 if it deviates from the report."""
     from autofit.report.report import load
 
     report = load(path)
@@ -204,11 +204,9 @@ def soak(
     with stdout_for_results_only():
         from autofit.cli.target import load_target
 
-        endured = report.soak(
-            load_target(searched), steps=steps, device=device, isolation=isolation
-        )
-    print_result(json.dumps(endured.to_dict(), indent=1) if as_json else str(endured))
-    if not endured.held:
+        result = report.soak(load_target(searched), steps=steps, device=device, isolation=isolation)
+    print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
+    if not result.passed:
         raise typer.Exit(1)
 
 

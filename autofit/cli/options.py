@@ -1,4 +1,4 @@
-"""The options of the command line: what each is called, and what its text means."""
+"""The options of the command line, and how their text is read."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the plan of 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options that say which plan to run.
+    """The options that select a plan.
 
     Raises:
-        InvalidRequest: they contradict each other, or a setting cannot be read.
+        InvalidRequest: the options contradict each other, or a setting cannot be read.
     """
 
     micro_batch: int | None = None
@@ -64,19 +64,19 @@ class PlanOptions:
     plan_file: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.plan_file is not None and self._says_something:
-            raise InvalidRequest("--plan says all of it: leave the other plan options out")
+        if self.plan_file is not None and self._has_any:
+            raise InvalidRequest("--plan sets the whole plan: leave the other plan options out")
         for text in self.settings:
             _read_setting(text)
 
     @property
-    def _says_something(self) -> bool:
+    def _has_any(self) -> bool:
         counts = (self.micro_batch, self.accumulation_steps, self.global_batch)
         return bool(self.settings) or any(count is not None for count in counts)
 
     @cached_property
     def report(self) -> Report | None:
-        """The report that the plan is taken from."""
+        """The report of `--plan`; None: not given."""
         if self.plan_file is None:
             return None
         from autofit.report.report import load
@@ -90,28 +90,28 @@ class PlanOptions:
         The payloads of a report are given too: measured here, its values might mean something else.
 
         Raises:
-            InvalidRequest: the counts make no plan, or the report cannot be read.
+            InvalidRequest: the counts do not make a plan, or the report cannot be read.
         """
         plan: Plan | None = None
         payloads: dict[str, Any] | None = None
         if self.report is not None:
             plan = self.report.record.best_plan_to_rerun
             payloads = self.report.record.payloads(self.report.best.plan.settings)
-        elif self._says_something:
+        elif self._has_any:
             counts = self.micro_batch, self.accumulation_steps, self.global_batch
             plan = workload.plan(*counts, dict(_read_setting(text) for text in self.settings))
         return {"plan": plan, "payloads": payloads}
 
 
 def read_budget(text: str | None) -> str | float | None:
-    """Digits are bytes, digits with a point a fraction; the rest the device reads."""
+    """Return "24" as bytes and "0.5" as a fraction; the device reads other texts."""
     if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
         return text
     return float(text) if "." in text else int(text)
 
 
 def check_writable(path: Path) -> None:
-    """Before minutes are spent, not after."""
+    """Refuse a path for a report before the search rather than after it."""
     if path.suffix not in (".json", ".txt", ".csv"):
         raise InvalidRequest(f"--out {path}: a report is written as .json, .txt or .csv")
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

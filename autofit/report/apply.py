@@ -1,7 +1,7 @@
-"""From a report to a live training in the user's own process.
+"""Trains a report's best plan on the user's own model, in the user's process.
 
-What the search was given is remembered in its process; a loaded report holds no functions, and is
-told them anew. Nothing but `apply` imports torch.
+A report remembers the functions of the search in the process that searched. A loaded one does not:
+they are passed again. torch is imported only inside `apply`.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
     from autofit.training.training import Training
     from autofit.training.workload import Workload
 
-_SAY_THE_LOSS = {"loss_fn", "criterion", "train_step"}
+_LOSSES = {"loss_fn", "criterion", "train_step"}
 
 
 def apply(
     record: Record,
     model: torch.nn.Module,
     optimizer: Any,
-    said: Mapping[str, Any],
+    given: Mapping[str, Any],
     *,
     strategies: Iterable[str | Strategy] | None,
     remembered: Sequence[Strategy],
     workload: Workload | None,
 ) -> Training:
-    """The best plan on that model and optimizer.
+    """Return a training of the best plan on that model and optimizer.
 
     Args:
         record: of the search.
         model, optimizer: the user's own.
-        said: the functions that are given anew, by name; None: as the search was given it.
-        strategies: names or Strategy objects that are given anew, before any other of their names.
-        remembered: those of the search; empty: the installed ones of the plan's names.
-        workload: what was searched; None: not known here.
+        given: functions that replace those of the search, by name; None: the one of the search.
+        strategies: names or Strategy objects that replace those of the search.
+        remembered: the strategies of the search; the installed ones are used for other names.
+        workload: of the search; None: not known in this process.
 
     Raises:
         InvalidRequest: see `Report.apply`.
     """
     from autofit.training.training import Training
 
-    _warn_of_a_stand_in(record, said)
-    given = {name: value for name, value in said.items() if value is not None}
-    recipe = _recipe(record, workload, given)
+    functions = {name: value for name, value in given.items() if value is not None}
+    _warn_of_a_stand_in(record, functions)
+    recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     _warn_of_another_size(record, model)
     _check_live(optimizer, model, has_train_step=recipe.train_step is not None)
@@ -66,59 +66,62 @@ def apply(
     )
 
 
-def _warn_of_a_stand_in(record: Record, said: Mapping[str, Any]) -> None:
-    """For memory and speed any scalar will do; a model is not to be trained on it unawares."""
+def _warn_of_a_stand_in(record: Record, functions: Mapping[str, Any]) -> None:
+    """Warn if the model would be trained on the stand-in loss of a search without a loss.
+
+    Any scalar shows memory and speed, but nobody wants to train on it.
+    """
     from autofit.training.loss import LossSource
 
     if record.workload.get("loss") != LossSource.STAND_IN:
         return
-    if all(said.get(name) is None for name in _SAY_THE_LOSS):
+    if not functions.keys() & _LOSSES:
         warnings.warn(
             f"no loss was given: this trains {LossSource.STAND_IN}; pass loss_fn= or criterion=",
             stacklevel=4,
         )
 
 
-def _recipe(record: Record, workload: Workload | None, said: dict[str, Any]) -> Recipe:
+def _recipe(record: Record, workload: Workload | None, functions: dict[str, Any]) -> Recipe:
     from autofit.training.loss import Recipe
 
     if workload is not None:
-        if said.keys() & {"loss_fn", "criterion"}:
-            said = {"loss_fn": None, "criterion": None} | said
-        return replace(workload.recipe, **said)
-    missing = [name for name in record.functions_given if name not in said]
-    if said.keys() & _SAY_THE_LOSS:
-        missing = [name for name in missing if name not in _SAY_THE_LOSS]
+        if functions.keys() & {"loss_fn", "criterion"}:  # either replaces the other
+            functions = {"loss_fn": None, "criterion": None} | functions
+        return replace(workload.recipe, **functions)
+    missing = [name for name in record.functions_given if name not in functions]
+    if functions.keys() & _LOSSES:
+        missing = [name for name in missing if name not in _LOSSES]
     if missing:
         raise InvalidRequest(
-            f"the search was given {', '.join(missing)}, and a loaded report holds no "
-            f"functions: pass {'=..., '.join(missing)}=... to apply"
+            f"the search used {', '.join(missing)}, and a loaded report holds no functions: "
+            f"pass {'=..., '.join(missing)}=... to apply"
         )
-    return Recipe(**said, clip_grad_norm=record.workload.get("clip_grad_norm"))
+    return Recipe(**functions, clip_grad_norm=record.workload.get("clip_grad_norm"))
 
 
 def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
-    """What another model needs, and which of its modules a plan names, is not known."""
+    """Warn if the model has another size: its memory and its module names are unknown."""
     from torch.nn.parameter import is_lazy
 
     parameters = list(model.parameters())
     if any(is_lazy(parameter) for parameter in parameters):
         raise InvalidRequest(
-            "the model has parameters without a shape, as lazy modules do before their first "
-            "forward: run one batch through it before you hand it over"
+            "the model has parameters without a shape (lazy modules before their first forward): "
+            "run one batch through it before you pass it"
         )
     there, here = record.workload.get("parameters"), sum(p.numel() for p in parameters)
     if there is not None and here != there:
         warnings.warn(
-            f"this model has {here} parameters, and the one that was searched had {there}: the "
-            "plan may not fit, or not be the fastest",
+            f"this model has {here} parameters, and that of the search had {there}: the plan may "
+            "not fit, or not be the fastest",
             stacklevel=4,
         )
 
 
 def _device_of(model: Any) -> torch.device:
     if not (hasattr(model, "parameters") and hasattr(model, "buffers")):
-        raise InvalidRequest(f"apply trains a live nn.Module, got {model!r}")
+        raise InvalidRequest(f"apply needs an nn.Module, got {model!r}")
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         device: torch.device = tensor.device
         return device
@@ -129,7 +132,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def _check_live(optimizer: Any, model: torch.nn.Module, *, has_train_step: bool) -> None:
-    """What cannot step would show in the middle of the first step, what trains nothing never."""
+    """Refuse now an optimizer that would fail in the first step, or train nothing."""
     import torch
 
     from autofit.training.optimizers import by_name, check_has_train_step, check_trains
@@ -138,7 +141,7 @@ def _check_live(optimizer: Any, model: torch.nn.Module, *, has_train_step: bool)
     for one in by_name(optimizer).values():
         if isinstance(one, type) or not callable(getattr(one, "step", None)):
             raise InvalidRequest(
-                "apply steps a live optimizer over the model's parameters, such as "
+                "apply needs an optimizer over the model's parameters, such as "
                 f"torch.optim.AdamW(model.parameters()), got {one!r}"
             )
         if isinstance(one, torch.optim.Optimizer):

@@ -1,7 +1,7 @@
-"""What a search recorded, as plain data: the one thing a report is a view of, and its JSON form.
+"""The record of a search: the plain data behind a report, and its JSON form.
 
-Readers ignore keys they do not know, so a report of a later version can be read by an earlier one
-as long as `schema` is the same.
+Readers ignore unknown keys, so an earlier version can read a report of a later one as long as
+`schema` is the same.
 """
 
 from __future__ import annotations
@@ -19,39 +19,18 @@ from autofit.space import Space
 if TYPE_CHECKING:
     from autofit.strategy import Strategy
 
-# The trials worth choosing between: none that fits is faster and holds less.
-
-
-def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """The trials that no other trial beats in both speed and held bytes, the fastest first.
-
-    Of several trials of one plan the last that ran counts: a confirmation knows better than a
-    probe, and a vetoed proposal only repeats one.
-    """
-    ran = [t for t in trials if t.role is not Role.VETOED and t.ok and t.samples_per_second]
-    latest = {trial.plan: trial for trial in ran}
-    by_speed = sorted(latest.values(), key=lambda trial: -(trial.samples_per_second or 0.0))
-    kept: list[Trial] = []
-    for trial in by_speed:
-        held = trial.measurement.held_bytes
-        if held is None or any((other.measurement.held_bytes or 0) <= held for other in kept):
-            continue
-        kept.append(trial)
-    return tuple(kept)
-
-
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class SearchSummary:
-    """How the search went.
+    """The course of a search.
 
     Attributes:
-        probes: plans that were run, baseline and confirmations counted.
-        oom_probes: how many of them ran out of memory.
-        seconds: what the search took, the worker's start included.
-        stopped_because: why no further plan was searched.
+        probes: number of plans that were run, baseline and confirmations included.
+        oom_probes: number of probes that ran out of memory.
+        seconds: duration of the search, the start of the worker included.
+        stopped_because: the reason why no further plan was tried.
         seed: of the search.
     """
 
@@ -64,11 +43,11 @@ class SearchSummary:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Settings that were left out.
+    """Variants that were not run.
 
     Attributes:
-        settings: those that every left-out variant has.
-        why: the reason; for a value that was never run, the speed it was predicted to reach.
+        settings: the settings that these variants share.
+        why: the reason; for a value that was never run, its predicted speed.
     """
 
     settings: Settings
@@ -77,25 +56,28 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Record:
-    """Everything a report shows.
+    """All data of a report.
 
     Attributes:
-        version: autofit's, when it searched.
+        version: of autofit at the time of the search.
         created: UTC, ISO 8601.
         environment: device and versions; the keys of `autofit.devices.base.Environment`.
-        workload: fingerprint, parameters, loss, sample shapes and the like.
+        workload: fingerprint, number of parameters, loss, sample shapes and more.
         vram_budget_bytes: the budget.
-        search: how it went.
-        dimensions: setting -> its values, with what they mean.
+        search: the course of the search.
+        dimensions: setting -> its values, with payloads.
         trials: all of them, in order.
-        best_number: the trial to train with.
-        baseline_number: the trial it is compared with.
-        skipped: variants that were not run, and why.
-        paste: trial number -> the lines a user would write to get the same.
-        notes: what a reader should know.
-        difference: how far the best plan's loss and gradients are from the baseline's on the same
-            samples; None: not compared.
-        calibration: constants of the device that a later prediction can use.
+        best_number: number of the trial to train with.
+        baseline_number: number of the trial that it is compared with.
+        skipped: variants that were not run, with reasons.
+        paste: trial number -> lines of code that train in the same way.
+        notes: remarks for the reader.
+        difference: relative differences of loss and gradients between the best plan and the
+            baseline on the same samples; None: not compared.
+        calibration: constants of the device for later predictions.
+
+    Raises:
+        InvalidRequest: the best trial or the baseline is not among the trials.
     """
 
     version: str
@@ -119,16 +101,16 @@ class Record:
         missing = sorted({self.best_number, self.baseline_number} - numbers)
         if missing:
             raise InvalidRequest(
-                f"trial {missing[0]} is best or baseline, and not among the trials"
+                f"trial {missing[0]} is the best one or the baseline, but not among the trials"
             )
 
     def trial(self, number: int) -> Trial:
-        """The trial of that number."""
+        """Return the trial of that number."""
         return next(trial for trial in self.trials if trial.number == number)
 
     @property
     def functions_given(self) -> tuple[str, ...]:
-        """Names of the functions that the search was given, such as "criterion"."""
+        """Names of the functions that were passed to the search, such as "criterion"."""
         return tuple(self.workload["given"])
 
     @property
@@ -167,18 +149,17 @@ class Record:
 
     @property
     def baseline_beside_best(self) -> Trial:
-        """The baseline as it was last measured: confirmed beside the best plan, if at all."""
+        """The last confirmation of the baseline that fits; the baseline itself if there is none."""
         first = self.trial(self.baseline_number)
         again = [t for t in self.trials if t.plan == first.plan and t.role is Role.CONFIRMED]
         return next((trial for trial in reversed(again) if trial.ok), first)
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
-        """What those values mean to their strategies, by setting."""
+        """Return the payloads of these values, by setting."""
         return payloads_of(self.dimensions, settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report file's content."""
-
+        """Return the content of a report file."""
         return {
             "schema": SCHEMA,
             "autofit": self.version,
@@ -200,10 +181,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """The record that `to_dict` wrote.
+        """Return the record that `to_dict` wrote.
 
         Raises:
-            InvalidRequest: it is no report, or one of another schema.
+            InvalidRequest: the data are not a report, or one of another schema.
         """
         if data.get("schema") != SCHEMA:
             raise InvalidRequest(
@@ -212,7 +193,7 @@ class Record:
         try:
             return cls._from_known(data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"this is no complete autofit report: {error!r}") from error
+            raise InvalidRequest(f"this is not a complete autofit report: {error!r}") from error
 
     @classmethod
     def _from_known(cls, data: Mapping[str, Any]) -> Record:
@@ -237,3 +218,21 @@ class Record:
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
         return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}
+
+
+def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """Return the Pareto frontier of speed and held bytes, the fastest trial first.
+
+    Of several trials of one plan the last that ran counts: a confirmation is more accurate than a
+    probe, and a vetoed proposal only repeats an earlier result.
+    """
+    ran = [t for t in trials if t.role is not Role.VETOED and t.ok and t.samples_per_second]
+    latest = {trial.plan: trial for trial in ran}
+    by_speed = sorted(latest.values(), key=lambda trial: -(trial.samples_per_second or 0.0))
+    kept: list[Trial] = []
+    for trial in by_speed:
+        held = trial.measurement.held_bytes
+        if held is None or any((other.measurement.held_bytes or 0) <= held for other in kept):
+            continue
+        kept.append(trial)
+    return tuple(kept)

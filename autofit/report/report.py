@@ -1,6 +1,6 @@
-"""The report: what a search found, to be read, saved, loaded and put to use.
+"""The report of a search: view it, save it, load it, and train with its best plan.
 
-It imports no torch until `apply` is called, so a saved report opens on any machine.
+torch is imported only by `apply` and `soak`, so a saved report opens on any machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from autofit.checks.soak import Endurance
+    from autofit.checks.soak import SoakResult
     from autofit.strategy import Strategy
     from autofit.training.training import Training
     from autofit.training.workload import Workload
@@ -33,10 +33,10 @@ class Report:
     """A view of a record.
 
     Attributes:
-        record: everything it shows, as plain data.
-        strategies: the strategy objects that the search was given; empty in a loaded report,
-            which finds the installed ones by name.
-        workload: what was searched, with the functions that it was given; None in a loaded report.
+        record: its content, as plain data.
+        strategies: the strategy objects of the search; empty in a loaded report, which uses the
+            installed ones by name.
+        workload: of the search, with its functions; None in a loaded report.
     """
 
     record: Record
@@ -50,38 +50,38 @@ class Report:
 
     @property
     def baseline(self) -> Trial:
-        """The trial of the user's own plan: every setting plain, the sample batch's own size."""
+        """The trial with every setting plain, at the sample batch's own size."""
         return self.record.trial(self.record.baseline_number)
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Every trial, in order, failures included."""
+        """All trials in order, failures included."""
         return self.record.trials
 
     @property
     def calibration(self) -> Mapping[str, Any]:
-        """What the baseline's probe taught of the GPU, for `autofit.predict`; {} where nothing."""
+        """Constants of the GPU, for `autofit.predict`; {} if none were measured."""
         return self.record.calibration
 
     @property
     def frontier(self) -> tuple[Trial, ...]:
-        """Trials worth choosing between by speed and memory, the fastest first."""
+        """Pareto frontier of speed and memory, the fastest trial first."""
         return frontier(self.record.trials)
 
     @property
     def speedup(self) -> float | None:
-        """The best plan's samples per second over the baseline's; None where that did not fit."""
+        """Samples per second, best plan over baseline; None if the baseline did not fit."""
         baseline = self.record.baseline_beside_best
         if not baseline.ok or not baseline.samples_per_second or not self.best.samples_per_second:
             return None
         return self.best.samples_per_second / baseline.samples_per_second
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the report file."""
+        """Return the content of the report file."""
         return self.record.to_dict()
 
     def to_dataframe(self) -> pd.DataFrame:
-        """One row a trial; settings, plan and measurement as columns, under their JSON names."""
+        """Return one row per trial; the columns have the JSON names."""
         import pandas as pd
 
         rows = []
@@ -92,7 +92,7 @@ class Report:
         return pd.DataFrame(rows)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report; the suffix chooses the form: .json, .txt or .csv.
+        """Write the report as .json, .txt or .csv, by the suffix of the path.
 
         Raises:
             InvalidRequest: another suffix, or the file cannot be written.
@@ -123,29 +123,28 @@ class Report:
         train_step: Callable[..., Any] | None = None,
         strategies: Iterable[str | Strategy] | None = None,
     ) -> Training:
-        """The best plan on the user's own model and optimizer, in this process.
+        """Apply the best plan to the user's own model and optimizer, in this process.
 
         Args:
             model: on the device it trains on.
-            optimizer: over its parameters; a mapping of them with train_step.
-            loss_fn, criterion, loss_weight, before_step, train_step: what the search was given,
-                unless it is said anew here; a loaded report has to be told.
-            strategies: names or Strategy objects for the plan's settings, where those of the search
-                are not known or not meant; the others are looked up among the installed ones.
+            optimizer: over its parameters; with train_step, a mapping of several.
+            loss_fn, criterion, loss_weight, before_step, train_step: None: as in the search. A
+                loaded report holds no functions, so pass those of the search.
+            strategies: names or Strategy objects that apply the plan's settings; None: those of
+                the search, or the installed ones.
 
         Returns:
-            A training that is also a context manager: leaving it gives model and optimizer back
-            as they were.
+            A training, which is a context manager: leaving it restores model and optimizer.
 
         Raises:
-            InvalidRequest: the model holds no tensor, the optimizer cannot step, a loaded report is
-                not told how the loss is computed, or a strategy of the plan is not installed here.
+            InvalidRequest: the model holds no tensor, the optimizer cannot step, a function of the
+                search is missing, or a strategy of the plan is not installed.
 
         Warns:
-            UserWarning: the model has another number of parameters than the one that was searched,
-                or no loss was given.
+            UserWarning: the model has another number of parameters than that of the search, or
+                no loss was given.
         """
-        said = {
+        given = {
             "loss_fn": loss_fn,
             "criterion": criterion,
             "loss_weight": loss_weight,
@@ -156,7 +155,7 @@ class Report:
             self.record,
             model,
             optimizer,
-            said,
+            given,
             strategies=strategies,
             remembered=self.strategies,
             workload=self.workload,
@@ -169,20 +168,21 @@ class Report:
         steps: int = 200,
         device: str | None = None,
         isolation: str = "process",
-    ) -> Endurance:
-        """Train the best plan for longer and say whether peak, speed and loss stayed the same.
+    ) -> SoakResult:
+        """Train the best plan for longer, and compare peak, speed and loss with the report.
 
         Args:
-            workload: what was searched; a loaded report has to be told.
-            steps, device, isolation, and what is raised: as for `autofit.checks.soak.soak`.
+            workload: of the search; needed by a loaded report.
+            steps, device, isolation: as for `autofit.checks.soak.soak`.
+
+        Raises:
+            InvalidRequest: as `autofit.checks.soak.soak` does, or the workload is missing.
         """
         from autofit.checks.soak import soak
 
         trained = workload or self.workload
         if trained is None:
-            raise InvalidRequest(
-                "a loaded report holds no workload: pass the one that was searched"
-            )
+            raise InvalidRequest("a loaded report holds no workload: pass that of the search")
         return soak(
             self.record,
             trained,
@@ -193,7 +193,7 @@ class Report:
         )
 
     def to_text(self, *, width: int = WIDTH) -> str:
-        """The report as text: the best plan first, then every trial, then what was skipped."""
+        """Return the report as text: the best plan, all trials, and skipped variants."""
         return render(self.record, width)
 
     def __str__(self) -> str:
@@ -204,10 +204,10 @@ class Report:
 
 
 def load(path: str | os.PathLike[str]) -> Report:
-    """The report in a JSON file that `Report.save` wrote.
+    """Return the report in a JSON file that `Report.save` wrote.
 
     Raises:
-        InvalidRequest: the file cannot be read, or holds no report.
+        InvalidRequest: the file cannot be read, or is not a report.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -215,14 +215,14 @@ def load(path: str | os.PathLike[str]) -> Report:
     except OSError as error:
         raise InvalidRequest(f"cannot read the report {os.fspath(path)}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{os.fspath(path)} is no JSON report: {error}") from error
+        raise InvalidRequest(f"{os.fspath(path)} is not a JSON report: {error}") from error
     if not isinstance(data, dict):
-        raise InvalidRequest(f"{os.fspath(path)} is no report: it holds a {type(data).__name__}")
+        raise InvalidRequest(f"{os.fspath(path)} is not a report: it holds a {type(data).__name__}")
     return Report(Record.from_dict(data))
 
 
 def _write_whole(target: Path, text: str) -> None:
-    """The whole text or the file as it was: a full disk must not cost an earlier report."""
+    """Write all of the text or nothing: a full disk must not destroy an earlier report."""
     part = target.with_name(f".{target.name}.part")
     try:
         part.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The report as a text table: the best plan first, then every trial, then what was skipped."""
+"""A report as text: the best plan, all trials, and skipped variants."""
 
 from __future__ import annotations
 
@@ -15,64 +15,6 @@ from autofit.plan import Plan, Settings, unlike
 from autofit.report.record import Record
 from autofit.units import format_bytes, format_rate, format_seconds
 
-# What measured speeds say of each other, in words: faster, slower, or within measurement error.
-#
-# Two trials are within measurement error of each other where their 95 % intervals overlap.
-
-
-def against_baseline(best: Trial, baseline: Trial) -> str:
-    """How the best plan compares with the baseline as it was measured beside it."""
-    if not baseline.ok:
-        return f"the baseline does not fit ({baseline.measurement.outcome.value})"
-    if best.plan == baseline.plan:
-        return "which is the baseline itself"
-    theirs = format_rate(baseline.samples_per_second)
-    ratio = _rate(best) / (_rate(baseline) or 1.0)
-    if not best.ties_with(baseline):
-        return f"{ratio:.2f} times the baseline's {theirs}"
-    less = _held(baseline) - _held(best)
-    if less > 0:
-        return (
-            f"as fast as the baseline ({theirs}) within measurement error, and it needs "
-            f"{format_bytes(less)} less memory"
-        )
-    return f"{ratio:.2f} times the baseline's {theirs}, which is within measurement error"
-
-
-def measured_faster(record: Record) -> Iterator[str]:
-    """Why trials that were measured faster than the best are not the best, a line for each why."""
-    best = record.trial(record.best_number)
-    ran = [t for t in record.trials if t.ok and t.role is not Role.VETOED]
-    reasons: dict[str, list[str]] = {}
-    for trial in ran:
-        if trial.plan != best.plan and _rate(trial) > _rate(best):
-            reasons.setdefault(_why_not_best(trial, best, ran), []).append(str(trial.number))
-    for why, numbers in reasons.items():
-        yield f"Trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
-
-
-def _why_not_best(trial: Trial, best: Trial, ran: Sequence[Trial]) -> str:
-    last = [other for other in ran if other.plan == trial.plan][-1]
-    fastest = max((other for other in ran if other.plan == best.plan), key=_rate)
-    if last is not trial and _rate(last) <= _rate(best):
-        return f"slower than the best plan when it was run again (trial {last.number})"
-    if trial.ties_with(best) and _held(trial) >= _held(best):
-        return "as fast as the best plan within measurement error, and needs no less memory"
-    if _rate(trial) <= _rate(fastest):
-        return f"no faster than the best plan was in trial {fastest.number}"
-    if best.role is Role.CONFIRMED and last.role is not Role.CONFIRMED:
-        return "measured in the search alone, and not among the plans that were confirmed"
-    return "all measurements together do not show it to be faster"
-
-
-def _rate(trial: Trial) -> float:
-    return trial.samples_per_second or 0.0
-
-
-def _held(trial: Trial) -> int:
-    return trial.measurement.held_bytes or 0
-
-
 WIDTH = 120
 _SHORT_DETAIL = 60
 _INDENT = "    "
@@ -84,12 +26,12 @@ _AGAIN = ", measured again: noise hid whether it is faster"
 
 
 def render(record: Record, width: int = WIDTH) -> str:
-    """The whole report as text; nothing but the lines to paste is wider than `width` columns."""
+    """Return the report as text of at most `width` columns; only code to paste may be wider."""
     console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
     for part in _parts(record):
         if isinstance(part, Table):
             console.print(part)
-        else:  # a line to paste that was broken in two would not run
+        else:  # code to paste would not run with its lines broken
             console.print(Text(part), soft_wrap=part.startswith(_INDENT))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
@@ -117,7 +59,7 @@ def _parts(record: Record) -> Iterator[str | Table]:
 
 
 def headline(record: Record) -> str:
-    """One line: what is fastest, and how it compares."""
+    """Return a line about the best plan and its speed, after one about a changed global batch."""
     best, baseline = record.trial(record.best_number), record.baseline_beside_best
     lines = []
     if best.plan.samples_per_step != baseline.plan.samples_per_step:
@@ -211,9 +153,9 @@ def _trials_table(record: Record) -> Table:
 
 
 def _outcome(trial: Trial) -> str:
-    """How it ended, and in short why, where the outcome and the bytes held do not say it."""
+    """Return the outcome, with a short reason if outcome and held bytes do not show it."""
     measured = trial.measurement
-    if trial.role is Role.VETOED:  # its detail says why, unless the plan was run before
+    if trial.role is Role.VETOED:  # the detail is the reason, unless the plan was run before
         why = measured.detail or ""
         return why if why.startswith("not run") else f"not run again: {measured.outcome.value}"
     contended = ", contended" if measured.contended else ""
@@ -225,7 +167,7 @@ def _outcome(trial: Trial) -> str:
 
 
 def describe(plan: Plan, record: Record) -> str:
-    """A plan in a few words."""
+    """Return a plan in a few words."""
     split = f"micro-batch {_split(plan)}"
     settings = _settings(plan.settings, record)
     return split if settings == "plain" else f"{split}, {settings}"
@@ -238,7 +180,7 @@ def _split(plan: Plan) -> str:
 
 
 def _settings(settings: Settings, record: Record) -> str:
-    """The settings that are not at their first value."""
+    """Return the settings that are not at their first value, or "plain"."""
     changed = unlike(settings, record.plain_settings)
     return ", ".join(f"{name}={value}" for name, value in changed.items()) or "plain"
 
@@ -259,3 +201,59 @@ def _interval(trial: Trial) -> str:
 def _headroom(trial: Trial, vram_budget_bytes: int) -> str:
     held = trial.measurement.held_bytes
     return format_bytes(None if held is None else vram_budget_bytes - held)
+
+
+# Comparisons of measured speeds. Two trials are equally fast if their 95 % intervals overlap.
+
+
+def against_baseline(best: Trial, baseline: Trial) -> str:
+    """Return the comparison of the best plan with the baseline, as a part of a sentence."""
+    if not baseline.ok:
+        return f"the baseline does not fit ({baseline.measurement.outcome.value})"
+    if best.plan == baseline.plan:
+        return "which is the baseline itself"
+    theirs = format_rate(baseline.samples_per_second)
+    ratio = _rate(best) / (_rate(baseline) or 1.0)
+    if not best.ties_with(baseline):
+        return f"{ratio:.2f} times the baseline's {theirs}"
+    less = _held(baseline) - _held(best)
+    if less > 0:
+        return (
+            f"as fast as the baseline ({theirs}) within measurement error, and it needs "
+            f"{format_bytes(less)} less memory"
+        )
+    return f"{ratio:.2f} times the baseline's {theirs}, which is within measurement error"
+
+
+def measured_faster(record: Record) -> Iterator[str]:
+    """Yield a line per reason why trials that were measured faster are not the best."""
+    best = record.trial(record.best_number)
+    ran = [t for t in record.trials if t.ok and t.role is not Role.VETOED]
+    reasons: dict[str, list[str]] = {}
+    for trial in ran:
+        if trial.plan != best.plan and _rate(trial) > _rate(best):
+            reasons.setdefault(_why_not_best(trial, best, ran), []).append(str(trial.number))
+    for why, numbers in reasons.items():
+        yield f"Trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
+
+
+def _why_not_best(trial: Trial, best: Trial, ran: Sequence[Trial]) -> str:
+    last = [other for other in ran if other.plan == trial.plan][-1]
+    fastest = max((other for other in ran if other.plan == best.plan), key=_rate)
+    if last is not trial and _rate(last) <= _rate(best):
+        return f"slower than the best plan when it was run again (trial {last.number})"
+    if trial.ties_with(best) and _held(trial) >= _held(best):
+        return "as fast as the best plan within measurement error, and needs no less memory"
+    if _rate(trial) <= _rate(fastest):
+        return f"no faster than the best plan was in trial {fastest.number}"
+    if best.role is Role.CONFIRMED and last.role is not Role.CONFIRMED:
+        return "measured in the search alone, and not among the plans that were confirmed"
+    return "all measurements together do not show it to be faster"
+
+
+def _rate(trial: Trial) -> float:
+    return trial.samples_per_second or 0.0
+
+
+def _held(trial: Trial) -> int:
+    return trial.measurement.held_bytes or 0

@@ -1,6 +1,6 @@
-"""Where copies of a workload become trainings on the device, one at a time.
+"""Builds trainings of a workload on a device, one at a time.
 
-Whoever builds one lets go of it before the next is built: a model that fills more than half of the
+A caller drops a training before it builds the next: a model that fills more than half of the
 device must still be surveyed, compared and probed.
 """
 
@@ -22,12 +22,12 @@ from autofit.training.workload import Workload
 
 @dataclass(frozen=True)
 class TrainingBuilder:
-    """A workload, a device and what trainings are built with.
+    """A workload and the device that it trains on.
 
     Attributes:
-        fresh_workload: a copy of the workload that may be trained and thrown away, each time.
+        fresh_workload: returns a copy of the workload that may be trained and dropped.
         device: held by this process.
-        seed: for initial weights of built models, dropout and the like.
+        seed: of initial weights, dropout and other random numbers.
     """
 
     fresh_workload: Callable[[], Workload]
@@ -35,10 +35,10 @@ class TrainingBuilder:
     seed: int
 
     def training(self, workload: Workload, resolved: ResolvedPlan) -> Training:
-        """The workload, moved to the device and ready to step."""
+        """Move the workload to the device and return a training of it."""
         torch.manual_seed(self.seed)
         model = workload.build_model()
-        model.zero_grad(set_to_none=True)  # or the user's gradients would come to the device too
+        model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
         self.device.place_model(model)
         return Training(
             model,
@@ -51,14 +51,14 @@ class TrainingBuilder:
         )
 
     def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
-        """What `run(training, batch)` returns of a plain training, as strategies ask for it."""
+        """Return `run(training, batch)` for a plain training of one micro-batch."""
         workload = self.fresh_workload()
         with self.training(workload, ResolvedPlan(Plan(micro_batch))) as training:
             ((batch, _),) = training.micro_batches(workload.batch(micro_batch))
             return run(training, batch)
 
     def _placed(self, recipe: Recipe) -> Recipe:
-        """A loss that is a module may hold tensors (the weights of its classes, say)."""
+        """Move losses that are modules: they may hold tensors such as class weights."""
         modules: dict[str, Any] = {
             name: self.device.place_model(function)
             for name in ("loss_fn", "criterion")
@@ -67,13 +67,13 @@ class TrainingBuilder:
         return replace(recipe, **modules)
 
     def reclaim(self) -> None:
-        """Collect what is unreachable, and hand cached memory back."""
+        """Collect garbage and return cached memory to the device."""
         collect_garbage()
         self.device.synchronize()
         self.device.release_cache()
 
     def reclaim_or_not(self) -> None:
-        """After a fault even emptying the cache may raise; a health check then says so."""
+        """Reclaim; ignore errors, since a health check reports a broken device better."""
         try:
             self.reclaim()
         except Exception as error:

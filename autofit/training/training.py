@@ -1,8 +1,8 @@
 """One live training loop on one device.
 
-The same object runs in a probe, on the meta device for a prediction, and in the user's own
-process after `Report.apply`; so a strategy is written once. A training changes the model and the
-optimizer only through the strategies it applies, and `undo` takes those changes back.
+The same class runs in a probe, on the meta device for a prediction, and in the user's own process
+after `Report.apply`, so a strategy is written once. A training changes the model and the optimizer
+only through the strategies it applies, and `undo` reverts those changes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Training(AbstractContextManager["Training"]):
     """A model, its optimizer and a plan, ready to step.
 
     Args:
-        model: on `device` already.
-        optimizer: over the model's parameters; a mapping of several, with `Recipe.train_step`.
-        recipe: the user's loss and what happens around the update.
+        model: already on `device`.
+        optimizer: over the model's parameters; with `Recipe.train_step`, a mapping of several.
+        recipe: the user's loss, clipping and functions around the update.
         resolved: the plan, with the strategies that apply its settings.
-        device: where batches are moved, micro-batch by micro-batch.
-        place: how a tensor is moved to the device; None: `tensor.to(device)`.
-        batched: which tensors of a batch hold samples, where that is known better than
-            `autofit.training.batch` can tell from their sizes.
+        device: each micro-batch is moved to it when its turn comes.
+        place: moves a tensor to the device; None: `tensor.to(device)`.
+        batched: indices of the batch's tensors that hold samples; None: decided by their sizes,
+            see `autofit.training.batch`.
 
     Attributes:
-        model, optimizer, device, recipe: as given; a train_step trains with them.
+        model, optimizer, device, recipe: as given; a train_step uses them.
         plan: micro-batch and settings.
 
     Raises:
-        InvalidRequest: the optimizer steps by a closure, and there is no train_step to call it.
+        InvalidRequest: the optimizer needs a closure to step, and no train_step passes one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Training(AbstractContextManager["Training"]):
         self._step_wrappers: list[StepWrapper] = []
         self._loss_scale = LossScale()
         self.has_split = False
-        """Whether any step so far asked for its micro-batches, as a train_step need not."""
+        """Whether any step so far split its batch; a train_step may not."""
         self._ended = False
         self._applied = ExitStack()
         with ExitStack() as stack:
@@ -81,13 +81,13 @@ class Training(AbstractContextManager["Training"]):
         self.undo()
 
     def undo(self) -> None:
-        """Give model and optimizer back as the strategies found them; once is enough."""
+        """Revert the strategies' changes to model and optimizer; safe to call twice."""
         self._applied.close()
         self._ended = True
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler in force."""
+        """The active gradient scaler; None: gradients are not scaled."""
         return self._loss_scale.scaler
 
     @scaler.setter
@@ -95,27 +95,27 @@ class Training(AbstractContextManager["Training"]):
         self._loss_scale.scaler = scaler
 
     def wrap_forward(self, context: ForwardContext) -> Callable[[], None]:
-        """Enter `context()` around every forward and loss; returns the function that undoes it."""
+        """Enter `context()` around every forward and loss; return a function that undoes this."""
         self._forward_contexts.append(context)
         return lambda: self._forward_contexts.remove(context)
 
     def wrap_optimizer_step(self, wrapper: StepWrapper) -> Callable[[], None]:
-        """Call `wrapper(step)` in place of the update; returns the function that undoes it."""
+        """Call `wrapper(step)` in place of the update; return a function that undoes this."""
         self._step_wrappers.append(wrapper)
         return lambda: self._step_wrappers.remove(wrapper)
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """Train on the samples of one optimizer step.
+        """Run one optimizer step.
 
         Args:
-            batch: any number n >= 1 of samples, on any device; split evenly into
-                ceil(n / micro_batch) micro-batches.
+            batch: n >= 1 samples on any device; split evenly into ceil(n / micro_batch)
+                micro-batches.
 
         Returns:
             The detached mean loss, a scalar tensor on the device.
 
         Raises:
-            InvalidRequest: the training was undone, and would go on without its plan.
+            InvalidRequest: the training was undone, so it would run without its plan.
         """
         if self._ended:
             raise InvalidRequest("this training has ended: make another with report.apply(...)")
@@ -127,22 +127,22 @@ class Training(AbstractContextManager["Training"]):
         return loss
 
     def accumulate(self, batch: Batch) -> torch.Tensor:
-        """Forward and backward of every micro-batch; returns their detached mean loss."""
+        """Run forward and backward of every micro-batch; return their detached mean loss."""
         total: torch.Tensor | None = None
         for micro_batch, weight in self.micro_batches(batch):
             loss = self.loss(micro_batch)
             share = loss.detach() * weight
             total = share if total is None else total + share
             self.backward(loss, weight)
-            del loss, micro_batch  # or the next forward would run beside this graph
+            del loss, micro_batch  # else this graph stays alive during the next forward
         assert total is not None  # a batch has at least one sample
         return total
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
-        """Each micro-batch on the device, with the share of the whole loss that it stands for.
+        """Yield each micro-batch on the device, with its weight in the mean loss.
 
-        One that stands for nothing (every token of it is masked) is left out: its loss is often
-        0 / 0, and would spoil the whole.
+        The weights add up to one. A micro-batch of weight zero (every token of it is masked) is
+        left out: its loss is often 0 / 0.
         """
         self.has_split = True
         samples = batch_size(batch)
@@ -151,7 +151,7 @@ class Training(AbstractContextManager["Training"]):
             yield map_tensors(self._place, batch), 1.0
             return
         weights = [self.recipe.weight(piece) for piece in pieces(batch, sizes, self._batched)]
-        if not any(weights):  # as a whole batch would, it trains on nothing
+        if not any(weights):  # the unsplit batch would have the same 0 / 0
             weights = [1.0] * len(weights)
         whole = sum(weights)
         for piece, weight in zip(pieces(batch, sizes, self._batched), weights, strict=True):
@@ -160,7 +160,7 @@ class Training(AbstractContextManager["Training"]):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """What forward and loss run under; updates inside it are seen by the next forward."""
+        """Enter the forward contexts; forwards after an update inside see the new weights."""
         with ExitStack() as stack:
             stack.enter_context(fresh_casts())
             for context in self._forward_contexts:
@@ -168,31 +168,32 @@ class Training(AbstractContextManager["Training"]):
             yield
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Forward and loss of one micro-batch on the device, under the forward contexts."""
+        """Return the loss of one micro-batch on the device, under the forward contexts."""
         with self.context():
             return self.recipe.loss(self.model, batch)
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
-        """Add the gradients of this loss, weighted by its share of the whole.
+        """Add the gradients of `weight * loss`.
 
         Raises:
-            InvalidRequest: no parameter's gradient could come of it.
+            InvalidRequest: the loss does not depend on a parameter that requires gradients.
         """
         if not loss.requires_grad:
             raise InvalidRequest(
-                "the loss hangs on no parameter that requires gradients: is the whole model "
-                "frozen, or was the loss detached or computed under torch.no_grad()?"
+                "the loss does not depend on any parameter that requires gradients: is the whole "
+                "model frozen, or was the loss detached or computed under torch.no_grad()?"
             )
         weighted = self._loss_scale.scaled(loss if weight == 1.0 else loss * weight)
         weighted.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def optimizer_step(self, name: str | None = None) -> None:
-        """Unscale and clip where asked, update, and drop the gradients.
+        """Unscale and clip the gradients as configured, update, and drop the gradients.
 
-        A gradient scaler keeps its scale while gradients of other optimizers wait that have it.
+        A gradient scaler changes its scale only when no other optimizer still holds gradients
+        scaled with it.
 
         Args:
-            name: which optimizer, where there is a mapping of them; None: each in turn.
+            name: of one optimizer in a mapping; None: all of them in turn.
 
         Raises:
             InvalidRequest: there is no optimizer of that name.
@@ -219,8 +220,8 @@ class Training(AbstractContextManager["Training"]):
         if name not in optimizers:
             raise InvalidRequest(
                 f"there is no optimizer {name!r}; "
-                f"there are: {', '.join(optimizers) or 'one, and it has no name'}; "
-                f'several are given as optimizer={{"{name}": ..., ...}}'
+                f"there are: {', '.join(optimizers) or 'a single one without a name'}; "
+                f'pass several as optimizer={{"{name}": ..., ...}}'
             )
         return [optimizers[name]]
 
