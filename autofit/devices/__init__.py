@@ -1,1 +1,1 @@
-"""Devices: where a training runs, what it may hold there, and how long it takes."""
+"""Devices: where a training runs, within which memory, and how time is measured."""

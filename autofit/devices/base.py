@@ -1,4 +1,4 @@
-"""What every device promises: to hold a training within a VRAM budget, and to say what it held."""
+"""The protocol of devices: hold a training to a VRAM budget, and report memory and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autofit.units import check_size, format_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """The device's memory as the process sees it now; peaks since `reset_peaks`."""
+    """The memory counters of a process on a device; peaks are those since `reset_peaks`."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -28,7 +28,7 @@ class MemoryReading:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a search ran; the keys of the report's "environment"."""
+    """Device and software of a search; the keys of the report's "environment"."""
 
     device: str
     gpu: str | None
@@ -44,94 +44,94 @@ class Mark(Protocol):
     """A point in a device's time."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Seconds from an earlier mark to this one; only after `Device.synchronize`."""
+        """Return seconds since an earlier mark; only after `Device.synchronize`."""
 
 
 class Device(Protocol):
-    """One device, held by this process."""
+    """One device, used by this process."""
 
     @property
     def torch_device(self) -> torch.device:
-        """The device as torch names it."""
+        """The device in torch."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do natively."""
+        """What the hardware supports natively."""
 
     @property
     def environment(self) -> Environment:
-        """What a report says of it, and of the software on it."""
+        """The environment for a report."""
 
     @property
     def exclusive_key(self) -> str | None:
-        """A name on this host of what two searches must not use at once; None: it may be shared."""
+        """A name, unique on this host, that two searches must not use at once; None: shareable."""
 
     @property
     def total_bytes(self) -> int:
-        """All of its memory, whoever uses it."""
+        """Bytes of memory on the device."""
 
     @property
     def free_bytes(self) -> int:
-        """What this process could have held when the device was opened."""
+        """Bytes that this process could use when the device was opened."""
 
     @property
     def tracked_steps(self) -> int:
         """Steps beyond the warm-up that must run under `accounting` for peaks to be known."""
 
     def limit(self, vram_budget_bytes: int) -> None:
-        """From now on, run out of memory where allocator and non-torch bytes exceed this."""
+        """From now on, run out of memory where reserved and non-torch bytes exceed the budget."""
 
     def accounting(self) -> AbstractContextManager[None]:
-        """Inside it, what is born on the device counts against the budget."""
+        """Count what is allocated inside against the budget."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's values on the device, in storage that the device accounts for."""
+        """Return the tensor on the device, in storage that counts against the budget."""
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of a sample batch in the host memory that a data loader should fill."""
+        """Return a tensor of a sample batch in the host memory that a data loader should fill."""
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The same module object, its parameters and buffers moved to the device."""
+        """Move the parameters and buffers of a module to the device, and return that module."""
 
     def mark(self) -> Mark:
-        """The point in the device's time that the work given to it so far ends at."""
+        """Return the moment at which the work queued so far ends."""
 
     def synchronize(self) -> None:
-        """Wait for all work given to it."""
+        """Wait for all queued work."""
 
     def read(self) -> MemoryReading:
-        """Its memory counters now; peaks are those since `reset_peaks`."""
+        """Return the memory counters."""
 
     def allocated_bytes(self) -> int:
-        """Bytes in live tensors now; cheap enough to ask for after every step."""
+        """Return bytes in live tensors; cheap enough to call after every step."""
 
     def reset_peaks(self) -> None:
-        """Start counting peaks anew, from what is held now."""
+        """Restart the peaks at the current values."""
 
     def release_cache(self) -> None:
-        """Hand unused cached memory back to the device."""
+        """Return unused cached memory to the device."""
 
     def check_health(self) -> None:
-        """Compute something small and look at it; raises what the device raises if it is gone."""
+        """Compute something small and check it; raise what the device raises if it is gone."""
 
     def foreign_bytes(self) -> int | None:
-        """What other processes hold on the device; None: cannot be told."""
+        """Return the bytes that other processes use on the device; None: unknown."""
 
     def close(self) -> None:
-        """Leave it, and this process's use of it, as they were found; it is not used after that."""
+        """Restore the device and this process's use of it; it is not used afterwards."""
 
 
 def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_bytes: int) -> int:
-    """The VRAM budget in bytes.
+    """Return a VRAM budget in bytes.
 
     Args:
-        vram_budget: "24GiB", bytes as a whole number, a fraction of the device in (0, 1], or None:
-            what is free, less a margin of 3 % and at least 256 MiB (at most a tenth of it).
+        vram_budget: "24GiB", bytes as an integer, a fraction of the device in (0, 1], or None: the
+            free memory less 3 %, but at least 256 MiB and at most a tenth.
         total_bytes: the device's memory.
-        free_bytes: what this process could hold of it now.
+        free_bytes: what this process could use of it now.
 
     Raises:
-        InvalidRequest: it cannot be read, is not at least 1 MiB, or is larger than the device.
+        InvalidRequest: it cannot be read, is below 1 MiB, or is larger than the device.
     """
     if vram_budget is None:
         return free_bytes - min(max(int(0.03 * free_bytes), 256 * 2**20), free_bytes // 10)
@@ -145,10 +145,10 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
 
 
 def check_budget(vram_budget: str | float | None) -> None:
-    """Refuse what is no budget on whatever device.
+    """Refuse a value that is not a budget on any device.
 
     Raises:
-        InvalidRequest: it cannot be read, is not at least 1 MiB, or is no fraction.
+        InvalidRequest: it cannot be read, is below 1 MiB, or is a fraction outside (0, 1].
     """
     if vram_budget is not None:
         _read_budget(vram_budget, total_bytes=sys.maxsize)

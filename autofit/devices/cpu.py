@@ -1,9 +1,9 @@
-"""Real computation on the CPU against a VRAM budget, as a GPU would hold it to one.
+"""Real computation on the CPU against a VRAM budget, as a GPU would enforce it.
 
-What is born under `accounting` passes a tracer into the simulated CUDA caching allocator, which
-raises `torch.OutOfMemoryError` where the budget ends. So a whole search, out-of-memory included,
-runs for real on a machine without a GPU. Tracked steps give peaks, retries and growth; timed steps
-run untracked, at the CPU's own speed.
+Tensors made under `accounting` pass a tracer into the simulated CUDA caching allocator, which
+raises `torch.OutOfMemoryError` where the budget ends, so that a whole search runs for real on a
+machine without a GPU. Tracked steps give peaks, retries and growth; timed steps run untracked, at
+the CPU's own speed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,71 @@ from autofit.memory.tracer import MemoryTracer
 from autofit.strategy import Capabilities
 
 
-class CpuDevice:
+class TracedDevice:
+    """The memory of a device whose tensors pass a tracer into the simulated allocator."""
+
+    exclusive_key: str | None = None
+
+    def __init__(self, tracer: MemoryTracer, non_torch_bytes: int = 0) -> None:
+        self._tracer, self._non_torch_bytes = tracer, non_torch_bytes
+
+    @property
+    def _allocator(self) -> CachingAllocator:
+        return self._tracer.allocator
+
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """Allocate what operators inside create in the simulated allocator."""
+        with self._tracer:
+            yield
+
+    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def synchronize(self) -> None:
+        """Do nothing: work is done when its call returns."""
+
+    def read(self) -> MemoryReading:
+        """Return the simulated allocator's counters."""
+        return MemoryReading(
+            allocated_bytes=self._allocator.allocated_bytes,
+            reserved_bytes=self._allocator.reserved_bytes,
+            peak_allocated_bytes=self._allocator.peak_allocated_bytes,
+            peak_reserved_bytes=self._allocator.peak_reserved_bytes,
+            non_torch_bytes=self._non_torch_bytes,
+            allocator_retries=self._allocator.retries,
+        )
+
+    def allocated_bytes(self) -> int:
+        """Return bytes in live tracked tensors."""
+        return self._allocator.allocated_bytes
+
+    def reset_peaks(self) -> None:
+        """Restart the peaks at the current values."""
+        self._allocator.reset_peaks()
+
+    def release_cache(self) -> None:
+        """Release cached segments."""
+        self._allocator.empty_cache()
+
+    def foreign_bytes(self) -> int | None:
+        """Return 0: no other process allocates in the simulated allocator."""
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: the allocator ends with this object."""
+
+
+class CpuDevice(TracedDevice):
     """The host's processor and memory, accounted for like a GPU's."""
 
     tracked_steps = 1
-    exclusive_key: str | None = None
 
     def __init__(self) -> None:
+        super().__init__(MemoryTracer(device_type="cpu"))
         self.torch_device = torch.device("cpu")
         self.total_bytes, self.free_bytes = _host_memory()
-        self._allocator = CachingAllocator()
-        self._tracer = MemoryTracer(self._allocator, device_type="cpu")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -55,57 +109,21 @@ class CpuDevice:
         )
 
     def limit(self, vram_budget_bytes: int) -> None:
-        """Refuse segments beyond this."""
+        """Refuse segments beyond the budget."""
         self._allocator.limit_bytes = vram_budget_bytes
 
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Operators inside allocate in the simulated allocator."""
-        with self._tracer:
-            yield
-
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy: a transfer to the CPU that copied nothing would not be accounted for."""
+        """Return a copy: a transfer to the CPU that copies nothing would not be accounted for."""
         return tensor.clone()
 
-    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself: it lies where it is copied from."""
-        return tensor
-
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The same module with its parameters and buffers copied, on the CPU."""
+        """Replace the parameters and buffers of a module by copies, and return that module."""
         model._apply(lambda tensor: tensor.to("cpu", copy=True))  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
         return model
 
     def mark(self) -> CpuMark:
-        """Now."""
+        """Return the current time."""
         return CpuMark()
-
-    def synchronize(self) -> None:
-        """The CPU has always finished."""
-
-    def read(self) -> MemoryReading:
-        """The simulated allocator's state; a CPU has no non-torch bytes."""
-        return MemoryReading(
-            allocated_bytes=self._allocator.allocated_bytes,
-            reserved_bytes=self._allocator.reserved_bytes,
-            peak_allocated_bytes=self._allocator.peak_allocated_bytes,
-            peak_reserved_bytes=self._allocator.peak_reserved_bytes,
-            non_torch_bytes=0,
-            allocator_retries=self._allocator.retries,
-        )
-
-    def allocated_bytes(self) -> int:
-        """Bytes in live tracked tensors."""
-        return self._allocator.allocated_bytes
-
-    def reset_peaks(self) -> None:
-        """Start new peaks at what is held now."""
-        self._allocator.reset_peaks()
-
-    def release_cache(self) -> None:
-        """Drop cached segments."""
-        self._allocator.empty_cache()
 
     def check_health(self) -> None:
         """Sum a small tensor."""
@@ -113,31 +131,24 @@ class CpuDevice:
         if total != 1024.0:
             raise DeviceUnavailable(f"the CPU added 1024 ones up to {total}")
 
-    def foreign_bytes(self) -> int | None:
-        """Nobody else allocates in the simulated allocator."""
-        return 0
-
-    def close(self) -> None:
-        """The simulated allocator ends with this object."""
-
 
 class CpuMark:
-    """A moment of the host's monotonic clock."""
+    """A time of the host's monotonic clock."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
 
     def seconds_since(self, earlier: CpuMark) -> float:
-        """Seconds between two moments."""
+        """Return seconds since an earlier mark."""
         return self._at_s - earlier._at_s
 
 
 def _host_memory(
     proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int]:
-    """(total, available) bytes of host memory, within the control group's limit.
+    """Return (total, available) bytes of host memory, within the control group's limit.
 
-    What the group's files keep in the cache is handed back where it is needed.
+    Inactive file pages of the group count as available: the kernel reclaims them when needed.
     """
     fields = _numbers(proc / "meminfo")
     total, available = (1024 * fields[name] for name in ("MemTotal:", "MemAvailable:"))
@@ -151,7 +162,7 @@ def _host_memory(
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number of each line, by the line's first word."""
+    """Return the first number of each line, by the line's first word."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines}
 

@@ -1,7 +1,6 @@
-"""An NVIDIA GPU: the budget is enforced by torch's own allocator, memory is read through NVML.
+"""An NVIDIA GPU: torch's allocator enforces the budget, and memory is read through NVML.
 
-`CudaDevice` creates a CUDA context, and belongs in the worker; what may be asked without one is in
-`autofit.devices.nvml`.
+`CudaDevice` creates a CUDA context and belongs in the worker; `autofit.devices.nvml` needs none.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from contextlib import contextmanager
 import torch
 
 from autofit.devices.base import Environment, MemoryReading
-from autofit.devices.nvml import CONTEXT_BYTES, Nvml, Share, device_uuid, who_grew
+from autofit.devices.nvml import CONTEXT_BYTES, Nvml, ProcessMemory, device_uuid, process_that_grew
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
 
-_KNOCK_BYTES = 32 * 2**20
+_IDENTIFYING_BYTES = 32 * 2**20
 
 
 class CudaDevice:
-    """A GPU held by this process; making one creates the CUDA context.
+    """A GPU used by this process; the constructor creates the CUDA context.
 
     Args:
-        name: "cuda:1"; without an index the one that this process computes on.
-        owns_process: nobody else computes in this process, so whatever it caches may be let go;
-            None: so it is where there is no context yet.
+        name: "cuda:1"; without an index the current device of this process.
+        owns_process: whether this process is dedicated to autofit, so that its cuBLAS workspaces
+            may be freed. None: true if no CUDA context exists yet.
 
     Raises:
-        DeviceUnavailable: there is no CUDA device, or not that one, or it does not answer.
-        torch.OutOfMemoryError, torch.AcceleratorError: it is too full for a context.
+        DeviceUnavailable: there is no CUDA device, or not that one, or it does not respond.
+        torch.OutOfMemoryError, torch.AcceleratorError: there is no memory for a context.
     """
 
     tracked_steps = 0
@@ -61,13 +60,13 @@ class CudaDevice:
         self._properties = torch.cuda.get_device_properties(index)
         outside = self._used_bytes() - self._reserved_bytes()
         others = before.used_bytes if before and self._makes_context else 0
-        self._share = Share(context_bytes=outside - others, outside_bytes=outside)
+        self._own = ProcessMemory(context_bytes=outside - others, outside_bytes=outside)
         self._listed_as = self._find_itself()
         free, self.total_bytes = map(int, torch.cuda.mem_get_info(index))
         self.free_bytes = min(free + self._own_bytes(), self.total_bytes)
 
     def close(self) -> None:
-        """Give back cached memory, the cap and the current device as they were found."""
+        """Release cached memory and restore the memory fraction and the current device."""
         try:
             self.release_cache()
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
@@ -76,7 +75,7 @@ class CudaDevice:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the GPU does natively."""
+        """What the GPU supports natively."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return Capabilities(
             device_type="cuda",
@@ -102,40 +101,40 @@ class CudaDevice:
         )
 
     def limit(self, vram_budget_bytes: int) -> None:
-        """Cap the caching allocator at what the budget leaves beside the non-torch bytes."""
+        """Cap the caching allocator at the budget less the non-torch bytes."""
         allowed = max(vram_budget_bytes - self.read().non_torch_bytes, 0)
-        # Which of the two the fraction is of differs between versions of torch.
+        # Versions of torch differ in which of the two the fraction refers to.
         whole = max(self.total_bytes, int(self._properties.total_memory))
         fraction = min(allowed / whole, 1.0)
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
-        """The caching allocator accounts by itself."""
+        """Do nothing: the caching allocator accounts by itself."""
         yield
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the GPU."""
+        """Return the tensor on the GPU."""
         return tensor.to(self.torch_device, non_blocking=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in pinned memory, as `DataLoader(pin_memory=True)` hands it over.
+        """Return the tensor in pinned memory, as `DataLoader(pin_memory=True)` does.
 
-        A copy from any other memory holds up the host, and precision or layout seem to gain less.
+        Copies from other memory block the host, which would hide gains of precision or layout.
         """
         if tensor.device.type != "cpu":
             return tensor
         try:
             return tensor.pin_memory()
-        except RuntimeError:  # there is not so much of it, or the layout cannot be pinned
+        except RuntimeError:  # too little pinned memory, or a layout that cannot be pinned
             return tensor
 
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model on the GPU."""
+        """Move the model to the GPU, and return it."""
         return model.to(self.torch_device)
 
     def mark(self) -> CudaMark:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         return CudaMark()
 
     def synchronize(self) -> None:
@@ -143,7 +142,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def read(self) -> MemoryReading:
-        """The caching allocator's statistics, and what the process holds beside it."""
+        """Return the caching allocator's statistics, and the process's bytes outside it."""
         statistics = torch.cuda.memory_stats(self.torch_device)
         reserved = int(statistics.get("reserved_bytes.all.current", 0))
         return MemoryReading(
@@ -156,20 +155,21 @@ class CudaDevice:
         )
 
     def allocated_bytes(self) -> int:
-        """Bytes in live tensors; unlike `read` it asks the allocator alone."""
+        """Return bytes in live tensors; unlike `read` without asking NVML."""
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def reset_peaks(self) -> None:
-        """Start new peaks at what is held now."""
+        """Restart the peaks at the current values."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def release_cache(self) -> None:
         """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90).
 
-        A graph that the caller captured may hold on to the workspaces of its process; they stay.
+        Workspaces stay in a process that autofit does not own: CUDA graphs that the caller captured
+        may refer to them.
         """
         if self._owns_process:
-            torch._C._cuda_clearCublasWorkspaces()  # nothing public frees what the allocator lent
+            torch._C._cuda_clearCublasWorkspaces()  # torch has no public function for it
         torch.cuda.empty_cache()
 
     def check_health(self) -> None:
@@ -180,19 +180,19 @@ class CudaDevice:
             raise DeviceUnavailable(f"{self.torch_device} added 1024 ones up to {total.item()}")
 
     def foreign_bytes(self) -> int | None:
-        """What other processes hold on the GPU now, as far as it can be told from our own."""
+        """Return the bytes used on the GPU less those of this process."""
         return max(self._used_bytes() - self._own_bytes(), 0)
 
     def _own_bytes(self) -> int:
-        """What this process holds: NVML's own count, or else what `Share` makes of it."""
+        """Return the bytes of this process: as NVML lists them, or else by `ProcessMemory`."""
         listed = self._nvml.bytes_by_process() if self._listed_as is not None else None
         if listed and self._listed_as in listed:
             return listed[self._listed_as]
         reserved = self._reserved_bytes()
-        return reserved + self._share.of(self._used_bytes() - reserved)
+        return reserved + self._own.outside_allocator(self._used_bytes() - reserved)
 
     def _used_bytes(self) -> int:
-        """What all processes hold."""
+        """Return the bytes of all processes."""
         reading = self._nvml.read()
         if reading is not None:
             return reading.used_bytes
@@ -203,26 +203,27 @@ class CudaDevice:
         return int(torch.cuda.memory_reserved(self.torch_device))
 
     def _find_itself(self) -> int | None:
-        """The process id that NVML knows this process by: in a container it may be the host's.
+        """Return the id under which NVML lists this process; None if it does not.
 
-        It is the one that grows as this process allocates, and that holds no more beside it than a
-        context may take: a container can show all that run in it as one. None: it is not listed.
+        In a container the id may be the host's. It is the process that grows as this one allocates
+        and uses no more than a context outside the allocator: some containers list all of their
+        processes as one.
         """
         before = self._nvml.bytes_by_process()
         if not before:
             return None
         reserved = self._reserved_bytes()
         try:
-            knock = torch.empty(_KNOCK_BYTES, dtype=torch.uint8, device=self.torch_device)
+            block = torch.empty(_IDENTIFYING_BYTES, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError:
             return None
         after = self._nvml.bytes_by_process() or {}
         grown = self._reserved_bytes() - reserved
-        found = who_grew(before, after, grown) if grown else os.getpid()
-        beside = after.get(found, 0) - self._reserved_bytes() if found is not None else 0
-        del knock
+        found = process_that_grew(before, after, grown) if grown else os.getpid()
+        outside = after.get(found, 0) - self._reserved_bytes() if found is not None else 0
+        del block
         self.release_cache()
-        return found if found in after and 0 <= beside <= CONTEXT_BYTES else None
+        return found if found in after and 0 <= outside <= CONTEXT_BYTES else None
 
 
 class CudaMark:
@@ -233,5 +234,5 @@ class CudaMark:
         self._event.record()
 
     def seconds_since(self, earlier: CudaMark) -> float:
-        """Seconds between two events, once the device has passed both."""
+        """Return seconds since an earlier event, once the device has passed both."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3

@@ -1,7 +1,4 @@
-"""One search at a time on a device that two would spoil for each other.
-
-The lock falls with the process that holds it, however that ends.
-"""
+"""A lock for one search at a time on a device; it is released when its process ends, anyhow."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ _SHARED_FOLDER = Path("/tmp")  # TMPDIR differs between users and jobs, the devi
 
 
 class DeviceLock(AbstractContextManager["DeviceLock"]):
-    """Held from its making until `release`.
+    """A lock that is held from construction until `release`.
 
     Args:
-        key: the device's own name on this host, such as the UUID of a GPU.
+        key: the device's unique name on this host, such as the UUID of a GPU.
 
     Raises:
         DeviceUnavailable: another search holds it.
@@ -29,7 +26,7 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
 
     def __init__(self, key: str) -> None:
         folder = _SHARED_FOLDER if _SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
-        name = re.sub(r"[^\w.-]", "_", key)  # MIG-GPU-.../1/0 is a key, and no path
+        name = re.sub(r"[^\w.-]", "_", key)  # MIG-GPU-.../1/0 is a key
         self._file = _open(folder / f"autofit-{name}.lock")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,14 +34,14 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
             holder = os.pread(self._file, 100, 0).decode(errors="replace").strip()
             os.close(self._file)
             raise DeviceUnavailable(
-                f"another search ({holder or 'of another user'}) is using the device {key}: two "
-                "at once would spoil each other's memory and times. Wait for it to end, or choose "
+                f"another search ({holder or 'of another user'}) is using the device {key}. Two at "
+                "once would distort each other's memory and times: wait for it to end, or choose "
                 "another device"
             ) from None
         self._sign(f"process {os.getpid()}\n")
 
     def release(self) -> None:
-        """Let others have the device; once is enough."""
+        """Release the lock; calling it again does nothing."""
         if self._file >= 0:
             self._sign("")
             os.close(self._file)
@@ -57,12 +54,12 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
         try:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
-        except OSError:  # another user's file, or a full disk: the lock itself holds all the same
+        except OSError:  # another user's file, or a full disk: the lock holds anyway
             return
 
 
 def _open(path: Path) -> int:
-    """The lock file, for reading alone where it is another user's."""
+    """Open the lock file, read-only where it is another user's."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except PermissionError:

@@ -1,6 +1,6 @@
-"""NVML's view of a GPU: what is used on it, and which process holds how much.
+"""The memory of a GPU and of its processes, through NVML.
 
-Nothing here creates a CUDA context, so a parent process may ask too. NVML counts devices in PCI
+Nothing here creates a CUDA context, so a parent process may use it. NVML counts devices in PCI
 order and ignores CUDA_VISIBLE_DEVICES, so a device is found by its UUID, never by its index.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class NvmlReading:
-    """A device's memory as NVML sees it; `used_bytes` leaves out what the driver reserves."""
+    """A device's memory; `used_bytes` excludes what the driver reserves."""
 
     total_bytes: int
     free_bytes: int
@@ -24,7 +24,7 @@ class NvmlReading:
 
 
 class Nvml:
-    """NVML's view of one device; every method answers None where NVML refuses (MIG, containers)."""
+    """One device in NVML; methods return None where NVML refuses (MIG, containers)."""
 
     def __init__(self, uuid: str) -> None:
         self._handle = _handle(uuid)
@@ -35,16 +35,16 @@ class Nvml:
         return self._handle is not None
 
     def read(self) -> NvmlReading | None:
-        """Total, free and used bytes now."""
+        """Return total, free and used bytes."""
         info = self._ask(
             lambda nvml: nvml.nvmlDeviceGetMemoryInfo(self._handle, version=nvml.nvmlMemory_v2)
         )
         return info and NvmlReading(int(info.total), int(info.free), int(info.used))
 
     def bytes_by_process(self) -> dict[int, int] | None:
-        """Process id -> bytes held on the device, as far as they are told.
+        """Return the bytes on the device by process id, for the processes that NVML lists.
 
-        Inside a container the ids may be those of the host, or processes may be left out.
+        In a container the ids may be those of the host, and processes may be missing.
         """
         processes = self._ask(lambda nvml: nvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
         if processes is None:
@@ -52,27 +52,26 @@ class Nvml:
         return {each.pid: int(each.usedGpuMemory) for each in processes if each.usedGpuMemory}
 
     def driver(self) -> str | None:
-        """The driver's version."""
+        """Return the driver's version."""
         version = self._ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
         return version and str(version)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any | None:
-        """The answer; None where there is no handle, or NVML refuses."""
+        """Return the answer; None where there is no handle, or NVML refuses."""
         if self._handle is None:
             return None
         import pynvml
 
         try:
             return question(pynvml)
-        except Exception:  # where driver and bindings are of different ages it is no NVMLError
+        except Exception:  # not always an NVMLError: driver and bindings may differ in age
             return None
 
 
 def device_uuid(index: int) -> str:
-    """The UUID that NVML knows the visible device `index` by (GPU-... or MIG-...).
+    """Return the UUID of the visible device `index` in NVML (GPU-... or MIG-...).
 
-    torch says neither which of the two it is; a slice is a MIG one also where no variable made it
-    visible.
+    torch does not tell which of the two it is, and a MIG slice may be visible without a variable.
     """
     listed = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if index < len(listed) and listed[index].startswith("MIG-"):
@@ -88,35 +87,30 @@ def _handle(uuid: str) -> Any | None:
 
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # NVML is missing, refuses, or does not know the UUID: a fallback exists
+    except Exception:  # NVML is missing, refuses, or does not know the UUID
         return None
 
 
-# How much of what is used on a GPU is this process's own.
-#
-# Beside what torch's allocator reserves, a process holds a context, and libraries (cuBLAS, cuDNN,
-# NCCL) that are loaded when they are first used. NVML says it exactly, where it lists the process
-# with its bytes; inside a container it often does not.
-
 CONTEXT_BYTES = 2**30
-"""A context that seems to take more than this is not seen alone: a choice, no measurement."""
+"""Growth beyond this while a context is made includes other processes: a choice, not measured."""
 LIBRARY_BYTES = 512 * 2**20
-"""So much growth beside the allocator is taken for our own libraries: a choice, no measurement."""
+"""Later growth up to this is attributed to our own libraries: a choice, not measured."""
 
 
-class Share:
-    """This process's part of the bytes beside its allocator, where NVML does not list it.
+class ProcessMemory:
+    """Estimates this process's bytes outside the allocator where NVML does not list the process.
 
-    What was added while the context was made is ours, up to `CONTEXT_BYTES`. Later growth cannot be
-    told from another process's: it is ours up to `LIBRARY_BYTES` and another's beyond. That errs on
-    the side of holding too much, which makes plans smaller and never too large; only allocations
-    beside torch's that are larger than these (a communication library's buffers, another
-    framework's) are missed. What was ours stays ours, since libraries give nothing back.
+    Outside the allocator a process holds a context, and libraries (cuBLAS, cuDNN, NCCL) that are
+    loaded on first use. The growth while the context is made is ours, up to `CONTEXT_BYTES`. Later
+    growth cannot be told from another process's: up to `LIBRARY_BYTES` it is ours, the rest is not.
+    This errs towards too much, which makes plans smaller. Only larger allocations outside torch are
+    missed (a communication library's buffers, another framework's). The estimate never falls, since
+    libraries return nothing.
 
     Args:
-        context_bytes: what was added while the context was made; where it was there already, all
-            that is used beside this process's allocator.
-        outside_bytes: all that is used on the device now beside this process's allocator.
+        context_bytes: growth while the context was made; if it existed, all bytes in use on the
+            device outside this process's allocator.
+        outside_bytes: bytes in use on the device now outside this process's allocator.
     """
 
     def __init__(self, context_bytes: int, outside_bytes: int) -> None:
@@ -124,16 +118,18 @@ class Share:
         self._lowest_outside_bytes = outside_bytes
         self._library_bytes = 0
 
-    def of(self, outside_bytes: int) -> int:
-        """This process's part of what is used beside its allocator now."""
+    def outside_allocator(self, outside_bytes: int) -> int:
+        """Return this process's part of the bytes in use outside its allocator now."""
         grown = min(outside_bytes - self._lowest_outside_bytes, LIBRARY_BYTES)
         self._library_bytes = max(self._library_bytes, grown)
         self._lowest_outside_bytes = min(self._lowest_outside_bytes, outside_bytes)
         return min(self._context_bytes + self._library_bytes, outside_bytes)
 
 
-def who_grew(before: Mapping[int, int], after: Mapping[int, int], grown_bytes: int) -> int | None:
-    """The one process whose bytes grew by so much (and by less than twice that); None: not one."""
+def process_that_grew(
+    before: Mapping[int, int], after: Mapping[int, int], grown_bytes: int
+) -> int | None:
+    """Return the one process that grew by at least, and less than twice, so much; else None."""
     found = [
         process
         for process, held in after.items()

@@ -1,4 +1,4 @@
-"""From a device's name to the device."""
+"""Open a device by its name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from autofit.errors import InvalidRequest
 
 
 def open_device(name: str | torch.device | None, *, owns_process: bool | None = None) -> Device:
-    """The device of that name, held by this process from now on.
+    """Return the device of that name.
 
     Args:
-        name: "cuda", "cuda:1" or "cpu"; None: cuda where there is one.
+        name: "cuda", "cuda:1" or "cpu"; None: cuda if there is one.
         owns_process: see `CudaDevice`.
 
     Raises:
-        InvalidRequest: no such kind of device.
-        DeviceUnavailable: it is not there.
+        InvalidRequest: there is no such kind of device.
+        DeviceUnavailable: there is no such device.
     """
     check_device_name(name)
     chosen = str(name) if name is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,28 +29,28 @@ def open_device(name: str | torch.device | None, *, owns_process: bool | None = 
 
 
 def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:
-    """`name` with the index that the caller's process means by it.
+    """Return `name` with the index that it has in the caller's process.
 
-    Where none is said, a live model's GPU, else the one that this process computes on; where it
-    computes on none, `name` as it is, and no CUDA context is created to find out.
+    Without an index: a live model's GPU, else the current device of this process; if it has no CUDA
+    context yet, `name` as it is, and none is created to find out.
     """
     check_device_name(name)
-    said = None if name is None else str(name)
-    if said not in (None, "cuda"):
-        return said
+    given = None if name is None else str(name)
+    if given not in (None, "cuda"):
+        return given
     tensors = () if model is None else (*model.parameters(), *model.buffers())
     found = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if found is not None:
         return str(found)
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-    return f"cuda:{torch.cuda.current_device()}" if is_used else said
+    return f"cuda:{torch.cuda.current_device()}" if is_used else given
 
 
 def check_device_name(name: str | torch.device | None) -> None:
-    """Refuse what names no device anywhere.
+    """Refuse a name that is not a device's on any machine.
 
     Raises:
-        InvalidRequest: no such kind of device.
+        InvalidRequest: there is no such kind of device.
     """
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
         raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')

@@ -1,1 +1,1 @@
-"""What a training holds: the CUDA caching allocator, simulated, and the tracer that feeds it."""
+"""The simulated CUDA caching allocator, and the tracer that feeds it."""

@@ -1,18 +1,18 @@
-"""The CUDA caching allocator, simulated: what a training's tensors make the device hold.
+"""A simulation of the CUDA caching allocator.
 
 `CachingAllocator` takes allocations and releases in the order in which a process makes them and
 answers as `torch.cuda.memory_stats` would: bytes in live blocks, bytes held in segments, the peaks
-of both, and how often the cache was flushed because the limit was reached. It promises the rules
-of c10/cuda/CUDACachingAllocator.cpp with their default settings and one stream:
+of both, and how often the cache was flushed because the limit was reached. It follows
+c10/cuda/CUDACachingAllocator.cpp with default settings and one stream:
 
 - sizes are rounded up to 512 bytes; up to 1 MiB a block comes from the small pool;
 - a new segment has 2 MiB in the small pool; in the large one 20 MiB, or from 10 MiB on the
   request rounded up to 2 MiB;
-- the smallest free block that is large enough is taken, the lowest address first; what is left of
-  it is split off from 512 bytes (small pool) or above 1 MiB (large pool), else handed out whole;
+- the smallest free block that is large enough is taken, the lowest address first; a rest of 512
+  bytes or more (small pool) or above 1 MiB (large pool) is split off;
 - a released block merges with its free neighbours in the segment;
-- where a new segment would pass the limit, every segment without a live block is given back
-  first (one retry), and only then is the request refused.
+- where a new segment would exceed the limit, every segment without a live block is released first
+  (one retry), and only then is the request refused.
 
 The limit means the same as `torch.cuda.set_per_process_memory_fraction`: it bounds the bytes in
 segments. Addresses only break ties between equal sizes; as the Linux driver does, each new segment
@@ -28,13 +28,13 @@ from autofit.units import format_bytes
 
 
 class OutOfBudget(Exception):
-    """The limit left no room for a request, also after the cache was flushed.
+    """The limit left no room for a request, even after the cache was flushed.
 
     Attributes:
-        requested_bytes: what was asked for.
+        requested_bytes: size of the request.
         limit_bytes: the most that segments may hold.
-        allocated_bytes: what live blocks held.
-        reserved_bytes: what segments held after the flush.
+        allocated_bytes: bytes in live blocks.
+        reserved_bytes: bytes in segments after the flush.
     """
 
     def __init__(
@@ -55,15 +55,14 @@ class CachingAllocator:
     """An allocator with an optional limit on what its segments may hold.
 
     Args:
-        limit_bytes: the limit; None: none. It may be changed at any time and then holds for what
-            is allocated afterwards.
+        limit_bytes: the limit; None: none. It may be changed at any time, for later allocations.
         expandable_segments: as with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
     Attributes:
-        allocated_bytes: bytes in blocks that are handed out.
+        allocated_bytes: bytes in live blocks.
         reserved_bytes: bytes in segments.
-        peak_allocated_bytes: the most of the former since `reset_peaks`.
-        peak_reserved_bytes: the most of the latter since then.
+        peak_allocated_bytes: most allocated bytes since `reset_peaks`.
+        peak_reserved_bytes: most reserved bytes since then.
         retries: times the cache was flushed because the limit was reached.
     """
 
@@ -81,7 +80,7 @@ class CachingAllocator:
         )
 
     def allocate(self, nbytes: int) -> Block:
-        """A block of at least `nbytes`, to be given to `free`.
+        """Return a block of at least `nbytes`, to be given to `free`.
 
         Raises:
             OutOfBudget: the limit leaves no room for it.
@@ -109,7 +108,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give back all memory that lies in segments (or whole pages) without a live block."""
+        """Release segments (or whole pages) without a live block."""
         for pool in self._pools:
             if self._expandable is not None:
                 self._expandable.release(pool)
@@ -119,7 +118,7 @@ class CachingAllocator:
                 self._release(block.size)
 
     def reset_peaks(self) -> None:
-        """Let the peaks begin anew at what is held now."""
+        """Restart both peaks at the current values."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 

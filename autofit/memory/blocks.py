@@ -1,4 +1,4 @@
-"""Blocks and pools: the ranges that the simulated CUDA caching allocator hands out.
+"""Blocks and pools of the simulated CUDA caching allocator.
 
 A segment is a chain of blocks without gaps. A pool keeps the free ones of its size class in the
 order in which the real allocator looks for them: smallest first, then lowest address.
@@ -20,12 +20,12 @@ OWN_SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `size`."""
+    """Return the smallest multiple of `multiple` that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 class Block:
-    """A range of a segment: handed out, free, or (expandable segments) with no memory behind it."""
+    """A range of a segment: live, free, or (expandable segments) without memory mapped to it."""
 
     __slots__ = ("address", "available", "mapped", "next", "pool", "previous", "size")
 
@@ -35,12 +35,12 @@ class Block:
         self.size = size
         self.mapped = mapped
         self.available = False
-        """Whether it stands in its pool's list of free blocks."""
+        """Whether it is in its pool's list of free blocks."""
         self.previous: Block | None = None
         self.next: Block | None = None
 
     def cut(self, size: int) -> Block:
-        """Shorten this block to `size` bytes; returns the rest, which follows it."""
+        """Shorten this block to `size` bytes and return the rest, which follows it."""
         rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.previous, rest.next = self, self.next
         if rest.next is not None:
@@ -49,7 +49,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Take the block that follows into this one."""
+        """Merge the block that follows into this one."""
         gone = self.next
         assert gone is not None
         self.size += gone.size
@@ -59,7 +59,7 @@ class Block:
 
     @property
     def fills_segment(self) -> bool:
-        """Whether nothing else lies in its segment."""
+        """Whether it is the only block of its segment."""
         return self.previous is None and self.next is None
 
 
@@ -77,8 +77,8 @@ class Pool:
         self.small = small
         self.split_from_bytes = ROUNDING_BYTES if small else SMALL_REQUEST_BYTES + 1
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
-        # Entries are (size, address, block); a shorter tuple is ordered among them, and since no
-        # two have the same address, blocks are never compared.
+        # Entries are (size, address, block). Shorter tuples sort among them, and no two have the
+        # same address, so blocks are never compared.
         self._free: list[Any] = []
 
     def __iter__(self) -> Any:
@@ -94,11 +94,11 @@ class Pool:
         return block
 
     def candidates(self, size: int) -> list[Block]:
-        """Every free block of at least `size` bytes, in the order of the search."""
+        """Return every free block of at least `size` bytes, in the order of the search."""
         return [entry[2] for entry in self._free[bisect_left(self._free, (size,)) :]]
 
     def add(self, block: Block) -> None:
-        """Make a block available, merged with the free memory on either side of it."""
+        """Make a block available, merged with free neighbours."""
         following, before = block.next, block.previous
         if following is not None and following.available:
             self.remove(following)
@@ -111,12 +111,12 @@ class Pool:
         insort(self._free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Take a free block out of the list."""
+        """Remove a free block from the list."""
         del self._free[bisect_left(self._free, (block.size, block.address))]
         block.available = False
 
     def segment_bytes(self, size: int) -> int:
-        """How large a segment is made for a request of that (rounded) size."""
+        """Return the size of a new segment for a request of that (rounded) size."""
         if self.small or size < OWN_SEGMENT_FROM_BYTES:
             return self.page_bytes
         return round_up(size, OWN_SEGMENT_ROUNDING_BYTES)

@@ -1,8 +1,8 @@
-"""Expandable segments: one growing segment a pool, instead of many of fixed size.
+"""Expandable segments: one growing segment per pool instead of many of fixed size.
 
 Follows `ExpandableSegment` and `try_allocate_expandable_block` of CUDACachingAllocator.cpp:
-addresses are plentiful and memory is put behind them (mapped) page by page, so that free memory
-lying apart can be given back and mapped again where a large request needs it in one piece.
+addresses are plentiful and memory is mapped to them page by page, so scattered free memory can be
+unmapped and mapped again where a large request needs it in one piece.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class ExpandableSegments:
     """The segments of both pools.
 
     Args:
-        reserve: counts that many more bytes of memory in use, or answers False.
-        release: takes that many bytes back.
+        reserve: takes that many bytes more, or returns False.
+        release: returns that many bytes.
     """
 
     def __init__(self, reserve: Callable[[int], bool], release: Callable[[int], None]) -> None:
@@ -27,10 +27,10 @@ class ExpandableSegments:
         self._tails: dict[bool, Block] = {}
 
     def best_fit(self, pool: Pool, size: int) -> Block | None:
-        """The free block that should serve a request, counting what could be mapped behind each.
+        """Remove and return the free block that should serve a request; None without one.
 
-        Of blocks that are large enough, a later one is preferred while it could grow less: so the
-        end of the segment stays free for growing.
+        Of blocks that are large enough, a later one is preferred while it could grow less, which
+        keeps the end of the segment free for growing.
         """
         candidates = pool.candidates(size)
         if not candidates:
@@ -44,7 +44,7 @@ class ExpandableSegments:
         return best
 
     def grow(self, pool: Pool, size: int) -> Block | None:
-        """A block of at least `size` bytes, with memory mapped for it; None if there is no room."""
+        """Return a block of at least `size` bytes, newly mapped; None if there is no room."""
         block = self._room(pool, size)
         if not block.mapped:
             mapped = self._map(pool, block, min(block.size, size))
@@ -62,7 +62,7 @@ class ExpandableSegments:
         return block
 
     def release(self, pool: Pool) -> None:
-        """Give back every whole page that lies in free memory."""
+        """Unmap every whole page of free memory."""
         for block in list(pool):
             start = round_up(block.address, pool.page_bytes)
             end = (block.address + block.size) // pool.page_bytes * pool.page_bytes
@@ -70,7 +70,7 @@ class ExpandableSegments:
                 self._unmap(pool, block, start, end)
 
     def _room(self, pool: Pool, size: int) -> Block:
-        """The first free or unmapped block from which `size` bytes on nothing is in use."""
+        """Return the first block that begins `size` bytes of free or unmapped addresses."""
         block: Block | None = self._head(pool)
         while block is not None:
             if not block.mapped:
@@ -82,14 +82,14 @@ class ExpandableSegments:
         raise AssertionError("the addresses of a segment never end")
 
     def _head(self, pool: Pool) -> Block:
-        """The first block of the pool's segment."""
+        """Return the first block of the pool's segment."""
         if pool.small not in self._tails:
             address = _ADDRESSES_PER_SEGMENT * (1 + pool.small)
             self._tails[pool.small] = Block(pool, address, _ADDRESSES_PER_SEGMENT, mapped=False)
         return self._tails[pool.small]
 
     def _map(self, pool: Pool, block: Block, size: int) -> Block | None:
-        """Put memory behind the first `size` bytes of an unmapped block, in whole pages."""
+        """Map the first `size` bytes of an unmapped block, in whole pages."""
         mapped_bytes = min(round_up(size, pool.page_bytes), block.size)
         if not self._reserve(mapped_bytes):
             return None
@@ -99,7 +99,7 @@ class ExpandableSegments:
         return _added(pool, block)
 
     def _unmap(self, pool: Pool, block: Block, start: int, end: int) -> None:
-        """Take the memory from `start` to `end` away from a free block."""
+        """Unmap the addresses from `start` to `end` of a free block."""
         pool.remove(block)
         if start > block.address:
             rest = block.cut(start - block.address)
@@ -116,7 +116,7 @@ class ExpandableSegments:
 
 
 def _added(pool: Pool, block: Block) -> Block:
-    """Add a block to its pool; returns the free block that it is now part of."""
+    """Add a block to its pool and return the free block that it is now part of."""
     before = block.previous
     merged = before if before is not None and before.available else block
     pool.add(block)
@@ -130,7 +130,7 @@ def _size_when_grown(block: Block) -> int:
 
 
 def _reach(block: Block | None, size: int) -> bool:
-    """Whether free or unmapped blocks from this one on come to `size` bytes."""
+    """Return whether free or unmapped blocks from this one on add up to `size` bytes."""
     while block is not None and (block.available or not block.mapped):
         size -= block.size
         if size <= 0:

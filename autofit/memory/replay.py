@@ -1,9 +1,9 @@
-"""Replays of recorded allocations: what a training would hold, and the least it can run in.
+"""Replays of recorded allocations: the peaks of a training, and the smallest limit it runs in.
 
-Neither peak says what a training requires. The real allocator flushes its cache before it gives
-up, so less than peak reserved is often enough, while fragmentation keeps it from getting by with
-peak allocated. `required_bytes` therefore runs the recorded events again under lower and lower
-limits: required is the smallest under which the last steps flush nothing; warm-up may flush.
+Neither peak tells what a training requires. The real allocator flushes its cache before it gives
+up, so less than peak reserved is often enough; fragmentation makes it need more than peak
+allocated. `required_bytes` therefore replays the recorded events under lower and lower limits: the
+smallest under which the last steps do not flush, while warm-up may.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES, ROUNDING_BYTES, Block, round_up
 
 Event: TypeAlias = tuple[int, int]
-"""(id, bytes) for an allocation, ids being whole numbers from 1, and (-id, 0) for its release."""
+"""(id, bytes) for an allocation, with ids from 1, and (-id, 0) for its release."""
 
 STEPS = 4
-CALM_STEPS = 2
-_FALL = 0.02
-_CALM_LIMITS = 3
+STEADY_STEPS = 2
+"""The last of them, which must not flush."""
+_DECREASE = 0.02
+_CONFIRMING_LIMITS = 3
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The allocations of a training that was built and then stepped.
+    """The allocations of building a training and of its first optimizer steps.
 
     Attributes:
-        events: in the order in which they happened.
-        step_ends: for each recorded optimizer step, how many events had happened at its end.
-        optional: allocations that code can do without, by id, and what they are for. Where one is
-            refused, whatever it is for goes without from then on: so PyTorch treats the
-            workspaces of convolution algorithms.
+        events: allocations and releases in order.
+        step_ends: for each recorded optimizer step, the number of events at its end.
+        optional: purposes of dispensable allocations, by id. Once one is refused, its purpose goes
+            without from then on, as PyTorch treats the workspaces of convolution algorithms.
     """
 
     events: Sequence[Event]
@@ -41,10 +41,10 @@ class Recording:
     optional: Mapping[int, Hashable] = field(default_factory=dict)
 
     def steps(self, count: int) -> Iterator[Sequence[Event]]:
-        """The events of `count` steps, those of building among the first's.
+        """Yield the events of `count` steps; the first includes those of building.
 
-        Where fewer were recorded, the last one is repeated: what it released of the memory that
-        earlier steps had left is, in a repetition, taken from what the step before it left.
+        Where fewer were recorded, the last one is repeated: memory that it released of earlier
+        steps is, in a repetition, released of the step before.
         """
         start = 0
         for end in self.step_ends[:count]:
@@ -55,29 +55,29 @@ class Recording:
 
     @property
     def largest_number(self) -> int:
-        """The largest id; repeated steps count on from it."""
+        """The largest id; ids of repeated steps continue from it."""
         return max((event for event, _ in self.events), default=0)
 
     def _repetitions(self, count: int) -> Iterator[Sequence[Event]]:
         start = self.step_ends[-2] if len(self.step_ends) > 1 else 0
         last = self.events[start : self.step_ends[-1]]
-        born = {event: size for event, size in last if event > 0}
-        dead = {-event for event, _ in last if event < 0}
-        survivors = [event for event in born if event not in dead]
+        allocated = {event: size for event, size in last if event > 0}
+        freed = {-event for event, _ in last if event < 0}
+        live_at_end = [event for event in allocated if event not in freed]
         sizes = dict(event for event in self.events[:start] if event[0] > 0)
-        heirs = _pair_by_size(
-            [(event, sizes[event]) for event in dead if event not in born],
-            [(event, born[event]) for event in survivors],
+        successors = _pair_by_size(
+            [(event, sizes[event]) for event in freed if event not in allocated],
+            [(event, allocated[event]) for event in live_at_end],
         )
         shift = self.largest_number
         for turn in range(1, count + 1):
-            renumbered = (_renumbered(event, born, heirs, turn, shift) for event in last)
+            renumbered = (_renumbered(event, allocated, successors, turn, shift) for event in last)
             yield [event for event in renumbered if event is not None]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What one replay held, and how often it had to flush.
+    """The peaks of one replay, and how often it flushed the cache.
 
     Attributes:
         peak_allocated_bytes: most bytes in live blocks.
@@ -101,19 +101,15 @@ def replay(
         OutOfBudget: the limit is too small for it.
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
-    run = _Run(allocator, recording) if recording.optional else None
-    live: dict[int, Block] = {}
+    run = _Run(allocator, recording)
     retries = []
     for events in recording.steps(STEPS):
-        if run is None:
-            _run(allocator, live, events)
-        else:
-            run.step(events)
+        run.step(events)
         retries.append(allocator.retries)
     return Replay(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
-        retries[-1] - retries[-1 - CALM_STEPS],
+        retries[-1] - retries[-1 - STEADY_STEPS],
         retries[-1] - retries[-2],
     )
 
@@ -121,30 +117,30 @@ def replay(
 def required_bytes(
     recording: Recording, *, expandable_segments: bool = False, resolution: float = 0.002
 ) -> int:
-    """The smallest limit under which four steps run, the last two of them without a flush.
+    """Return the smallest limit under which four steps run, the last two without a flush.
 
     A smaller limit can work by chance where a larger one does not, since a flush at another moment
-    leaves other segments behind. So the limit falls from where nothing is flushed, by 2 % at a
-    time, and is bisected between the last that worked and the first that did not. Limits under
-    which only the warm-up took a step longer are passed through, if three below them work; not
-    where convolutions would go without workspaces, whose sizes are no better known than that.
+    leaves other segments behind. So the limit is lowered by 2 % at a time from where nothing is
+    flushed, and bisected between the last that worked and the first that did not. A limit under
+    which only the warm-up took a step longer is passed if three below it work, but not if
+    convolutions would go without workspaces, whose sizes are not known well enough.
 
     Args:
         recording: the allocations.
-        expandable_segments: whether the process asks for them.
-        resolution: how closely to bisect, as a share of the limit; never under 2 MiB.
+        expandable_segments: whether the process uses them.
+        resolution: of the bisection, as a share of the limit; at least 2 MiB.
     """
     works = replay(recording, expandable_segments=expandable_segments).peak_reserved_bytes
     fails = lowest = _indispensable_bytes(recording) - 1
     limit, doubted = works, 0
     while limit > lowest + 1:
-        limit = max(limit - max(int(limit * _FALL), OWN_SEGMENT_ROUNDING_BYTES), lowest + 1)
+        limit = max(limit - max(int(limit * _DECREASE), OWN_SEGMENT_ROUNDING_BYTES), lowest + 1)
         held = _held(recording, limit, expandable_segments)
         if held is not None and not held.late_retries:
             limit, doubted = held.peak_reserved_bytes, max(doubted - 1, 0)
             works, fails = (works, fails) if doubted else (limit, lowest)
             continue
-        fails, doubted = max(fails, limit), _CALM_LIMITS
+        fails, doubted = max(fails, limit), _CONFIRMING_LIMITS
         if held is None or held.last_retries or recording.optional:
             break
     while works - fails > max(OWN_SEGMENT_ROUNDING_BYTES, works * resolution):
@@ -158,53 +154,49 @@ def required_bytes(
 
 
 def _held(recording: Recording, limit_bytes: int, expandable: bool) -> Replay | None:
-    """What a replay under the limit held; None where it ran out."""
+    """Return the replay under a limit; None where it runs out of memory."""
     try:
         return replay(recording, limit_bytes=limit_bytes, expandable_segments=expandable)
     except OutOfBudget:
         return None
 
 
-def _run(allocator: CachingAllocator, live: dict[int, Block], events: Sequence[Event]) -> None:
-    allocate, free = allocator.allocate, allocator.free
-    for event, size in events:
-        if event > 0:
-            live[event] = allocate(size)
-        else:
-            free(live.pop(-event))
-
-
 class _Run:
-    """A run of a recording with optional allocations, and what it has learned to do without."""
+    """A run of a recording; remembers which purposes of optional allocations were refused."""
 
     def __init__(self, allocator: CachingAllocator, recording: Recording) -> None:
         self._allocator = allocator
         self._optional = recording.optional
         self._shift = recording.largest_number
         self._live: dict[int, Block] = {}
-        self._given_up: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
 
     def step(self, events: Sequence[Event]) -> None:
+        live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
         for event, size in events:
-            if event > 0:
+            if event < 0:
+                block = live.pop(-event, None)
+                if block is not None:  # it was not refused
+                    free(block)
+            elif not self._optional:
+                live[event] = allocate(size)
+            else:
                 self._allocate(event, size)
-            elif -event in self._live:
-                self._allocator.free(self._live.pop(-event))
 
     def _allocate(self, number: int, size: int) -> None:
         purpose = self._optional.get((number - 1) % self._shift + 1)
-        if purpose is not None and purpose in self._given_up:
+        if purpose is not None and purpose in self._refused:
             return
         try:
             self._live[number] = self._allocator.allocate(size)
         except OutOfBudget:
             if purpose is None:
                 raise
-            self._given_up.add(purpose)
+            self._refused.add(purpose)
 
 
 def _indispensable_bytes(recording: Recording) -> int:
-    """The most bytes in live blocks if nothing optional is allocated."""
+    """Return the most bytes in live blocks if nothing optional is allocated."""
     live: dict[int, int] = {}
     held = most = 0
     for event, size in recording.events[: recording.step_ends[-1]]:
@@ -218,26 +210,26 @@ def _indispensable_bytes(recording: Recording) -> int:
 
 
 def _renumbered(
-    event: Event, born: dict[int, int], heirs: dict[int, int], turn: int, shift: int
+    event: Event, allocated: dict[int, int], successors: dict[int, int], turn: int, shift: int
 ) -> Event | None:
+    """Return an event as it is in a repetition; None where there is nothing left to release."""
     number = abs(event[0])
-    if number in born:
+    if number in allocated:
         number += turn * shift
-    elif number in heirs:
-        number = heirs[number] + (turn - 1) * shift
+    elif number in successors:
+        number = successors[number] + (turn - 1) * shift
     else:
-        # Released for good in the recorded step: there is nothing left to release again.
         return None
     return (number if event[0] > 0 else -number), event[1]
 
 
-def _pair_by_size(gone: list[Event], left: list[Event]) -> dict[int, int]:
-    """Each released id -> an id of the same size that was left in its place."""
+def _pair_by_size(released: list[Event], remaining: list[Event]) -> dict[int, int]:
+    """Return for each released id a remaining id of the same size, if there is one."""
     pairs = {}
-    waiting: dict[int, list[int]] = {}
-    for number, size in reversed(left):
-        waiting.setdefault(size, []).append(number)
-    for number, size in sorted(gone):
-        if waiting.get(size):
-            pairs[number] = waiting[size].pop()
+    by_size: dict[int, list[int]] = {}
+    for number, size in reversed(remaining):
+        by_size.setdefault(size, []).append(number)
+    for number, size in sorted(released):
+        if by_size.get(size):
+            pairs[number] = by_size[size].pop()
     return pairs

@@ -1,13 +1,11 @@
-"""The tracer: turns the tensors of any code that runs under it into allocator calls.
+"""A tracer that turns the tensors of any code into calls of the simulated allocator.
 
-`MemoryTracer` watches every operator. A storage that an operator brought into being on the traced
-device is allocated in the simulated allocator and released there when it dies, be it inside or
-outside the mode, in forward, backward, a checkpoint's recomputation or an optimizer's step. Where
-the allocator refuses, `torch.OutOfMemoryError` is raised out of the operator, as on a GPU.
-
-It serves real computation on the CPU and dry runs on the meta device alike. Storages that were
-there before (they are seen as arguments first, or were registered) are foreign: neither they nor
-views of them count.
+`MemoryTracer` sees every operator, of real computation on the CPU and of dry runs on the meta
+device alike. A storage that an operator creates on the traced device is allocated, and released
+when it is collected: inside or outside the mode, in forward, backward, a checkpoint's recomputation
+or an optimizer's step. Where the allocator refuses, `torch.OutOfMemoryError` is raised out of the
+operator, as on a GPU. Storages that existed before (seen as arguments first, or registered) are
+foreign: neither they nor views of them count.
 """
 
 from __future__ import annotations
@@ -26,11 +24,9 @@ from autofit.memory.blocks import Block
 from autofit.memory.replay import Event, Recording
 from autofit.units import format_bytes
 
-# From values that Python code passes around to the storages behind them.
-
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value and in its lists, tuples and dicts."""
+    """Yield the tensors in a value and in its lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -42,7 +38,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """What holds a tensor's values: one storage, or one for each part of a sparse tensor."""
+    """Return a tensor's storage, or one for each part of a sparse tensor."""
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:
@@ -50,11 +46,11 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
         return [part.untyped_storage() for part in parts]
-    return []  # an opaque layout (MKL-DNN) keeps its memory to itself
+    return []  # opaque layouts (MKL-DNN) do not show their memory
 
 
 Order: TypeAlias = list[int | torch.Tensor | None]
-"""What is allocated when; see `MemoryTracer.allocate_in_order`."""
+"""The order of allocations; see `MemoryTracer.allocate_in_order`."""
 
 _FOREIGN = 0
 
@@ -63,13 +59,13 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """A dispatch mode that feeds an allocator; it may be entered any number of times.
 
     Args:
-        allocator: who counts and may refuse; None: one without a limit.
+        allocator: the allocator; None: one without a limit.
         device_type: the kind of device whose storages count, such as "cpu" or "meta".
         record: keep every event for replays.
 
     Attributes:
         allocator: the allocator.
-        events: what happened so far, where it is recorded.
+        events: the events so far, if they are recorded.
     """
 
     def __init__(
@@ -88,13 +84,13 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._optional: dict[int, Hashable] = {}
         self._storages: dict[int, _Storage] = {}
         self._last_number = _FOREIGN
-        self._dead: deque[_Storage] = deque()
+        self._collected: deque[_Storage] = deque()
         self._busy = False
         self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(_unwraps_itself, types)):
-            return NotImplemented  # its inner tensors come by one by one, and those count
+            return NotImplemented  # its inner tensors follow one by one, and those count
         given = list(tensors_in((args, kwargs)))
         if func is not _LIFT_FRESH:
             self._meet(given)
@@ -112,11 +108,11 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; a subclass may stand in for operators that the device lacks."""
+        """Run an operator; subclasses may stand in for operators that the device lacks."""
         return func(*args, **kwargs)
 
     def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Allocate what an operator returned; a subclass may add what its kernel takes besides.
+        """Allocate what an operator returned; subclasses may add the memory of its kernel.
 
         Raises:
             OutOfBudget: there is no room for it.
@@ -124,12 +120,12 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._settle(tensors_in(result))
 
     def register_foreign(self, value: Any) -> None:
-        """Never count the storages in `value`: a tensor, or tensors in lists, tuples and dicts."""
+        """Never count the storages of the tensors in `value`, or in its lists, tuples and dicts."""
         self._meet(tensors_in(value))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is born inside is foreign: it stands for memory elsewhere, such as the host's."""
+        """Treat storages created inside as foreign, as if they lay in the host's memory."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -137,16 +133,16 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self._aside = before
 
     def end_step(self) -> None:
-        """Note that an optimizer step ends here (see `recording`)."""
+        """Mark the end of an optimizer step (see `recording`)."""
         self._step_ends.append(len(self.events))
 
     @property
     def recording(self) -> Recording:
-        """What was recorded, up to the end of the last step."""
+        """The events recorded so far, and where steps ended."""
         return Recording(self.events, tuple(self._step_ends), self._optional)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage in the events; None where it does not count."""
+        """Return the number of a tensor's storage in the events; None where it does not count."""
         for storage in storages_of(tensor):
             tracked = self._storages.get(storage._cdata)
             if tracked is not None and tracked.number != _FOREIGN:
@@ -156,12 +152,12 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def allocate_in_order(
         self, items: Iterable[int | torch.Tensor | None], *, optional_for: Hashable = None
     ) -> None:
-        """Allocate in turn what a kernel takes.
+        """Allocate the scratch memory and the results of a kernel in turn.
 
         Args:
             items: a number is scratch memory of that many bytes, a tensor is a result; None
                 releases the scratch memory so far, and so does the end.
-            optional_for: what could do without the scratch (see `Recording.optional`).
+            optional_for: the purpose that can do without the scratch (see `Recording.optional`).
 
         Raises:
             OutOfBudget: there is no room for it.
@@ -196,7 +192,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self._allocate(nbytes)[0]
 
     def _meet(self, tensors: Any) -> None:
-        """Take every storage that is not known yet as foreign."""
+        """Register every storage that is not known yet as foreign."""
         for tensor in tensors:
             if tensor.device.type == self._device_type:
                 for storage in storages_of(tensor):
@@ -204,7 +200,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                         self._track(storage)
 
     def _settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Allocate what an operator brought into being, and follow storages that it resized."""
+        """Allocate storages that an operator created, and reallocate those that it resized."""
         for tensor in tensors:
             if tensor.device.type != self._device_type:
                 continue
@@ -219,33 +215,33 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                     self._resize(tracked, nbytes)
 
     def _track(self, storage: torch.UntypedStorage) -> _Storage:
-        tracked = _Storage(storage, self._on_death)
+        tracked = _Storage(storage, self._on_collected)
         tracked.key, tracked.number = storage._cdata, _FOREIGN
         tracked.block, tracked.nbytes = None, storage.nbytes()
         self._storages[tracked.key] = tracked
         return tracked
 
     def _resize(self, tracked: _Storage, nbytes: int) -> None:
-        """A resize allocates anew before it gives the old memory back."""
+        """Allocate the new size before the old one is released, as CUDA does."""
         old = tracked.number, tracked.block
         tracked.number, tracked.block = self._allocate(nbytes)
         tracked.nbytes = nbytes
         self._release(*old)
 
-    def _on_death(self, tracked: _Storage) -> None:
-        """Called when a storage is gone, at any time: also while the allocator is at work."""
-        self._dead.append(tracked)
-        self._bury()
+    def _on_collected(self, tracked: _Storage) -> None:
+        # A storage may be collected at any time, also while the allocator is at work.
+        self._collected.append(tracked)
+        self._release_collected()
 
-    def _bury(self) -> None:
-        while self._dead and not self._busy:
-            tracked = self._dead.popleft()
+    def _release_collected(self) -> None:
+        while self._collected and not self._busy:
+            tracked = self._collected.popleft()
             if self._storages.get(tracked.key) is tracked:
                 del self._storages[tracked.key]
             self._release(tracked.number, tracked.block)
 
     def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
-        """A new number, and the block behind it (none for an empty storage)."""
+        """Return a new number and its block (None for an empty storage)."""
         self._last_number += 1
         number = self._last_number
         if not nbytes:
@@ -257,7 +253,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 self.events.append((number, nbytes))
         finally:
             self._busy = False
-        self._bury()
+        self._release_collected()
         return number, block
 
     def _release(self, number: int, block: Block | None) -> None:
@@ -268,11 +264,11 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if self._record:
             self.events.append((-number, 0))
         self._busy = False
-        self._bury()
+        self._release_collected()
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
-    """A storage that is being watched, and the block that stands for it."""
+    """A reference to a watched storage, and the block that stands for it."""
 
     __slots__ = ("block", "key", "nbytes", "number")
     key: int
@@ -282,16 +278,16 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
 
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
-"""What `torch.tensor` ends with: its argument was made an instant ago, out of the mode's sight."""
+"""The end of `torch.tensor`: its argument was just created, out of the mode's sight."""
 
 
 def _unwraps_itself(kind: type) -> bool:
-    """Whether a tensor class runs operators on inner tensors of its own."""
+    """Return whether a tensor class runs operators on inner tensors of its own."""
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass_type(kind)
 
 
 def _out_of_memory(refusal: OutOfBudget) -> torch.OutOfMemoryError:
-    """The error, worded as CUDA's allocator words it."""
+    """Return the error in the words of CUDA's allocator."""
     held = refusal.reserved_bytes - refusal.allocated_bytes
     return torch.OutOfMemoryError(
         "CUDA out of memory (simulated). "

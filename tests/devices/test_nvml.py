@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.devices.nvml import CONTEXT_BYTES, LIBRARY_BYTES, Nvml, Share, device_uuid, who_grew
+from autofit.devices.nvml import (
+    CONTEXT_BYTES,
+    LIBRARY_BYTES,
+    Nvml,
+    ProcessMemory,
+    device_uuid,
+    process_that_grew,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,53 +51,53 @@ CONTEXT = 500 * MIB
 
 
 def test_the_context_is_our_own_and_what_was_there_before_it_is_not() -> None:
-    assert Share(CONTEXT, 3 * GIB + CONTEXT).of(3 * GIB + CONTEXT) == CONTEXT
+    assert ProcessMemory(CONTEXT, 3 * GIB + CONTEXT).outside_allocator(3 * GIB + CONTEXT) == CONTEXT
 
 
 def test_libraries_that_are_loaded_later_are_our_own_and_stay_so() -> None:
-    share = Share(CONTEXT, GIB)
-    assert share.of(GIB + 200 * MIB) == CONTEXT + 200 * MIB
-    assert share.of(GIB) == CONTEXT + 200 * MIB
+    memory = ProcessMemory(CONTEXT, GIB)
+    assert memory.outside_allocator(GIB + 200 * MIB) == CONTEXT + 200 * MIB
+    assert memory.outside_allocator(GIB) == CONTEXT + 200 * MIB
 
 
 def test_what_grows_beyond_libraries_is_another_processs() -> None:
-    share = Share(CONTEXT, GIB)
-    assert share.of(9 * GIB) == CONTEXT + LIBRARY_BYTES
-    assert share.of(9 * GIB + 100 * MIB) == CONTEXT + LIBRARY_BYTES
+    memory = ProcessMemory(CONTEXT, GIB)
+    assert memory.outside_allocator(9 * GIB) == CONTEXT + LIBRARY_BYTES
+    assert memory.outside_allocator(9 * GIB + 100 * MIB) == CONTEXT + LIBRARY_BYTES
 
 
 def test_what_others_give_back_hides_no_growth_of_our_own() -> None:
-    share = Share(CONTEXT, 9 * GIB)
-    assert share.of(GIB) == CONTEXT
-    assert share.of(GIB + 200 * MIB) == CONTEXT + 200 * MIB
+    memory = ProcessMemory(CONTEXT, 9 * GIB)
+    assert memory.outside_allocator(GIB) == CONTEXT
+    assert memory.outside_allocator(GIB + 200 * MIB) == CONTEXT + 200 * MIB
 
 
 def test_a_neighbour_that_comes_and_goes_is_not_counted_again_each_time() -> None:
-    share = Share(CONTEXT, GIB)
+    memory = ProcessMemory(CONTEXT, GIB)
     for _ in range(20):
-        share.of(GIB + 100 * MIB)
-        share.of(GIB)
-    assert share.of(GIB) == CONTEXT + 100 * MIB
+        memory.outside_allocator(GIB + 100 * MIB)
+        memory.outside_allocator(GIB)
+    assert memory.outside_allocator(GIB) == CONTEXT + 100 * MIB
 
 
 def test_a_neighbour_that_came_while_the_context_was_made_is_not_all_ours() -> None:
-    assert Share(9 * GIB, 20 * GIB).of(20 * GIB) == CONTEXT_BYTES
+    assert ProcessMemory(9 * GIB, 20 * GIB).outside_allocator(20 * GIB) == CONTEXT_BYTES
 
 
 def test_our_own_is_never_more_than_all() -> None:
-    assert Share(9 * GIB, 9 * GIB).of(100 * MIB) == 100 * MIB
-    assert Share(-GIB, GIB).of(GIB) == 0  # a neighbour left while the context was made
+    assert ProcessMemory(9 * GIB, 9 * GIB).outside_allocator(100 * MIB) == 100 * MIB
+    assert ProcessMemory(-GIB, GIB).outside_allocator(GIB) == 0
 
 
 def test_the_process_that_grew_is_this_one() -> None:
     before = {4711: 500 * MIB, 4712: GIB}
-    assert who_grew(before, {4711: 532 * MIB, 4712: GIB}, 32 * MIB) == 4711
-    assert who_grew(before, {4711: 534 * MIB, 4712: 3 * GIB}, 32 * MIB) == 4711
-    assert who_grew({}, {4711: 34 * MIB}, 32 * MIB) == 4711
+    assert process_that_grew(before, {4711: 532 * MIB, 4712: GIB}, 32 * MIB) == 4711
+    assert process_that_grew(before, {4711: 534 * MIB, 4712: 3 * GIB}, 32 * MIB) == 4711
+    assert process_that_grew({}, {4711: 34 * MIB}, 32 * MIB) == 4711
 
 
 def test_where_it_is_not_one_process_alone_none_is() -> None:
     before = {4711: 500 * MIB, 4712: GIB}
-    assert who_grew(before, before, 32 * MIB) is None
-    assert who_grew(before, {4711: 532 * MIB, 4712: GIB + 32 * MIB}, 32 * MIB) is None
-    assert who_grew(before, {4711: 532 * MIB}, 0) is None
+    assert process_that_grew(before, before, 32 * MIB) is None
+    assert process_that_grew(before, {4711: 532 * MIB, 4712: GIB + 32 * MIB}, 32 * MIB) is None
+    assert process_that_grew(before, {4711: 532 * MIB}, 0) is None
