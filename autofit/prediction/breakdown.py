@@ -1,4 +1,4 @@
-"""What the bytes of a rehearsal are for: weights, gradients, optimizer state, activations, rest."""
+"""Attribute the bytes of a dry run to weights, gradients, optimizer state, activations, rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autofit.memory.blocks import Block
 from autofit.memory.replay import STEPS, Recording
 from autofit.memory.tracer import tensors_in
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.cuda.unsupported import Lack
+from autofit.prediction.cuda.values import Unsupported
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
 
@@ -23,7 +23,7 @@ KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries"
 
 
 class Labels:
-    """Finds out, while a training runs, what the tracer's allocations are for."""
+    """Finds out, while a training runs, the kind of each of the tracer's allocations."""
 
     def __init__(self, tracer: CudaTracer) -> None:
         self._tracer = tracer
@@ -33,9 +33,8 @@ class Labels:
     def watching(self, training: Training) -> Iterator[None]:
         """Note weights now, and gradients as they appear.
 
-        A sparse gradient is noted as lacking: PyTorch adds up its rows with or without merging
-        those that repeat, which values tell, and an optimizer that keeps it grows from step to
-        step.
+        Sparse gradients are unsupported: whether PyTorch merges rows that repeat depends on values,
+        and an optimizer that keeps them grows from step to step.
         """
         self._note("weights", [*training.model.parameters(), *training.model.buffers()])
         hooks = [
@@ -50,16 +49,16 @@ class Labels:
                 hook.remove()
 
     def note_state(self, training: Training) -> None:
-        """Note the optimizers' state as it is now."""
+        """Note the current state of the optimizers."""
         for optimizer in by_name(training.optimizer).values():
             self._note("optimizer_state", tensors_in(dict(optimizer.state)))
 
     def at_peak(
         self, recording: Recording, *, expandable_segments: bool = False
     ) -> Mapping[str, int]:
-        """Bytes of each kind at the moment when most was allocated; they add up to that peak.
+        """Return bytes by kind at the moment of peak allocated; they add up to it.
 
-        What the allocator's block holds beyond the request counts with it.
+        The rounding of a block counts with its allocation.
         """
         allocator = CachingAllocator(expandable_segments=expandable_segments)
         held = dict.fromkeys(KINDS, 0)
@@ -80,7 +79,7 @@ class Labels:
         return best
 
     def kind_of(self, number: int) -> str:
-        """What an allocation is for; what the forward pass made is taken for activations."""
+        """Return the kind of an allocation; those of the forward pass count as activations."""
         known = self._kinds.get(number)
         if known is not None:
             return known
@@ -89,10 +88,10 @@ class Labels:
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
-            self._tracer.note_lack(
-                Lack(
-                    "what a sparse gradient takes hangs on which rows repeat and on how many steps "
-                    "were made",
+            self._tracer.note_unsupported(
+                Unsupported(
+                    "the memory of a sparse gradient depends on which rows repeat and on how many "
+                    "steps were made",
                     f"the gradient of {name}: a dense one, as of Embedding(sparse=False), can be "
                     "predicted",
                 )

@@ -18,11 +18,9 @@ from autofit.errors import AutofitError, CannotTell, InvalidRequest
 from autofit.memory.replay import Recording
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
-from autofit.prediction.cuda import attention, autocast, operators, rnn
-from autofit.prediction.cuda.dispatch import emulation
-from autofit.prediction.cuda.fake_cuda import pretence
+from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.cuda.unsupported import Lack, is_lack
+from autofit.prediction.cuda.values import Unsupported, is_unsupported
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.meta_copy import batch_of, refuse_compiled, twin_of, without_twin
 from autofit.prediction.meta_device import MetaDevice
@@ -39,8 +37,6 @@ from autofit.training.workload import Workload
 STEPS = 2
 _TWO_DEVICES = re.compile(r"on device (cpu|meta) is not on the expected device (cpu|meta)")
 _one_at_a_time = threading.RLock()
-EMULATED = (attention, autocast, operators, rnn)
-"""Imported for what they register with `autofit.prediction.cuda.dispatch`."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +107,12 @@ def stage(
     Live objects and the process are put back.
     """
     with ExitStack() as stack:
-        stack.enter_context(_one_at_a_time)  # the pretence changes torch itself
+        stack.enter_context(_one_at_a_time)  # fake_cuda patches torch itself
         stack.enter_context(preserved(live))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user hears them when the step really runs
-        for context in (emulation(gpu), pretence(gpu, tracer.note), autocast.cast_cache(), tracer):
-            stack.enter_context(context)
+        stack.enter_context(fake_cuda(gpu, tracer.note))
+        stack.enter_context(tracer)
         yield
 
 
@@ -126,11 +122,11 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lack = tracer.lack
-        if lack is None and not isinstance(error, AutofitError) and is_lack(error):
-            lack = Lack.of(error)
-        if lack is not None:
-            raise _cannot_tell(lack) from error
+        unsupported = tracer.unsupported
+        if unsupported is None and not isinstance(error, AutofitError) and is_unsupported(error):
+            unsupported = Unsupported.caught(error)
+        if unsupported is not None:
+            raise _cannot_tell(unsupported) from error
         if plan.micro_batch >= 2**62 or "Storage size calculation overflowed" in str(error):
             raise InvalidRequest(
                 f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
@@ -138,18 +134,19 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
         if not isinstance(error, AutofitError):
             error.add_note("raised while autofit rehearsed the training on the meta device")
         raise
-    if tracer.lack is not None:
-        raise _cannot_tell(tracer.lack)
+    if tracer.unsupported is not None:
+        raise _cannot_tell(tracer.unsupported)
 
 
-def _cannot_tell(lack: Lack) -> CannotTell:
+def _cannot_tell(unsupported: Unsupported) -> CannotTell:
     way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
-    if _TWO_DEVICES.search(lack.reason):
+    if _TWO_DEVICES.search(unsupported.reason):
         way_out = (
             "A tensor made on the CPU meets one of the batch or the model, which fails on a GPU "
             "too: make it where the batch lies, say with device=batch.device"
         )
-    return CannotTell(f"memory cannot be predicted: {lack.reason} ({lack.line}). {way_out}")
+    reason = f"{unsupported.reason} ({unsupported.line})"
+    return CannotTell(f"memory cannot be predicted: {reason}. {way_out}")
 
 
 def meta_dimensions(

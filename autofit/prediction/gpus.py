@@ -1,11 +1,10 @@
-"""What is known of GPUs by name: memory, architecture, multiprocessors, and a context's size.
+"""GPUs by name: memory, architecture, multiprocessors, and the size of a CUDA context.
 
-Memory is what CUDA calls a card's total capacity in public out-of-memory messages, the least that
-was found; where none was found, the nominal size less the share that its generation loses. Drivers
-and error correction move it by a percent and more: where that matters, give bytes. Architecture and
-multiprocessor counts are from NVIDIA's data sheets and CUDA programming guide. Only the context
-bytes of the H200 were measured (torch 2.11, driver 580); those of every other GPU are that value
-until a probe on it has taught a better one (see `Calibration`).
+Memory is the least total capacity found in public out-of-memory messages; where none was found, the
+nominal size less the share that its generation loses. Drivers and error correction change it by a
+percent and more: where that matters, give bytes. Architecture and multiprocessor counts are from
+NVIDIA's data sheets and CUDA programming guide. Context bytes were measured on the H200 alone
+(torch 2.11, driver 580); other GPUs have that value until a probe measures theirs (`Calibration`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autofit.errors import InvalidRequest
-from autofit.units import GIB, MIB, check_size, format_bytes, parse_bytes
+from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
 
 MEASURED_CONTEXT_BYTES = 620 * MIB
 
@@ -24,11 +23,11 @@ class Gpu:
     """A kind of GPU.
 
     Attributes:
-        name: as NVIDIA calls it.
+        name: NVIDIA's name.
         total_bytes: its memory.
         capability: (major, minor) compute capability.
-        multiprocessors: how many; kernels size their scratch memory by it.
-        context_bytes: what a process holds on it outside the allocator.
+        multiprocessors: their number, by which kernels size their scratch memory.
+        context_bytes: bytes of a process outside the allocator.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Gpu:
 
     @property
     def tf32(self) -> bool:
-        """Whether there are matrix products in TF32."""
+        """Whether matrix products in TF32 are computed in hardware."""
         return self.capability >= (8, 0)
 
     @property
@@ -56,13 +55,13 @@ class Gpu:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What cuBLAS takes for each thread that multiplies matrices.
+        """Bytes that cuBLAS takes for each thread that multiplies matrices.
 
         `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on compute
         capability 9.0 and from 10.0 on, elsewhere 8 MiB and 128 KiB.
         """
         large = self.capability == (9, 0) or self.capability[0] >= 10
-        return 32 * MIB if large else 8 * MIB + 128 * 2**10
+        return 32 * MIB if large else 8 * MIB + 128 * KIB
 
 
 def _gib(number: float) -> int:
@@ -121,35 +120,42 @@ _ALIASES = {
     "rtxa6000": "A6000",
     "rtx6000adageneration": "RTX 6000 Ada",
 }
-"""What drivers call them, where that is not the table's name."""
+"""Names in drivers that differ from the table's."""
 _FORM_FACTORS = re.compile(r"sxm\d|hbm\de?")
-_UNNAMED = Gpu("GPU", 0, (9, 0), 132)
+
+
+def _key(name: str) -> str:
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    letters = letters.removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
+    return _FORM_FACTORS.sub("", letters)
+
+
+_BY_KEY = {_key(entry.name): entry for entry in _TABLE}
+_BY_KEY |= {alias: _BY_KEY[_key(name)] for alias, name in _ALIASES.items()}
 
 
 def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
-    """The GPU of that name; or one like the H200 with that much memory.
+    """Return the GPU of that name, or one like the H200 with that much memory.
 
     Args:
         gpu: a name such as "L4", "RTX 4090" or "A100-80GB", in any case and with or without
-            "NVIDIA"; bytes, or a size such as "24GiB"; None: the H200's architecture, whose
-            numbers are the best known, and its memory.
+            "NVIDIA"; bytes, or a size such as "24GiB"; None: the H200, which is known best.
 
     Raises:
-        InvalidRequest: no such GPU is known, or it could not even hold a context.
+        InvalidRequest: no such GPU is known, or the memory is less than a context takes.
     """
     if isinstance(gpu, Gpu):
         return gpu
     if gpu is None:
-        return _by_key("h200")
+        return _BY_KEY["h200"]
     if isinstance(gpu, bool) or not isinstance(gpu, (str, int)):
         raise InvalidRequest(
             f'gpu must be a name such as "L4", a size such as "24GiB" or whole bytes, got {gpu!r}'
         )
     if isinstance(gpu, int):
         return _of_size(gpu, gpu)
-    key = _key(gpu)
-    if key in _keys():
-        return _by_key(key)
+    if _key(gpu) in _BY_KEY:
+        return _BY_KEY[_key(gpu)]
     if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
         return _of_size(parse_bytes(gpu), gpu)
     known = ", ".join(entry.name for entry in _TABLE)
@@ -158,27 +164,13 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
     )
 
 
-def _of_size(total_bytes: int, said: object) -> Gpu:
-    check_size(total_bytes, said)
+def _of_size(total_bytes: int, given: object) -> Gpu:
+    check_size(total_bytes, given)
     if total_bytes <= MEASURED_CONTEXT_BYTES:
         raise InvalidRequest(
-            f"gpu={said!r} is no GPU's memory: a CUDA context alone takes "
-            f"{format_bytes(MEASURED_CONTEXT_BYTES)} of it. Give a name such as "
+            f"gpu={given!r} is too little memory: a CUDA context alone takes "
+            f"{format_bytes(MEASURED_CONTEXT_BYTES)}. Give a name such as "
             '"L4", or a size such as "24GiB"'
         )
-    return replace(_UNNAMED, name=f"GPU of {format_bytes(total_bytes)}", total_bytes=total_bytes)
-
-
-def _keys() -> dict[str, Gpu]:
-    named = {_key(entry.name): entry for entry in _TABLE}
-    return named | {alias: named[_key(name)] for alias, name in _ALIASES.items()}
-
-
-def _by_key(key: str) -> Gpu:
-    return _keys()[key]
-
-
-def _key(name: str) -> str:
-    letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    letters = letters.removeprefix("nvidia").removeprefix("tesla").removeprefix("geforce")
-    return _FORM_FACTORS.sub("", letters)
+    name = f"GPU of {format_bytes(total_bytes)}"
+    return replace(_BY_KEY["h200"], name=name, total_bytes=total_bytes)

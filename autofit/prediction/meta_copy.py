@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from autofit.errors import CannotTell
-from autofit.prediction.cuda.known_values import is_number
 from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.cuda.values import is_number
 from autofit.snapshot.objects import live_objects, walk
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.workload import Workload
@@ -35,7 +35,7 @@ _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, Mapping)
 def twin_of(workload: Workload, tracer: CudaTracer) -> Workload:
     """The workload with a built model, all its tensors on the meta device and not counted.
 
-    Call it inside the pretence and the tracer.
+    Call it inside `fake_cuda` and the tracer.
     """
     with tracer.aside():
         if not isinstance(workload.model, torch.nn.Module):
@@ -93,13 +93,13 @@ def batch_of(workload: Workload, samples: int, tracer: CudaTracer) -> Batch:
 
 
 def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
-    state, lack = torch.get_rng_state(), tracer.lack
+    state, unsupported = torch.get_rng_state(), tracer.unsupported
     with suppress(Exception), torch.device("meta"):
         made = make()
-        if tracer.lack is lack:
+        if tracer.unsupported is unsupported:
             return made
     # With values it may work; if not, that error is the user's.
-    tracer.lack = lack
+    tracer.unsupported = unsupported
     torch.set_rng_state(state)
     return make()
 

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
-from autofit.devices.base import Environment, MemoryReading
-from autofit.prediction.cuda.known_values import is_number
+from autofit.devices.base import Environment
+from autofit.devices.cpu import TracedDevice
 from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.cuda.values import is_number
 from autofit.prediction.gpus import Gpu
 from autofit.strategy import Capabilities
 
 
-class MetaDevice:
-    """Stands for a GPU while a training is rehearsed; implements `autofit.devices.base.Device`.
+class MetaDevice(TracedDevice):
+    """Stands for a GPU in a dry run; implements `autofit.devices.base.Device`.
 
     Args:
-        gpu: which one.
-        tracer: who counts what is on it.
+        gpu: the GPU.
+        tracer: counts what is allocated on it.
     """
 
     tracked_steps = 0
-    exclusive_key: str | None = None
 
     def __init__(self, gpu: Gpu, tracer: CudaTracer) -> None:
+        super().__init__(tracer, non_torch_bytes=gpu.context_bytes)
         self.torch_device = torch.device("meta")
         self.total_bytes = self.free_bytes = gpu.total_bytes
-        self._gpu, self._tracer = gpu, tracer
+        self._gpu, self._known = gpu, tracer.known
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the GPU does natively."""
+        """What the GPU supports natively."""
         return Capabilities(
             device_type="meta",
             bfloat16=self._gpu.native_bfloat16,
@@ -44,7 +43,7 @@ class MetaDevice:
 
     @property
     def environment(self) -> Environment:
-        """The GPU that is stood for, and versions."""
+        """The GPU, and versions."""
         major, minor = self._gpu.capability
         return Environment(
             device="meta",
@@ -58,77 +57,33 @@ class MetaDevice:
         )
 
     def limit(self, vram_budget_bytes: int) -> None:
-        """A rehearsal runs without a limit; replays of it have one."""
-
-    @contextmanager
-    def accounting(self) -> Iterator[None]:
-        """Operators inside count."""
-        with self._tracer:
-            yield
+        """Do nothing: a dry run has no limit, replays of it have one."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of that shape which counts; one that counts already is on the device."""
+        """Return a tensor of that shape which counts; the tensor itself if it counts already."""
         if self._tracer.number_of(tensor) is not None:
             return tensor
         placed = torch.empty_like(tensor.detach(), device=self.torch_device)
         if is_number(tensor):
-            self._tracer.known.learn(placed, self._tracer.known.of(tensor))
+            self._known.learn(placed, self._known.of(tensor))
         return placed.requires_grad_(tensor.requires_grad)
 
-    def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself: no values are copied."""
-        return tensor
-
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The same module with its parameters and buffers on the device."""
+        """Move the parameters and buffers of a module to the device, and return that module."""
         model._apply(self.place)  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
         return model
 
     def mark(self) -> MetaMark:
-        """A rehearsal takes no time."""
+        """Return a mark; a dry run takes no time."""
         return MetaMark()
 
-    def synchronize(self) -> None:
-        """Nothing runs."""
-
-    def read(self) -> MemoryReading:
-        """What the simulated allocator holds."""
-        allocator = self._tracer.allocator
-        return MemoryReading(
-            allocated_bytes=allocator.allocated_bytes,
-            reserved_bytes=allocator.reserved_bytes,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            non_torch_bytes=self._gpu.context_bytes,
-            allocator_retries=allocator.retries,
-        )
-
-    def allocated_bytes(self) -> int:
-        """Bytes in live tensors."""
-        return self._tracer.allocator.allocated_bytes
-
-    def reset_peaks(self) -> None:
-        """Start new peaks at what is held now."""
-        self._tracer.allocator.reset_peaks()
-
-    def release_cache(self) -> None:
-        """Drop cached segments."""
-        self._tracer.allocator.empty_cache()
-
     def check_health(self) -> None:
-        """There is nothing to break."""
-
-    def foreign_bytes(self) -> int | None:
-        """Nobody else is on it."""
-        return 0
-
-    def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no device that could fail."""
 
 
 class MetaMark:
-    """A moment of a device on which everything takes no time."""
+    """A mark of a device on which everything takes no time."""
 
     def seconds_since(self, earlier: MetaMark) -> float:
-        """Zero."""
+        """Return 0.0."""
         return 0.0

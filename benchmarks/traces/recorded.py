@@ -35,6 +35,8 @@ class RecordedTraining:
             four steps.
         recording: the allocations of the traced run.
         operators: the aten operators of the traced run, in order.
+        scratch_sizes: for each operator, the bytes of what was allocated and released again before
+            the next one.
     """
 
     name: str
@@ -45,6 +47,7 @@ class RecordedTraining:
     smallest_limit_bytes: int
     recording: Recording
     operators: tuple[str, ...]
+    scratch_sizes: tuple[list[int], ...]
 
 
 def recorded_trainings() -> Iterator[RecordedTraining]:
@@ -66,7 +69,15 @@ def _read(data: dict[str, Any]) -> RecordedTraining:
         data["cap_no_retry"],
         Recording(events, (first_end, _second_step_end(data, events, first_end))),
         tuple(data["op_names"][name] for name, _, _ in data["ops"]),
+        tuple(_scratch_sizes(data, events)),
     )
+
+
+def _scratch_sizes(data: dict[str, Any], events: list[Event]) -> Iterator[list[int]]:
+    starts = [allocations + releases for _, allocations, releases in data["ops"]]
+    for start, end in zip(starts, [*starts[1:], starts[-1]], strict=True):
+        released = {-number for number, _ in events[start:end] if number < 0}
+        yield [size for number, size in events[start:end] if number in released]
 
 
 def _first_step_end(data: dict[str, Any]) -> int:

@@ -1,15 +1,17 @@
-"""`scaled_dot_product_attention` on meta tensors takes the kernel that CUDA would take.
+"""`scaled_dot_product_attention` on meta tensors runs the kernel that CUDA would choose.
 
-Follows aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: the user's switches
-(`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp` and their like), then an
-order of preference, then what each kernel can take. The kernels decide what is kept for the
-backward pass, so the choice matters far more for memory than any other.
+The kernel decides what is kept for the backward pass, which matters more for memory than any other
+choice. Follows aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: the user's
+switches (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp` and the like),
+then an order of preference, then what each kernel supports.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,11 +19,12 @@ from typing import Any
 import torch
 
 from autofit.prediction.cuda import autocast
-from autofit.prediction.cuda.dispatch import beneath, emulate, emulated_gpu
 from autofit.prediction.gpus import Gpu
 
 aten: Any = torch.ops.aten
 _switches: Any = torch.backends.cuda  # torch does not annotate them
+emulated_gpu: ContextVar[Gpu] = ContextVar("emulated_gpu")
+"""The GPU whose kernels are chosen; `fake_cuda` sets it."""
 
 
 class Kernel(Enum):
@@ -65,20 +68,14 @@ class Call:
 
 
 def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
-    """The kernel that CUDA takes for a call on that GPU."""
-    can = {
-        Kernel.CUDNN: _cudnn_can,
-        Kernel.FLASH: _flash_can,
-        Kernel.EFFICIENT: _efficient_can,
-        Kernel.MATH: _math_can,
-    }
+    """Return the kernel that CUDA chooses for a call on that GPU."""
     if not _shapes_suit_fused(call):
         return Kernel.MATH
-    return next((kernel for kernel in _order(gpu) if can[kernel](call, gpu)), Kernel.MATH)
+    return next((kernel for kernel in _order(gpu) if _SUPPORTS[kernel](call, gpu)), Kernel.MATH)
 
 
 def _order(gpu: Gpu) -> list[Kernel]:
-    """The user's order; cuDNN comes first where that is PyTorch's own and the GPU suits it."""
+    """Return the user's order; cuDNN comes first if that is the default and the GPU suits it."""
     order = [_BY_NUMBER[number] for number in _priority_order() if number in _BY_NUMBER]
     version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
     preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
@@ -90,18 +87,11 @@ def _order(gpu: Gpu) -> list[Kernel]:
 
 def _shapes_suit_fused(call: Call) -> bool:
     query, key, value = call.tensors
-    if any(tensor.dim() != 4 for tensor in call.tensors):
+    if any(tensor.dim() != 4 or tensor.stride(-1) != 1 for tensor in call.tensors):
         return False
-    if query.dtype != key.dtype or query.dtype != value.dtype:
-        return False
-    if any(tensor.stride(-1) != 1 for tensor in call.tensors):
-        return False
+    same_type = query.dtype == key.dtype == value.dtype
     same_batch = query.size(0) == key.size(0) == value.size(0)
-    return same_batch and min(query.size(2), key.size(2)) > 0
-
-
-def _math_can(call: Call, gpu: Gpu) -> bool:
-    return bool(_switches.math_sdp_enabled())
+    return same_type and same_batch and min(query.size(2), key.size(2)) > 0
 
 
 def _heads_agree(call: Call) -> bool:
@@ -113,7 +103,7 @@ def _half(call: Call, gpu: Gpu) -> bool:
     return call.query.dtype in native
 
 
-def _cudnn_can(call: Call, gpu: Gpu) -> bool:
+def _cudnn_supports(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.tensors
     widest = 256 if gpu.capability == (9, 0) else 128
     return (
@@ -131,7 +121,7 @@ def _cudnn_can(call: Call, gpu: Gpu) -> bool:
 
 
 def _mask_suits_cudnn(call: Call) -> bool:
-    """Two or four dimensions, each whole or to be broadcast, and no gradient."""
+    """Return whether the mask has two or four dimensions that broadcast, and no gradient."""
     mask = call.mask
     if mask is None:
         return True
@@ -141,7 +131,7 @@ def _mask_suits_cudnn(call: Call) -> bool:
     return fits and not mask.requires_grad
 
 
-def _flash_can(call: Call, gpu: Gpu) -> bool:
+def _flash_supports(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.tensors
     return (
         _switches.flash_sdp_enabled()
@@ -154,16 +144,28 @@ def _flash_can(call: Call, gpu: Gpu) -> bool:
     )
 
 
-def _efficient_can(call: Call, gpu: Gpu) -> bool:
-    alignment = 4 if call.query.dtype == torch.float32 and gpu.tf32 else 8
-    if call.query.dtype == torch.float32 and not gpu.tf32:
-        alignment = 1
+def _efficient_supports(call: Call, gpu: Gpu) -> bool:
+    alignment = 8
+    if call.query.dtype == torch.float32:
+        alignment = 4 if gpu.tf32 else 1
     return (
         _switches.mem_efficient_sdp_enabled()
         and (_half(call, gpu) or call.query.dtype == torch.float32)
         and _heads_agree(call)
         and all(tensor.size(3) % alignment == 0 for tensor in (call.query, call.value))
     )
+
+
+def _math_supports(call: Call, gpu: Gpu) -> bool:
+    return bool(_switches.math_sdp_enabled())
+
+
+_SUPPORTS: dict[Kernel, Callable[[Call, Gpu], bool]] = {
+    Kernel.CUDNN: _cudnn_supports,
+    Kernel.FLASH: _flash_supports,
+    Kernel.EFFICIENT: _efficient_supports,
+    Kernel.MATH: _math_supports,
+}
 
 
 def _attention(
@@ -176,84 +178,80 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
-    if autocast.is_on():
-        with beneath():
-            query, key, value, attn_mask = map(
-                autocast.in_lower_precision, (query, key, value, attn_mask)
-            )
-    with beneath():
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if not query.is_meta:
-            return _math(call)
-        kernel = chosen_kernel(call, emulated_gpu())
-        if kernel is Kernel.MATH:
-            return _math(call)
-        return {Kernel.CUDNN: _cudnn, Kernel.FLASH: _flash, Kernel.EFFICIENT: _efficient}[kernel](
-            call
-        )
+) -> Any:
+    with autocast.beneath():
+        tensors = query, key, value, attn_mask
+        if autocast.is_on():
+            tensors = autocast.in_lower_precision(tensors)
+        call = Call(*tensors, dropout_p, is_causal, scale, enable_gqa)
+        kernel = chosen_kernel(call, emulated_gpu.get()) if query.is_meta else Kernel.MATH
+        return _RUN[kernel](call)
 
 
-def _math(call: Call) -> torch.Tensor:
-    mask = _additive(call.mask, call.query.dtype)
-    result: torch.Tensor = aten._scaled_dot_product_attention_math(
+def _math(call: Call) -> Any:
+    return aten._scaled_dot_product_attention_math(
         *call.tensors,
-        mask,
+        _additive(call),
         call.dropout,
         call.causal,
         None,
         scale=call.scale,
         enable_gqa=call.grouped,
     )[0]
-    return result
 
 
-def _cudnn(call: Call) -> torch.Tensor:
-    result: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
+def _cudnn(call: Call) -> Any:
+    return aten._scaled_dot_product_cudnn_attention(
         *call.tensors,
-        _additive(call.mask, call.query.dtype),
+        _additive(call),
         call.needs_gradient,
         call.dropout,
         call.causal,
         False,
         scale=call.scale,
     )[0]
-    return result
 
 
-def _flash(call: Call) -> torch.Tensor:
-    """Widths are padded to a multiple of 8, and the result is cut back."""
+def _flash(call: Call) -> Any:
+    """Pad widths to a multiple of 8, and cut the result back."""
     width = call.query.size(3)
     padded = [torch.nn.functional.pad(t, (0, -width % 8)) if width % 8 else t for t in call.tensors]
     scale = call.scale if call.scale is not None else 1 / math.sqrt(width)
-    result: torch.Tensor = aten._scaled_dot_product_flash_attention(
+    return aten._scaled_dot_product_flash_attention(
         *padded, call.dropout, call.causal, False, scale=scale
-    )[0]
-    return result[..., :width]
+    )[0][..., :width]
 
 
-def _efficient(call: Call) -> torch.Tensor:
-    mask = _additive(call.mask, call.query.dtype)
+def _efficient(call: Call) -> Any:
+    mask = _additive(call)
     if mask is not None:
         mask = _aligned(mask, call)
-    result: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+    return aten._scaled_dot_product_efficient_attention(
         *call.tensors, mask, call.needs_gradient, call.dropout, call.causal, scale=call.scale
     )[0]
-    return result
 
 
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A boolean mask as one that is added: zero where it is true, minus infinity elsewhere."""
+_RUN = {
+    Kernel.CUDNN: _cudnn,
+    Kernel.FLASH: _flash,
+    Kernel.EFFICIENT: _efficient,
+    Kernel.MATH: _math,
+}
+
+
+def _additive(call: Call) -> torch.Tensor | None:
+    """Return a boolean mask as zeros and minus infinity; other masks as they are."""
+    mask = call.mask
     if mask is None or mask.dtype != torch.bool:
         return mask
-    zeros = torch.zeros_like(mask, dtype=dtype)
+    zeros = torch.zeros_like(mask, dtype=call.query.dtype)
     return zeros.masked_fill_(mask.logical_not(), -math.inf)
 
 
 def _aligned(mask: torch.Tensor, call: Call) -> torch.Tensor:
-    """A mask with strides of multiples of 8 elements, expanded to the scores' shape.
+    """Return a mask with strides of multiples of 8 elements, expanded to the scores' shape.
 
-    `preprocess_mask` of attention.cpp; where the length is such a multiple, 8 more are added.
+    `preprocess_mask` of attention.cpp, which adds 8 where the length is such a multiple.
     """
     length = mask.size(-1)
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
@@ -261,40 +259,4 @@ def _aligned(mask: torch.Tensor, call: Call) -> torch.Tensor:
     return mask.expand(call.query.size(0), call.query.size(1), call.query.size(2), call.key.size(2))
 
 
-emulate("scaled_dot_product_attention", _attention)
-
-# What the backward kernels of attention allocate for themselves, in bytes.
-
-
-def cudnn_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """cuDNN: float32 gradients of the queries, and a row of sums."""
-    query = args[1]
-    batch, heads, length, width = query.shape
-    return [4 * batch * heads * length * (width + 1) + 256]
-
-
-def flash_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Row sums, and float32 gradients of the queries, both padded (flash_api.cpp)."""
-    query, key = args[1], args[2]
-    batch, heads, length, width = query.shape
-    rounded = -(-length // 128) * 128
-    wide = -(-width // 32) * 32
-    sizes = [4 * batch * heads * rounded, 4 * batch * heads * rounded * wide]
-    if key.size(1) != heads:
-        sizes += [2 * batch * heads * key.size(2) * width] * 2
-    return sizes
-
-
-def efficient_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Row sums of `grad * out`, and float32 gradients of the queries in blocks of 64.
-
-    For float32 the row sums are computed before the kernel (attention_backward.cu).
-    """
-    query = args[1]
-    batch, heads, length, width = query.shape
-    rows = 4 * batch * heads * length
-    blocks = -(-length // 64)
-    accumulators = 4 * batch * heads * (blocks * 64 * (-(-width // 64) * 64) + 4 * blocks)
-    if query.dtype != torch.float32:
-        return [rows, accumulators]
-    return [rows, rows * width, rows, accumulators]
+KERNELS: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention}

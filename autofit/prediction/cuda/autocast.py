@@ -1,19 +1,72 @@
-"""CUDA's autocast for meta tensors: which operators run in which type, and the cache of casts.
+"""CUDA's autocast for meta tensors: the type each operator runs in, and the cache of casts.
 
-Follows ATen/autocast_mode.cpp. An operator that the dispatcher knows to have an autocast kernel on
-CUDA has one of these policies; those that are named in no list here take float32, so that an
-operator added by a later PyTorch falls into the largest group.
+Follows ATen/autocast_mode.cpp. Each operator that has an autocast kernel on CUDA gets the policy of
+the list that names it; operators in no list run in float32, the policy of most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from autofit.prediction.cuda.dispatch import beneath, emulate
+_UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
+KEY_NAME = next(name for name in _UNUSED if hasattr(torch._C.DispatchKey, name))
+"""The dispatch key of the emulation: autocast's for a device that no build has kernels for."""
+KEY_DEVICE = _UNUSED[KEY_NAME]
+KEY: Any = getattr(torch._C.DispatchKey, KEY_NAME)
+
+
+def beneath() -> AbstractContextManager[None]:
+    """Run operators without emulation inside, so that a kernel does not call itself."""
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(KEY)
+    )
+    return guard
+
+
+def is_on() -> bool:
+    """Return whether autocast is enabled for CUDA."""
+    return bool(torch.is_autocast_enabled("cuda"))
+
+
+def in_lower_precision(value: Any) -> Any:
+    """Return the value with eligible tensors in autocast's type; leaf weights are cast once."""
+    return _cast(value, torch.get_autocast_dtype("cuda"))
+
+
+def in_float32(value: Any) -> Any:
+    """Return the value with eligible tensors in float32."""
+    return _cast(value, torch.float32)
+
+
+@contextmanager
+def cast_cache() -> Iterator[None]:
+    """Clear cached casts when autocast does: as its outermost region ends, and on request."""
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        _casts.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_both
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache = clear
+        _casts.clear()
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """Return a kernel by name for each operator that has an autocast kernel on CUDA."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {
+        name.removeprefix("aten::"): _kernel(name.removeprefix("aten::"))
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
+    }
 
 
 def _names(text: str) -> frozenset[str]:
@@ -42,45 +95,9 @@ _WIDEST = _names(
 )
 _NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 _REFUSED = _names("binary_cross_entropy")
-_ELSEWHERE = _names(
-    "scaled_dot_product_attention rms_norm softmax.int log_softmax.int lstm_cell gru_cell"
-)
-"""Cast by whoever emulates them for other reasons too."""
 
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""id of a weight -> the weight, which the cast keeps alive as in C++, and its cast."""
-
-
-def is_on() -> bool:
-    """Whether CUDA's autocast is enabled here."""
-    return bool(torch.is_autocast_enabled("cuda"))
-
-
-def in_lower_precision(value: Any) -> Any:
-    """The value with its eligible tensors cast to autocast's type, leaf weights cast once."""
-    return _cast(value, torch.get_autocast_dtype("cuda"))
-
-
-def in_float32(value: Any) -> Any:
-    """The value with its eligible tensors cast to float32."""
-    return _cast(value, torch.float32)
-
-
-@contextmanager
-def cast_cache() -> Iterator[None]:
-    """Forget casts where autocast does: where its outermost region is left, and when asked to."""
-    clear = torch.clear_autocast_cache
-
-    def clear_both() -> None:
-        _casts.clear()
-        clear()
-
-    torch.clear_autocast_cache = clear_both
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache = clear
-        _casts.clear()
+"""By id of a weight: the weight, which stays alive as in C++, and its cast."""
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -113,6 +130,34 @@ def _eligible(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
+def _kernel(name: str) -> Callable[..., Any]:
+    op, policy = _overload(name), _policy(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        enabled = is_on()
+        with beneath():
+            return policy(op, args, kwargs) if enabled else op(*args, **kwargs)
+
+    return kernel
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _policy(name: str) -> Callable[[Any, Any, Any], Any]:
+    if name in _LOWER:
+        return _lower
+    if name in _FLOAT32_RESULT:
+        return _float32_result
+    if name in _WIDEST:
+        return _widest
+    if name in _NORMS:
+        return _norm
+    return _refused if name in _REFUSED else _float32
+
+
 def _lower(op: Any, args: Any, kwargs: Any) -> Any:
     return _called_in(torch.get_autocast_dtype("cuda"), op, args, kwargs)
 
@@ -122,7 +167,7 @@ def _float32(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _called_in(dtype: torch.dtype, op: Any, args: Any, kwargs: Any) -> Any:
-    """The last argument is cast first, as compiled C++ does: recorded trainings show it."""
+    # The last argument is cast first, as compiled C++ does: recorded trainings show it.
     named = {name: _cast(arg, dtype) for name, arg in reversed(kwargs.items())}
     return op(*[_cast(arg, dtype) for arg in reversed(args)][::-1], **named)
 
@@ -139,74 +184,25 @@ def _float32_result(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _widest(op: Any, args: Any, kwargs: Any) -> Any:
-    """All in float32 if one eligible tensor is, else in the lower type."""
-    floating = [tensor for tensor in _tensors(args) if _eligible(tensor)]
-    wide = any(tensor.dtype == torch.float32 for tensor in floating)
+    """Run in float32 if one eligible tensor has it, else in the lower type."""
+    flat = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    tensors = [part for part in flat if isinstance(part, torch.Tensor) and _eligible(part)]
+    wide = any(tensor.dtype == torch.float32 for tensor in tensors)
     return (_float32 if wide else _lower)(op, args, kwargs)
 
 
 def _norm(op: Any, args: Any, kwargs: Any) -> Any:
-    """A norm whose sum is taken in float32, by the variant that has a `dtype`."""
+    """Sum in float32, through the overload that takes a `dtype`."""
     if not _eligible(args[0]):
         return op(*args, **kwargs)
-    variant = _overload(_NORMS[op._schema.name.split("::")[1] + "." + op._overloadname])
+    overload = _overload(_NORMS[op._schema.name.split("::")[1] + "." + op._overloadname])
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     given.setdefault("p", 2)
-    return variant(**given, dtype=torch.float32)
+    return overload(**given, dtype=torch.float32)
 
 
 def _refused(op: Any, args: Any, kwargs: Any) -> Any:
     raise RuntimeError(
         f"{op} is unsafe to autocast: use binary_cross_entropy_with_logits (CUDA refuses it too)"
     )
-
-
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _tensors(arg)
-
-
-def _policy(name: str) -> Callable[[Any, Any, Any], Any]:
-    if name in _LOWER:
-        return _lower
-    if name in _FLOAT32_RESULT:
-        return _float32_result
-    if name in _WIDEST:
-        return _widest
-    if name in _NORMS:
-        return _norm
-    return _refused if name in _REFUSED else _float32
-
-
-def _overload(name: str) -> Any:
-    base, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    op, policy = _overload(name), _policy(name)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not is_on():
-            with beneath():
-                return op(*args, **kwargs)
-        with beneath():
-            return policy(op, args, kwargs)
-
-    return kernel
-
-
-def _register() -> None:
-    for name in torch._C._dispatch_get_all_op_names():
-        short = name.removeprefix("aten::")
-        if short == name or short in _ELSEWHERE:
-            continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
-            emulate(short, _kernel(short))
-
-
-_register()

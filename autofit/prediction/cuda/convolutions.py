@@ -1,7 +1,7 @@
 """The workspaces that cuDNN takes for convolutions.
 
-cuDNN documents neither which algorithm its heuristics take nor how much memory one needs, but the
-mechanism explains what recorded trainings show to the byte:
+cuDNN documents neither which algorithm its heuristics choose nor how much memory one needs. The
+following mechanism explains what recorded trainings show to the byte:
 
 - Tensor cores (16-bit types, and float32 where TF32 is allowed) want channels last, with a
   multiple of 8 channels for 16-bit types; other layouts are copied over, results copied back.
@@ -10,8 +10,8 @@ mechanism explains what recorded trainings show to the byte:
 - A pointwise convolution is a plain matrix product where its rows are aligned; its weight gradient
   is then summed over the samples' products, each stored in float32.
 
-A workspace is a wish: where there is no memory for it, PyTorch runs the next algorithm and stays
-with that one. `autofit.memory.replay` treats it so.
+A workspace is dispensable: without memory for it PyTorch runs the next algorithm, and stays with
+that one, as `autofit.memory.replay` does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Direction(Enum):
-    """What is computed: the output, or a gradient."""
+    """The result that is computed: the output, or a gradient."""
 
     FORWARD = "forward"
     DATA = "data gradient"
@@ -62,11 +62,11 @@ class Convolution:
 
     @property
     def depthwise(self) -> bool:
-        """Run by PyTorch's own kernels."""
+        """Whether PyTorch's own kernels run it."""
         return self.groups > 1 and self.groups == self.data[1]
 
     def copies(self, multiple: int) -> tuple[int, int, int]:
-        """Bytes of data, weight and result with their channels padded to a multiple."""
+        """Return bytes of data, weight and result with their channels padded to a multiple."""
         data = _padded(self.data, {1}, multiple)
         weight = _padded(self.weight, {0, 1}, multiple) if prod(self.weight[2:]) > 1 else 0
         result = _padded(self.result, {1}, multiple)
@@ -74,7 +74,7 @@ class Convolution:
 
 
 def workspace_bytes(convolution: Convolution, direction: Direction, gpu: Gpu) -> int:
-    """What cuDNN takes for it where memory is free."""
+    """Return the bytes that cuDNN takes for a convolution where memory is free."""
     if convolution.depthwise:
         return 0
     if _on_tensor_cores(convolution.dtype, gpu):
@@ -112,7 +112,7 @@ def _tensor_cores(convolution: Convolution, direction: Direction) -> int:
 
 
 def _winograd(convolution: Convolution, direction: Direction) -> int:
-    """Tiles of 4x4 results for weight gradients, else of 6x6, with a border of 2, in float32."""
+    """Return float32 tiles of 4x4 results for weight gradients, else 6x6, with a border of 2."""
     plain = set(convolution.stride) == {1} == set(convolution.dilation)
     if convolution.weight[2:] != (3, 3) or not plain or convolution.groups != 1:
         return 0
@@ -133,7 +133,7 @@ def _padded(shape: tuple[int, ...], dims: set[int], multiple: int) -> int:
 def in_layout_of_cudnn(
     data: torch.Tensor, weight: torch.Tensor, results: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Results of `aten::convolution` and its backward, as cuDNN lays them out; meta has its own."""
+    """Return results of `aten::convolution` and its backward in cuDNN's memory format."""
     layout = _layout(data, weight)
     return tuple(
         torch.empty_like(result, memory_format=layout)
@@ -146,29 +146,23 @@ def in_layout_of_cudnn(
 
 
 def copied_operands(convolution: Convolution, operands: Any) -> list[int]:
-    """Sizes of the operands that PyTorch copies to the layout that the convolution runs in."""
+    """Return sizes of the operands that PyTorch copies to the layout of the convolution."""
     layout = torch.contiguous_format
     if convolution.channels_last:
         layout = _CHANNELS_LAST[len(convolution.data)]
-    return [
-        tensor.numel() * tensor.element_size()
-        for tensor in operands
-        if not tensor.is_contiguous(memory_format=layout)
-    ]
+    return [each.nbytes for each in operands if not each.is_contiguous(memory_format=layout)]
 
 
 def of_forward(args: Any, result: torch.Tensor) -> Convolution:
-    """The convolution that `aten::convolution` was called for."""
+    """Return the convolution that `aten::convolution` was called for."""
     data, weight, _, stride, _, dilation, transposed, _, groups = args
-    if (
-        transposed
-    ):  # the forward pass of a transposed one is a data gradient, result and data swapped
+    if transposed:  # its forward pass is a data gradient, with result and data swapped
         return _convolution(result, weight, data, stride, dilation, groups)
     return _convolution(data, weight, result, stride, dilation, groups)
 
 
 def of_backward(args: Any) -> Convolution:
-    """The convolution that `aten::convolution_backward` was called for."""
+    """Return the convolution that `aten::convolution_backward` was called for."""
     gradient, data, weight, _, stride, _, dilation, transposed, _, groups = args[:10]
     if transposed:
         return _convolution(gradient, weight, data, stride, dilation, groups)
@@ -176,7 +170,7 @@ def of_backward(args: Any) -> Convolution:
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Channels last if data or weight are (`cudnn_conv_suggest_memory_format`), gaps or not."""
+    """Return channels last if data or weight are so (`cudnn_conv_suggest_memory_format`)."""
     last = _CHANNELS_LAST.get(data.dim(), torch.contiguous_format)
     suggested = suggest_memory_format(data), suggest_memory_format(weight)
     return last if last in suggested else torch.contiguous_format

@@ -1,10 +1,17 @@
-"""User code that says "cuda" runs on the meta device, unmodified, on a machine without a GPU.
+"""Run code written for "cuda" unmodified on the meta device, on a machine without a GPU.
 
-`pretence(gpu)` is in force while a training is rehearsed: devices called cuda become meta where
-tensors and modules are made or moved, `torch.cuda` answers as that GPU would, and the places in
-PyTorch that list CUDA by name (foreach optimizers, autocast, gradient scaling) take meta for it.
-What else of `torch.cuda` needs a device raises and is noted as lacking: no context of a real GPU
-is ever made. Everything is put back when it is left.
+Inside `fake_cuda(gpu)`, devices called cuda become meta where tensors and modules are made or
+moved; `torch.cuda` answers as that GPU would; the places in PyTorch that list CUDA by name (foreach
+optimizers, autocast, gradient scaling) accept meta; and operators are dispatched to kernels that
+do what CUDA's do before autograd sees them. Anything else in `torch.cuda` that needs a device
+raises: no context of a real GPU is ever made.
+
+Why not torch's FakeTensorMode, whose tensors say "cuda" by themselves: it needs a CUDA build. On
+torch 2.13 built for the CPU, `nn.Linear(..., device="cuda")` raises "PyTorch is not linked with
+support for cuda devices", and autocast or any backward pass aborts the process (its guard for
+missing devices is installed in CUDA builds only). CPU builds are what CI and laptops have. It would
+not choose CUDA's kernels either: that a fake tensor says "cuda" does not fuse an operator, keep
+cuDNN's buffers or add gradients in place.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +27,73 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autofit.prediction.cuda import attention, autocast, operators, rnn
 from autofit.prediction.gpus import Gpu
 
+Patch = tuple[Any, str, Any]
+"""An object, the name of its attribute, and the value to put there."""
 _META = torch.device("meta")
 
 
-class _CudaIsMeta(TorchFunctionMode):
-    """Translates devices in the arguments of every torch function.
+@contextmanager
+def fake_cuda(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
+    """Make torch behave as if this GPU were there; put everything back at the end.
+
+    Tensor functions are translated on this thread alone; `torch.cuda` is patched in the whole
+    process, so only one may be active at a time.
 
     Args:
-        note: called with what such a function raises.
+        gpu: the GPU.
+        note: called with each exception that a torch function raises inside.
     """
+    mode = _CudaIsMeta(note)
+    patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
+    with ExitStack() as stack:
+        stack.enter_context(_cuda_kernels(gpu))
+        for target, name, value in (*chain(*patches), *_backward(mode)):
+            stack.enter_context(_replaced(target, name, value))
+        stack.enter_context(mode)
+        stack.enter_context(autocast.cast_cache())
+        yield
+
+
+@contextmanager
+def _cuda_kernels(gpu: Gpu) -> Iterator[None]:
+    """Let the emulation's kernels act on this thread.
+
+    They stand where CUDA's own stand, at an autocast key above autograd. Autograd carries dispatch
+    keys along, so they act in the backward pass and in a checkpoint's recomputation too.
+    """
+    _register_kernels()
+    before = torch.is_autocast_enabled(autocast.KEY_DEVICE)
+    torch.set_autocast_enabled(autocast.KEY_DEVICE, True)  # the key is masked out otherwise
+    token = attention.emulated_gpu.set(gpu)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(autocast.KEY):
+            yield
+    finally:
+        attention.emulated_gpu.reset(token)
+        torch.set_autocast_enabled(autocast.KEY_DEVICE, before)
+
+
+@cache
+def _register_kernels() -> list[Any]:
+    """Register all kernels at the emulation's key, once: nothing else dispatches there.
+
+    Returns:
+        The libraries, which unregister their kernels when they are collected.
+    """
+    library: Any = torch.library  # torch does not annotate it
+    others, aten = library.Library("_", "IMPL"), library.Library("aten", "IMPL")
+    others.fallback(library.fallthrough_kernel, autocast.KEY_NAME)
+    kernels = autocast.kernels() | attention.KERNELS | operators.KERNELS | rnn.KERNELS
+    for name, kernel in kernels.items():
+        aten.impl(name, kernel, autocast.KEY_NAME)
+    return [others, aten]
+
+
+class _CudaIsMeta(TorchFunctionMode):
+    """Translates devices in the arguments of every torch function."""
 
     def __init__(self, note: Callable[[Exception], None]) -> None:
         super().__init__()
@@ -62,30 +126,10 @@ def _is_cuda_device(value: Any) -> bool:
 
 
 def _place(value: Any) -> Any:
-    """A device called cuda, by object, name or number, as meta; anything else as it is."""
+    """Return meta for a device called cuda, by object, name or number; else the value."""
     named = isinstance(value, str) and value.partition(":")[0] == "cuda"
     numbered = isinstance(value, int) and not isinstance(value, bool)
     return _META if named or numbered or _is_cuda_device(value) else value
-
-
-@contextmanager
-def pretence(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
-    """Have torch believe in that GPU; `note` hears of what torch raises.
-
-    Tensor functions believe it on this thread alone; `torch.cuda` answers so in the whole process,
-    so one pretence at a time.
-    """
-    mode = _CudaIsMeta(note)
-    patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
-    with ExitStack() as stack:
-        for target, name, value in (*chain(*patches), *_backward(mode)):
-            stack.enter_context(_replaced(target, name, value))
-        stack.enter_context(mode)
-        yield
-
-
-Patch = tuple[Any, str, Any]
-"""An object, the name of its attribute, and what to put there."""
 
 
 @contextmanager
@@ -140,7 +184,7 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
 
 
 def _random() -> Iterator[Patch]:
-    """No number is drawn on the device: its random states are those of the host."""
+    # No number is drawn on the device, so its random states are those of the host.
     for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
         yield torch.cuda, name, _answer(None)
     for name in ("set_rng_state", "set_rng_state_all"):
@@ -158,7 +202,7 @@ def _random() -> Iterator[Patch]:
 
 
 def _no_context(note: Callable[[Exception], None]) -> Iterator[Patch]:
-    """Refuse what would initialize CUDA, from Python or from within torch."""
+    """Refuse to initialize CUDA, from Python or from within torch."""
 
     def refuse() -> None:
         error = NotImplementedError("torch.cuda was asked for something that only a GPU can do")
@@ -173,7 +217,7 @@ def _no_context(note: Callable[[Exception], None]) -> Iterator[Patch]:
 
 
 class _Nothing:
-    """Streams, events and ranges: they hold no memory, so anything may be done with them."""
+    """Stands for streams, events and ranges, which hold no memory; accepts any use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self
@@ -196,7 +240,7 @@ class _HostGenerator(torch.Generator):
 
 
 def _reads(note: Callable[[Exception], None]) -> Iterator[Patch]:
-    """Ways to a tensor's values that are no torch functions: what they raise is noted too."""
+    """Note errors of reading a tensor's values in ways that are not torch functions."""
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -216,7 +260,7 @@ def _reads(note: Callable[[Exception], None]) -> Iterator[Patch]:
 
 
 def _amp() -> Iterator[Patch]:
-    """Autocast and gradient scaling of "meta" are those of "cuda"."""
+    """Let autocast and gradient scaling of "meta" be those of "cuda"."""
 
     def aliased(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -231,17 +275,16 @@ def _amp() -> Iterator[Patch]:
         "set_autocast_dtype",
     ):
         yield torch, name, aliased(getattr(torch, name))
-    modes = torch.amp.autocast_mode
-    yield modes, "is_autocast_available", aliased(modes.is_autocast_available)
-    yield torch.amp, "is_autocast_available", aliased(torch.amp.is_autocast_available)
-    # A rehearsed step is one in which no gradient was infinite.
+    for module in (torch.amp.autocast_mode, torch.amp):
+        yield module, "is_autocast_available", aliased(module.is_autocast_available)
+    # In a dry run no gradient is infinite.
     scaler = torch.amp.grad_scaler.GradScaler
     yield scaler, "_maybe_opt_step", lambda self, optimizer, state, *a, **k: optimizer.step(*a, **k)
     yield scaler, "get_scale", lambda self: self._init_scale
 
 
 def _optimizers() -> Iterator[Patch]:
-    """The kernels over lists of tensors, fused ones and capturable steps that CUDA has."""
+    """Offer the foreach and fused kernels and the capturable steps that CUDA has."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils as lists
 
@@ -249,19 +292,20 @@ def _optimizers() -> Iterator[Patch]:
     capturable = [*optimizer._get_capturable_supported_devices(), "meta"]
     for module in [module for key, module in sys.modules.items() if key.startswith("torch.optim")]:
         if hasattr(module, name):
-            yield module, name, lambda *args, **kwargs: capturable
-
-    foreach = [*lists._get_foreach_kernels_supported_devices(), "meta"]
-    fused = [*lists._get_fused_kernels_supported_devices(), "meta"]
-    for module in (optimizer, lists):
-        yield module, "_get_foreach_kernels_supported_devices", lambda: foreach
-        yield module, "_get_fused_kernels_supported_devices", lambda: fused
+            yield module, name, _answer(capturable)
+    for name in (
+        "_get_foreach_kernels_supported_devices",
+        "_get_fused_kernels_supported_devices",
+    ):
+        devices = [*getattr(lists, name)(), "meta"]
+        for module in (optimizer, lists):
+            yield module, name, _answer(devices)
 
 
 def _backward(mode: _CudaIsMeta) -> Iterator[Patch]:
     """Keep translating in the backward pass, where a checkpoint runs the user's code again.
 
-    `Tensor.backward` is itself a torch function, and inside one the mode is not in force.
+    `Tensor.backward` is itself a torch function, and inside one the mode is not active.
     """
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward

@@ -1,9 +1,12 @@
-"""Recurrent layers on meta tensors as one cuDNN call each, as CUDA runs them.
+"""Recurrent layers and cells on meta tensors as CUDA runs them: fused.
 
-Without this the meta device unrolls them step by step. Follows aten/src/ATen/native/cudnn/RNN.cpp
-(and cudnn/AutocastRNN.cpp for autocast, which casts all weights into one flat buffer). What cuDNN
-keeps between forward and backward it does not document; the sizes here are those of the recorded
-LSTM trainings: for each layer its gates and cell states, and the outputs between layers.
+A layer is one cuDNN call (aten/src/ATen/native/cudnn/RNN.cpp; cudnn/AutocastRNN.cpp casts all
+weights into one flat buffer), where the meta device unrolls it step by step. cuDNN does not
+document what it keeps between forward and backward; the sizes are those of the recorded LSTM
+trainings: for each layer its gates and cell states, and the outputs between layers.
+
+A cell is two products and a fused kernel, which keeps both products and a workspace of the gates
+(`LSTMCell` and `GRUCell` in aten/src/ATen/native/RNN.cpp, the kernels in native/cuda/RNN.cu).
 """
 
 from __future__ import annotations
@@ -15,17 +18,19 @@ import torch
 
 from autofit.memory.tracer import Order
 from autofit.prediction.cuda import autocast
-from autofit.prediction.cuda.dispatch import beneath, emulate
+from autofit.prediction.cuda.autocast import beneath
 
 aten: Any = torch.ops.aten
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+"""As cuDNN numbers them."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
-_LSTM = 2
+_KEPT_BY_GRU = 5
+"""Values that a GRU cell's kernel keeps for each sample and hidden unit."""
 
 
 def _layer(name: str, overload: str) -> Callable[..., Any]:
-    """The kernel of an operator such as lstm.input or gru.data (packed sequences)."""
+    """Return the kernel of an operator such as lstm.input or gru.data (packed sequences)."""
     plain = getattr(getattr(aten, name), overload)
     packed = overload == "data"
 
@@ -80,7 +85,7 @@ def _run(
 
 
 def _flattened(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Casts of all weights, in one buffer; gradients flow back to each."""
+    """Return casts of all weights, in one buffer; gradients flow back to each."""
     if all(weight.dtype == dtype for weight in weights):
         return list(weights)
     buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=dtype, device="meta")
@@ -93,8 +98,7 @@ def _flattened(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torc
     return casts
 
 
-def cudnn_rnn(args: Any) -> tuple[Any, Order]:
-    """Stands in for `aten::_cudnn_rnn`: its results, and the order of allocations."""
+def _cudnn_rnn(args: Any) -> tuple[Any, Order]:
     data, weights, _, _, hidden, cell, mode, width, _, layers, batch_first, _, train, both = args[
         :14
     ]
@@ -110,14 +114,14 @@ def cudnn_rnn(args: Any) -> tuple[Any, Order]:
     reserve_bytes = kept * row_bytes + 256 if train else 0
     reserve = torch.empty(reserve_bytes, dtype=torch.uint8, device="meta")
     workspace = _workspace(weights, layers * _GATES[mode] * row_bytes)
-    copied = [_nbytes(data)] if batch_first else []
+    copied = [data.nbytes] if batch_first else []
     order: Order = [*copied, output, last_hidden, last_cell, workspace, reserve]
     visible = output.transpose(0, 1) if batch_first else output
     return (visible, last_hidden, last_cell, reserve, data.new_empty(0)), order
 
 
-def cudnn_rnn_backward(args: Any) -> tuple[Any, Order]:
-    """Stands in for `aten::_cudnn_rnn_backward`, likewise; weight gradients share one buffer."""
+def _cudnn_rnn_backward(args: Any) -> tuple[Any, Order]:
+    """Return the gradients; those of the weights share one buffer."""
     data, weights, _, _, hidden, cell, output = args[:7]
     mode, width, layers, both, mask = args[10], args[11], args[13], args[17], args[-1]
     buffer = data.new_empty(sum(weight.numel() for weight in weights))
@@ -129,37 +133,19 @@ def cudnn_rnn_backward(args: Any) -> tuple[Any, Order]:
     of_cell = torch.empty_like(cell) if cell is not None else None
     row_bytes = _row_bytes(data, width * (2 if both else 1))
     workspace = _workspace(weights, layers * _GATES[mode] * row_bytes)
-    order: Order = [_nbytes(hidden), _nbytes(hidden), _nbytes(data), _nbytes(output)]
+    order: Order = [hidden.nbytes, hidden.nbytes, data.nbytes, output.nbytes]
     order += [of_data, of_hidden, *([of_cell] if of_cell is not None else []), workspace, None]
-    order += [_nbytes(data), buffer, workspace] if mask[3] else []
+    order += [data.nbytes, buffer, workspace] if mask[3] else []
     return (of_data, of_hidden, of_cell, gradients if mask[3] else []), order
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _row_bytes(data: torch.Tensor, width: int) -> int:
-    """One value for every step, sample and hidden unit."""
+    """Return the bytes of one value for every step, sample and hidden unit."""
     return data.numel() // data.shape[-1] * width * data.element_size()
 
 
 def _workspace(weights: Sequence[torch.Tensor], gates_bytes: int) -> int:
     return gates_bytes + sum(4 * weight.numel() for weight in weights if weight.dim() > 1)
-
-
-for _name in _MODES:
-    for _overload in ("input", "data"):
-        emulate(f"{_name}.{_overload}", _layer(_name, _overload))
-
-# LSTM and GRU cells, one step at a time, as CUDA runs them: two products and one fused kernel.
-#
-# On other devices a cell is made of a dozen operators, which keep less for the backward pass than
-# CUDA's kernel does: both products, and a workspace of the gates (`LSTMCell` and `GRUCell` in
-# aten/src/ATen/native/RNN.cpp, the kernels in native/cuda/RNN.cu).
-
-_KEPT_BY_GRU = 5
-"""Values that a GRU cell's kernel keeps for each sample and hidden unit."""
 
 
 def _lstm_cell(
@@ -200,23 +186,21 @@ def _cast(cell: Any) -> Any:
     return autocast.in_lower_precision(cell) if autocast.is_on() else cell
 
 
-def fused_lstm_cell(args: Any) -> tuple[Any, Order]:
-    """Stands in for `aten::_thnn_fused_lstm_cell`: both states, and what backward needs."""
+def _fused_lstm_cell(args: Any) -> tuple[Any, Order]:
     gates, memory = args[0], args[2]
     kept, *states = torch.empty_like(gates), torch.empty_like(memory), torch.empty_like(memory)
     return (*states, kept), [kept, *states]
 
 
-def fused_gru_cell(args: Any) -> tuple[Any, Order]:
-    """Stands in for `aten::_thnn_fused_gru_cell`: the hidden state, and what backward needs."""
+def _fused_gru_cell(args: Any) -> tuple[Any, Order]:
     hidden = args[2]
     kept = hidden.new_empty(hidden.shape[0], _KEPT_BY_GRU * hidden.shape[1])
     following = torch.empty_like(hidden)
     return (following, kept), [kept, following]
 
 
-def fused_gru_cell_backward(args: Any) -> tuple[Any, Order]:
-    """Stands in for `aten::_thnn_fused_gru_cell_backward`: gradients of products, state, biases."""
+def _fused_gru_cell_backward(args: Any) -> tuple[Any, Order]:
+    """Return the gradients of both products, of the state and of the biases."""
     gradient, kept, has_bias = args
     gates = kept.shape[0], 3 * kept.shape[1] // _KEPT_BY_GRU
     of_products = kept.new_empty(gates), kept.new_empty(gates)
@@ -225,5 +209,16 @@ def fused_gru_cell_backward(args: Any) -> tuple[Any, Order]:
     return (*of_products, of_hidden, *of_biases), [*of_products, of_hidden]
 
 
-emulate("lstm_cell", _lstm_cell)
-emulate("gru_cell", _gru_cell)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "lstm_cell": _lstm_cell,
+    "gru_cell": _gru_cell,
+    **{f"{name}.{kind}": _layer(name, kind) for name in _MODES for kind in ("input", "data")},
+}
+STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {
+    "_cudnn_rnn": _cudnn_rnn,
+    "_cudnn_rnn_backward": _cudnn_rnn_backward,
+    "_thnn_fused_lstm_cell": _fused_lstm_cell,
+    "_thnn_fused_gru_cell": _fused_gru_cell,
+    "_thnn_fused_gru_cell_backward": _fused_gru_cell_backward,
+}
+"""From the positional arguments: the results, and the order of allocations."""

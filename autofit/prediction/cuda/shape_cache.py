@@ -1,8 +1,8 @@
-"""What operators return on the meta device, asked once for arguments that look alike.
+"""A cache of what operators return on the meta device.
 
-Most of a rehearsal's time goes into shape functions that PyTorch has in Python (normalizations,
-activations), and layers and steps ask them the same again and again. What they answer follows from
-the arguments' shapes, strides and types; so it is kept, for operators that make new tensors.
+Most of a dry run's time goes into shape functions that PyTorch has in Python (normalizations,
+activations), which layers and steps call again with arguments that look alike. The result follows
+from the arguments' shapes, strides and types, so it is kept for operators that make new tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.memory_format,
 
 
 class _CannotBeKept(Exception):
-    """Something else than shapes may decide on what is returned, or it is no new tensor."""
+    """More than shapes may decide on the result."""
 
 
-class Shapes:
+class ShapeCache:
     """Remembers results of operators."""
 
     def __init__(self) -> None:
         self._looks: dict[Hashable, tuple[Any, list[_Look | None]]] = {}
         self._makes_new: dict[Any, bool] = {}
 
-    def of(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """What `run(func, args, kwargs)` returns, or tensors that look the same."""
+    def result(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """Return what `run(func, args, kwargs)` returns, or new tensors that look the same."""
         if not self._new_tensors(func):
             return run(func, args, kwargs)
         try:
@@ -82,7 +82,10 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 
 
 def _are_new(results: list[Any], given: Any) -> bool:
-    """Whether each is all of a storage of its own: `_unsafe_view` keeps quiet about its alias."""
+    """Return whether each result is all of a storage of its own.
+
+    The schema does not tell: that of `_unsafe_view` names no alias.
+    """
     if not all(type(each) is torch.Tensor and _is_simple(each) for each in results):
         return False
     storages = [tensor.untyped_storage() for tensor in (*results, *tensors_in(given))]

@@ -151,4 +151,4 @@ def test_torch_itself_makes_no_context_either(tracer: CudaTracer) -> None:
         pytest.skip("this process has a context already")
     with torch._C.DisableTorchFunction(), pytest.raises(NotImplementedError):
         torch.empty(1, device="cuda")
-    assert tracer.lack is not None
+    assert tracer.unsupported is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.prediction.cuda.shape_cache import Shapes
+from autofit.prediction.cuda.shape_cache import ShapeCache
 
 aten: Any = torch.ops.aten
 
@@ -45,8 +45,8 @@ def looks(result: Any) -> list[Any]:
     ids=["add", "normalize", "some results", "sum"],
 )  # fmt: skip
 def test_a_second_time_nothing_is_run_and_the_result_looks_the_same(func: Any, args: Any) -> None:
-    shapes, run = Shapes(), Runs()
-    first, again = (shapes.of(func, args, {}, run) for _ in range(2))
+    shapes, run = ShapeCache(), Runs()
+    first, again = (shapes.result(func, args, {}, run) for _ in range(2))
     assert run.count == 1
     assert looks(again) == looks(first) == looks(func(*args))
     assert type(again) is type(first)
@@ -64,13 +64,13 @@ def test_a_second_time_nothing_is_run_and_the_result_looks_the_same(func: Any, a
     ids=["quiet alias", "quiet views", "view", "in place", "on the host"],
 )
 def test_what_makes_no_new_tensors_on_the_device_is_always_run(func: Any, args: Any) -> None:
-    shapes, run = Shapes(), Runs()
+    shapes, run = ShapeCache(), Runs()
     for _ in range(2):
-        shapes.of(func, args, {}, run)
+        shapes.result(func, args, {}, run)
     assert run.count == 2
 
 
 def test_arguments_that_are_equal_and_mean_another_type_are_told_apart() -> None:
-    shapes, run, whole = Shapes(), Runs(), on_meta(4, dtype=torch.int64)
-    types = [shapes.of(aten.add.Tensor, (whole, one), {}, run).dtype for one in (1, 1.0, True)]
+    shapes, run, whole = ShapeCache(), Runs(), on_meta(4, dtype=torch.int64)
+    types = [shapes.result(aten.add.Tensor, (whole, one), {}, run).dtype for one in (1, 1.0, True)]
     assert types == [torch.int64, torch.float32, torch.int64]

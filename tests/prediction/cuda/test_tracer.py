@@ -11,7 +11,7 @@ from torch import nn
 
 from autofit.memory.replay import replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.cuda.unsupported import NeedsValues
+from autofit.prediction.cuda.values import NeedsValues
 from autofit.prediction.dry_run import stage
 from autofit.prediction.gpus import find_gpu
 from autofit.units import MIB
