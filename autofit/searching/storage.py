@@ -1,7 +1,7 @@
-"""Where a study lies: in memory, in a file of its own, or in a database that others may use.
+"""Opening a study where the user keeps it: in memory, in a file, or in a database.
 
-Promises: what cannot be opened is refused, with the cause in one line; what is held open is let go
-of with the stack that was given.
+Promises: one search at a time has a study, except in memory; a study that cannot be opened is
+refused, with the cause on one line; everything that was opened is closed by the caller's stack.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import errno
 import fcntl
 import json
 import os
+import random
+import socket
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import optuna
 import sqlalchemy.exc
@@ -23,172 +26,72 @@ from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBSto
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from autofit.errors import StudyRefused
-
-# The study's file: an Optuna journal that one search at a time may write.
-#
-# Two locks keep it whole. `flock` on the file is held for as long as a search runs and falls with
-# its process, however that ends: a second search is refused at once. Optuna's own lock, a link
-# beside the file, is held for each write, so that other Optuna programs can read and write
-# meanwhile.
-
-_STALE_LOCK_S = (
-    3  # a write takes milliseconds; a lock this old was left by a process that was killed
-)
-
-
-class JournalFile:
-    """An open journal, exclusively this process's until `close`.
-
-    Raises:
-        StudyRefused: the file is no journal, another search has it, or it cannot be written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        # Optuna's lock is a symbolic link to the file: a relative one would point nowhere.
-        self.path = Path(path).expanduser().absolute()
-        self._lock = JournalFileSymlinkLock(str(self.path), grace_period=_STALE_LOCK_S)
-        try:
-            self._file = self._claim()
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        try:
-            self._repair()
-            self.storage = JournalStorage(JournalFileBackend(str(self.path), self._lock))
-        except OSError as error:
-            self.close()
-            raise _unwritable(self.path, error) from error
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            self.close()
-            raise _no_study(self.path) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Let others have the file."""
-        self._file.close()
-
-    def _claim(self) -> IO[bytes]:
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
-            raise OSError(errno.EINVAL, "it is a pipe or a device, no file")  # reading may not end
-        file = open(self.path, "ab+")  # noqa: SIM115  # stays open as long as the lock is wanted
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise StudyRefused(
-                f"another search is using the study {self.path}: wait for it to end, or give "
-                "this one a study of its own"
-            ) from None
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def _repair(self) -> None:
-        """Cut a torn last line off: Optuna reads past it once, and never after the next append."""
-        self._lock.acquire()
-        try:
-            self._file.seek(0)
-            content = self._file.read()
-            if content and not _is_journal(content):
-                raise _no_study(self.path)
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                self._file.truncate(whole)
-                os.fsync(self._file.fileno())
-        finally:
-            self._lock.release()
-
-
-def _is_journal(content: bytes) -> bool:
-    """Whether it begins as a journal does; a stranger's file must not be cut."""
-    first, newline, _ = content.partition(b"\n")
-    if not newline:
-        return first.startswith(b'{"op_code"') or b'{"op_code"'.startswith(first)
-    try:
-        entry = json.loads(first)
-    except ValueError:
-        return False
-    return isinstance(entry, dict) and "op_code" in entry
-
-
-def _no_study(path: Path) -> StudyRefused:
-    return StudyRefused(
-        f"{path} is not a study (a file in Optuna's journal format): give the path of a new file"
-    )
-
-
-def _unwritable(path: Path, error: OSError) -> StudyRefused:
-    return StudyRefused(
-        f"cannot write the study {path}: {error.strerror or error}; give a path in a folder that "
-        "exists, can be written and has room"
-    )
-
+from autofit.units import format_seconds
 
 _STUDY_NAME = "autofit"
+_STALE_LOCK_S = 3  # a write takes milliseconds: an older lock was left by a killed process
 _TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
 
+_CLAIM_PREFIX = "autofit_claim_"
+_CLAIM_TRIES, _CLAIM_PAUSE_S = 4, 0.5
+_SILENT_S = 3600.0  # a search on another host that asked for no plan in this time has ended
 
-class AskedStudy(optuna.Study):
-    """A study that is asked and told; outside of Optuna's own loop it could not be stopped.
+
+class AskTellStudy(optuna.Study):
+    """A study for ask and tell; `optuna.Study.stop` raises outside of `optimize`.
 
     Attributes:
-        stopped: whether its sampler said that it has nothing else to offer.
+        stopped: whether its sampler has stopped it, having nothing else to propose.
     """
 
     stopped = False
 
     def stop(self) -> None:
-        """What a sampler calls that has offered all it can."""
+        """Note that the sampler has nothing else to propose."""
         self.stopped = True
 
 
 def open_study(
     name: str, study: str | os.PathLike[str] | None, held: ExitStack
-) -> tuple[AskedStudy, bool]:
-    """The study that lies there, made where there is none.
+) -> tuple[AskTellStudy, Claim | None]:
+    """Open a study, or make it if there is none.
 
     Args:
-        name: what it is called in messages: the path or URL, where there is one.
-        study: a file path, an Optuna storage URL, or None for memory alone.
-        held: leaving it lets go of the study.
+        name: of the study in messages: the path or URL, if there is one.
+        study: a file path, an Optuna storage URL, or None for memory.
+        held: closes everything that was opened.
 
     Returns:
-        The study, and whether others can open it at the same time: only a file is locked.
+        The study; and for a database, which has no lock, the claim that keeps other searches out.
 
     Raises:
-        StudyRefused: it cannot be opened.
+        StudyRefused: it cannot be opened, or another search has it.
     """
-    storage = _storage(name, study, held)
+    storage: BaseStorage
+    if study is None:
+        storage = InMemoryStorage()
+    elif "://" not in name:
+        storage = _open_file(name, held)
+    else:
+        storage = _open_database(name, held)
     with _opening(name):
         optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
         )
-        return AskedStudy(_STUDY_NAME, storage), isinstance(storage, RDBStorage)
+        opened = AskTellStudy(_STUDY_NAME, storage)
+        if not isinstance(storage, RDBStorage):
+            return opened, None
+        claim = Claim(opened, name)
+        held.callback(claim.give_up)
+        claim.take()
+        return opened, claim
 
 
-def _storage(name: str, study: str | os.PathLike[str] | None, held: ExitStack) -> BaseStorage:
-    if study is None:
-        return InMemoryStorage()
-    if "://" not in name:
-        journal = JournalFile(name)
-        held.callback(journal.close)
-        return journal.storage
-    with _opening(name):
-        storage = _database(name)
-    held.callback(storage.engine.dispose)  # else a file stays open until garbage is collected
-    held.callback(storage.remove_session)
-    return storage
-
-
-def _database(url: str) -> RDBStorage:
-    """The database; of two that make its tables at once, one fails, and finds them made."""
-    for _ in range(_TABLES_TRIES):
-        with suppress(sqlalchemy.exc.DatabaseError):
-            return RDBStorage(url)
-        time.sleep(_TABLES_PAUSE_S)
-    return RDBStorage(url)
+def cause_of(error: BaseException) -> str:
+    """Return the text of the error at the bottom of a chain, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
@@ -197,6 +100,8 @@ def _opening(name: str) -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         yield
+    except StudyRefused:
+        raise
     except (
         OSError,
         ImportError,
@@ -210,8 +115,196 @@ def _opening(name: str) -> Iterator[None]:
         optuna.logging.set_verbosity(verbosity)
 
 
-def cause_of(error: BaseException) -> str:
-    """The text of the error at the bottom of a chain, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+def _open_database(url: str, held: ExitStack) -> RDBStorage:
+    with _opening(url):
+        storage = _database(url)
+    held.callback(storage.engine.dispose)  # or its file stays open until garbage is collected
+    held.callback(storage.remove_session)
+    return storage
+
+
+def _database(url: str) -> RDBStorage:
+    # Of two processes that create the tables at once, one fails, and finds them created.
+    for _ in range(_TABLES_TRIES):
+        with suppress(sqlalchemy.exc.DatabaseError):
+            return RDBStorage(url)
+        time.sleep(_TABLES_PAUSE_S)
+    return RDBStorage(url)
+
+
+def _open_file(name: str, held: ExitStack) -> JournalStorage:
+    """Open an Optuna journal exclusively.
+
+    Two locks protect it. `flock` is held for as long as the search runs and ends with its process,
+    however that ends: a second search is refused at once. Optuna's own lock, a link beside the
+    file, is held during each write, so that other Optuna programs can read and write meanwhile.
+    """
+    # Optuna's lock is a symbolic link to the file: a relative path would not resolve.
+    path = Path(name).expanduser().absolute()
+    write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
+    try:
+        _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
+        return JournalStorage(JournalFileBackend(str(path), write_lock))
+    except StudyRefused:
+        raise
+    except OSError as error:
+        raise StudyRefused(
+            f"cannot write the study {path}: {error.strerror or error}; give a path in a folder "
+            "that exists, can be written and has room"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise _not_a_study(path) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[bytes]]:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")  # reading may not end
+    with open(path, "ab+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StudyRefused(
+                f"another search is using the study {path}: wait for it to end, or give this one "
+                "a study of its own"
+            ) from None
+        yield file
+
+
+def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLock) -> None:
+    """Cut an unfinished last line off: after the next append Optuna could not read past it."""
+    write_lock.acquire()
+    try:
+        file.seek(0)
+        content = file.read()
+        if content and not _is_journal(content):
+            raise _not_a_study(path)
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+            os.fsync(file.fileno())
+    finally:
+        write_lock.release()
+
+
+def _is_journal(content: bytes) -> bool:
+    """Return whether a file begins like a journal; any other file must not be cut."""
+    first, newline, _ = content.partition(b"\n")
+    if not newline:
+        return first.startswith(b'{"op_code"') or b'{"op_code"'.startswith(first)
+    try:
+        entry = json.loads(first)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and "op_code" in entry
+
+
+def _not_a_study(path: Path) -> StudyRefused:
+    return StudyRefused(
+        f"{path} is not a study (a file in Optuna's journal format): give the path of a new file"
+    )
+
+
+class Claim:
+    """One search's claim on a study in a database, kept in the study itself.
+
+    Each search writes its claim and only then looks for those of others, so of two that start at
+    the same instant at least one sees the other (the flags of Dekker's algorithm; Dijkstra,
+    "Cooperating Sequential Processes", 1965). If both do, both withdraw and try again after pauses
+    of random length.
+
+    Args:
+        study: the study.
+        name: of the study in messages.
+    """
+
+    def __init__(self, study: optuna.Study, name: str) -> None:
+        self._study, self._name = study, name
+        self._key = f"{_CLAIM_PREFIX}{uuid.uuid4().hex}"
+        self._is_written = False
+
+    def take(self) -> None:
+        """Keep other searches out of the study.
+
+        Raises:
+            StudyRefused: another search that still runs has it.
+        """
+        for _ in range(_CLAIM_TRIES):
+            rival = self._rival()
+            if rival is not None:  # it came first: do not make it withdraw
+                break
+            self.renew()
+            rival = self._rival()
+            if rival is None:
+                return
+            self.give_up()
+            time.sleep(random.SystemRandom().uniform(0.0, _CLAIM_PAUSE_S))
+        assert rival is not None
+        raise StudyRefused(
+            f"process {rival['pid']} on {rival['host']} is using the study {self._name} (last seen "
+            f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or give this search a "
+            "study of its own"
+        )
+
+    def renew(self) -> None:
+        """Show that this search still runs."""
+        self._is_written = True
+        self._study.set_user_attr(self._key, this_process() | {"seen": time.time()})
+
+    def give_up(self) -> None:
+        """Let other searches use the study."""
+        if self._is_written:
+            self._study.set_user_attr(self._key, None)
+            self._is_written = False
+
+    def _rival(self) -> Mapping[str, Any] | None:
+        claims = (
+            claim
+            for key, claim in self._study.user_attrs.items()
+            if key.startswith(_CLAIM_PREFIX) and key != self._key and claim is not None
+        )
+        return next((claim for claim in claims if is_live(claim)), None)
+
+
+def this_process() -> dict[str, Any]:
+    """Return host and id of this process, and its start time: the system reuses ids."""
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "started": _start_ticks(pid)}
+
+
+def is_live(claim: Mapping[str, Any]) -> bool:
+    """Return whether the process that wrote a claim still runs.
+
+    On another host that is unknown; a claim renewed within the last hour then counts as live.
+    """
+    pid = claim["pid"]
+    if claim["host"] != socket.gethostname():
+        return _silence_s(claim) < _SILENT_S
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs as another user
+    is_zombie = _stat_fields(pid)[:1] in (["Z"], ["X"])
+    return _start_ticks(pid) == claim["started"] and not is_zombie
+
+
+def _silence_s(claim: Mapping[str, Any]) -> float:
+    seen: float = claim["seen"]
+    return time.time() - seen
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return field 22 of /proc/PID/stat (proc(5)); None on systems without it."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields after the command name, which may itself contain blanks and brackets."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

@@ -1,11 +1,8 @@
-"""The study of a search: its spec and its trials, kept where the user said.
+"""The study of a search: its specification and its trials, kept where the user said.
 
-Promises: a finished trial is stored before the next is asked for; opening the study again gives
-the same spec and every finished trial; a study that belongs to another search, or that another
-search is using, is refused; trials whose process died do not stay under way.
-
-A file is locked for as long as it is open (`autofit.searching.storage`); what a storage URL names
-has no lock, and is claimed (`autofit.searching.study_lock`).
+Promises: a finished trial is stored before the next is asked for; a study that is opened again has
+the same specification and every finished trial; a study that belongs to another search, or that
+another search is using, is refused; trials of a process that died do not stay unfinished.
 """
 
 from __future__ import annotations
@@ -23,57 +20,58 @@ from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
 from autofit.measurement import Trial
+from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching import trial_codec
-from autofit.searching.storage import AskedStudy, cause_of, open_study
-from autofit.searching.study_lock import Claim
+from autofit.searching.sampler import PlannerSampler
+from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study
 
 _ENDED = "autofit_ended"
 
 
 class Store:
-    """An open study; a context manager that lets go of it.
+    """An open study; a context manager that closes it.
 
     Attributes:
-        study: the Optuna study itself; where a sampler stops it, the search has run out of plans.
-        spec: what the study was made for; None until `begin`.
+        study: the Optuna study; its `stopped` is true once a sampler has nothing else to propose.
+        name: of the study in messages.
+        spec: the specification that the study was made for; None until `begin`.
     """
 
-    def __init__(self, study: AskedStudy, name: str, claim: Claim | None, held: ExitStack) -> None:
-        self.study = study
-        self.name = name
-        self._claim = claim
-        self._held = held  # what must be let go of, beside the claim
+    def __init__(
+        self, study: AskTellStudy, name: str, claim: Claim | None, held: ExitStack
+    ) -> None:
+        self.study, self.name = study, name
         self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in study.user_attrs else None
+        self._claim, self._held = claim, held
 
     @classmethod
     def open(cls, study: str | os.PathLike[str] | None, identity: Mapping[str, str]) -> Self:
         """Open a study for the search that `identity` describes, part by part.
 
         Args:
-            study: a file path, an Optuna storage URL, or None for memory alone.
-            identity: as in `SearchSpec`; compared with the stored one, where there is one.
+            study: a file path, an Optuna storage URL, or None for memory.
+            identity: as in `SearchSpec`; compared with the stored one, if there is one.
 
         Raises:
             StudyRefused: it belongs to another search, is in use, or cannot be read or written.
         """
         name = "in memory" if study is None else os.fspath(study)
         with ExitStack() as held:
-            opened, is_shared = open_study(name, study, held)
-            claim = Claim(opened, name) if is_shared else None
+            opened, claim = open_study(name, study, held)
             store = cls(opened, name, claim, held.pop_all())
-        with ExitStack() as closed_unless_taken:
-            closed_unless_taken.push(store)
+        with ExitStack() as closed_on_error:
+            closed_on_error.push(store)
             store._check_identity(identity)
-            store._take_over()
-            closed_unless_taken.pop_all()
+            store._close_abandoned_trials()
+            closed_on_error.pop_all()
         return store
 
     def begin(self, spec: SearchSpec) -> None:
-        """Write the spec of a new study; nothing where it already has them.
+        """Write the specification of a new study; do nothing if it already has this one.
 
         Raises:
-            StudyRefused: the study has other spec, or cannot be written.
+            StudyRefused: the study has another specification, or cannot be written.
         """
         if self.spec is None:
             with self._writing():
@@ -81,8 +79,8 @@ class Store:
             self.spec = spec
         elif self.spec.to_dict() != spec.to_dict():
             raise StudyRefused(
-                f"the study {self.name} was made for another space, budget or seed: use the spec "
-                "it holds, or give another study"
+                f"the study {self.name} was made for another space, budget or seed: use the "
+                "specification it holds, or give another study"
             )
 
     @property
@@ -92,23 +90,23 @@ class Store:
 
     @property
     def ended(self) -> str | None:
-        """Why an earlier run had nothing left to try; None where it was cut short."""
+        """Why an earlier run had nothing left to try; None if it was cut short."""
         return self.study.user_attrs.get(_ENDED)
 
     def mark_ended(self, reason: str) -> None:
-        """Remember that the search came to its own end."""
+        """Store that the search ended because nothing was left to try."""
         with self._writing():
             self.study.set_user_attr(_ENDED, reason)
 
     @contextmanager
-    def asking(self, sampler: optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
-        """A new trial of that sampler; closed if the block raises."""
+    def asking(self, choice: Plan | optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
+        """Ask for a trial of a plan, or of a sampler's choice; it is FAIL if the block raises."""
+        assert self.spec is not None, "begin() comes before the first trial"
         with self._writing():
-            self.study.sampler = sampler
+            self.study.sampler = PlannerSampler(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
                 self._claim.renew()
-            space = trial_codec.spec_of(self.study).space
-            asked = self.study.ask(trial_codec.distributions(space))
+            asked = self.study.ask(trial_codec.distributions(self.spec.space))
         try:
             yield asked
         except BaseException:
@@ -128,10 +126,9 @@ class Store:
             return trial_codec.record(self.study, asked, trial, self.spec)
 
     def close(self) -> None:
-        """Let other searches have the study."""
-        with self._held, self._writing():
-            if self._claim is not None:
-                self._claim.give_up()
+        """Let other searches use the study."""
+        with self._writing():
+            self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +142,7 @@ class Store:
         if error is None:
             self.close()
             return
-        with suppress(StudyRefused):  # the error under way says more
+        with suppress(StudyRefused):  # the error that is being raised is more important
             self.close()
 
     def _check_identity(self, identity: Mapping[str, str]) -> None:
@@ -164,11 +161,8 @@ class Store:
                 "or search as before"
             )
 
-    def _take_over(self) -> None:
-        """Be the only search here, and close what dead ones left under way."""
+    def _close_abandoned_trials(self) -> None:
         with self._writing():
-            if self._claim is not None:
-                self._claim.take()
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 if not trial_codec.finish_recorded(self.study, trial):
                     self.study.tell(trial.number, state=TrialState.FAIL)
@@ -186,5 +180,5 @@ class Store:
     def _readable(self) -> int | str:
         try:
             return len(self.trials)
-        except Exception:  # a storage that is gone may raise anything; the first error matters
+        except Exception:  # a broken storage may raise anything; report the first error instead
             return "already"

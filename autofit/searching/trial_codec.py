@@ -1,20 +1,21 @@
-"""Facts and trials as Optuna keeps them: the one place that knows how a measurement is told.
+"""Specifications and trials as Optuna stores them.
 
 An Optuna trial has one parameter per setting and `micro_batch`. Its value is samples per second,
-to be maximised. How each outcome is told:
+to be maximised. Its state follows from the outcome:
 
 * ok -> COMPLETE, constraint at most zero.
 * over_budget, retries: it ran and has a speed -> COMPLETE, constraint above zero.
-* oom -> PRUNED, constraint above zero: it carries no speed, and FAIL would hide it from samplers.
-* vetoed -> PRUNED, whatever stands for its measurement: it did not run. The constraint is above
+* oom -> PRUNED, constraint above zero: it has no speed, and FAIL would hide it from samplers.
+* vetoed -> PRUNED, whatever measurement is recorded for it: it did not run. The constraint is above
   zero, unless the proposal repeats a plan that is known to fit.
-* anything else that has no speed -> FAIL: it says nothing about speed or memory.
+* any other outcome without a speed -> FAIL: it says nothing about speed or memory.
 
-Every trial has the constraint: some samplers refuse a study where only part of them have.
+Every trial has the constraint, because some samplers refuse a study in which only some have one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import optuna
@@ -28,7 +29,7 @@ from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
 SPEC = "autofit_facts"
-"""The study attribute that holds the spec of the search."""
+"""The study attribute of the specification."""
 MICRO_BATCH = "micro_batch"
 _RECORD = "autofit_trial"
 _CONSTRAINT = "vram"
@@ -36,37 +37,37 @@ _LEAST_EXCESS = 0.01
 
 
 def spec_of(study: optuna.Study) -> SearchSpec:
-    """The spec that a study was made with.
+    """Return the specification that a study was made for.
 
     Raises:
-        StudyRefused: the study has none: it is not of this project.
+        StudyRefused: it has none: autofit did not make it.
     """
     if SPEC not in study.user_attrs:
-        raise StudyRefused(f"the study {study.study_name!r} has no spec of a search of autofit's")
+        raise StudyRefused(f"the study {study.study_name!r} was not made by autofit: give another")
     return SearchSpec.from_dict(study.user_attrs[SPEC])
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
-    """The search space as Optuna sees it: one category per setting, and the micro-batch."""
+    """Return a space as Optuna parameters: one category per setting, and the micro-batch."""
     settings: dict[str, BaseDistribution] = {
         name: CategoricalDistribution(tuple(dimension.values))
         for name, dimension in space.dimensions.items()
     }
     largest = space.largest_micro_batch
     if largest == space.global_batch and space.only_micro_batch is None:
-        # Sizes are rounded down to whole splits: so is what lies above the whole batch, which a
-        # sampler would else hit by that one number alone.
+        # Sizes are rounded down to even splits, so many numbers mean the same split. Numbers above
+        # the global batch let the unsplit batch be proposed as often, and not by one number alone.
         largest = 2 * largest - 1
     return settings | {MICRO_BATCH: IntDistribution(1, largest, log=True)}
 
 
 def params_of(plan: Plan) -> dict[str, Any]:
-    """A plan as Optuna parameters."""
+    """Return a plan as Optuna parameters."""
     return {**plan.settings, MICRO_BATCH: plan.micro_batch}
 
 
 def plan_of(params: dict[str, Any], space: Space) -> Plan:
-    """The plan nearest to what a sampler asked for: settings that may not vary are put back."""
+    """Return the plan nearest to the proposed parameters: settings that may not vary are reset."""
     settings = {name: params[name] for name in space.dimensions}
     for name, dimension in space.dimensions.items():
         if not dimension.allowed_with(settings):
@@ -79,12 +80,11 @@ def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchS
     asked.set_constraint(_CONSTRAINT, _excess(trial, spec))
     asked.set_user_attr(_RECORD, trial.to_dict())
     study.tell(asked, *_value_and_state(trial))
-    place = [frozen.number for frozen in _recorded(study)].index(asked.number)
-    return trials_of(study)[place]
+    return replace(trial, number=[frozen.number for frozen in _recorded(study)].index(asked.number))
 
 
 def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
-    """Tell the state of a trial that was recorded but not told; False where it was not recorded."""
+    """Set the state of an unfinished trial that was recorded; return False if it was not."""
     if _RECORD not in frozen.user_attrs:
         return False
     study.tell(frozen.number, *_value_and_state(_trial(0, frozen.user_attrs[_RECORD])))
@@ -92,7 +92,7 @@ def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
 
 
 def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
-    """Every recorded trial in order, numbered from 0; unfinished and lost ones are left out."""
+    """Return the recorded trials in order, numbered from 0, without unfinished and lost ones."""
     records = [frozen.user_attrs[_RECORD] for frozen in _recorded(study)]
     return tuple(_trial(number, data) for number, data in enumerate(records))
 
@@ -114,7 +114,7 @@ def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
 
 
 def _excess(trial: Trial, spec: SearchSpec) -> float:
-    """By which share of the budget the plan is over it; at most zero where it fits."""
+    """Return the excess over the budget as a share of it; at most zero if the plan fits."""
     held = trial.measurement.held_bytes
     if held is None:
         held = trial.predicted_peak_bytes
@@ -125,5 +125,5 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 
 def _trial(number: int, data: dict[str, Any]) -> Trial:
-    """The trial of that record; older studies keep its measurement apart."""
+    """Return the trial of a record; older studies nest its measurement."""
     return Trial.from_dict({**data, **data.get("measurement", {}), "number": number})

@@ -11,15 +11,16 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from autofit.errors import StudyRefused
-from autofit.searching import study as study_module
+from autofit.searching import storage
 from autofit.searching.engine import run_search
+from autofit.searching.storage import Claim, _start_ticks, is_live, this_process
 from autofit.searching.study import Store
-from autofit.searching.study_lock import Claim, Owner
 from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice
 
 _SEARCH = """
@@ -192,7 +193,7 @@ def test_of_searches_that_begin_in_the_same_instant_one_gets_in(tmp_path: Path) 
             may_end.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study_module, "Claim", Claiming)
+        patch.setattr(storage, "Claim", Claiming)
         searches = [threading.Thread(target=search) for _ in range(2)]
         for one in searches:
             one.start()
@@ -248,7 +249,7 @@ def test_what_may_have_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
     if kind == "pipe":
         path = tmp_path / "pipe"
         os.mkfifo(path)
-    with pytest.raises(StudyRefused, match="it is a pipe or a device, no file"):
+    with pytest.raises(StudyRefused, match="it is a pipe or a device"):
         Store.open(path, IDENTITY)
 
 
@@ -275,13 +276,15 @@ def test_a_full_disk_ends_the_search_and_keeps_what_it_had(
         assert run_search(device.prober(), device.spec(), store=store).best.ok
 
 
-def test_whether_an_owner_lives_is_told_by_its_start_too() -> None:
-    me = Owner.current()
-    assert me.alive is True
-    assert Owner(me.pid, me.host, 1).alive is False
-    assert Owner(me.pid, "elsewhere", me.started).alive is None
+def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> None:
+    me = this_process()
+    assert is_live(me)
+    assert not is_live(me | {"started": 1})
+    assert is_live(me | {"host": "elsewhere", "seen": time.time()})
+    assert not is_live(me | {"host": "elsewhere", "seen": time.time() - 7200})
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    other = Owner(child.pid, me.host, None)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    zombie = me | {"pid": child.pid, "started": _start_ticks(child.pid)}
+    assert not is_live(zombie)
     child.wait()
-    assert other.alive is False
-    assert Owner.from_dict(me.to_dict()) == me
+    assert not is_live(zombie)
