@@ -40,7 +40,7 @@ _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """What a rehearsal allocated.
 
     Attributes:
@@ -52,14 +52,14 @@ class Rehearsal:
     labels: Labels
 
 
-def rehearse(
+def dry_run(
     workload: Workload,
     resolved: ResolvedPlan,
     gpu: Gpu,
     *,
     expandable_segments: bool = False,
     workspace_bytes: int | None = None,
-) -> Rehearsal:
+) -> DryRun:
     """Run two optimizer steps of a plan on the meta device as if it were that GPU.
 
     The user's objects, random states and flags are the same afterwards as before.
@@ -82,7 +82,7 @@ def rehearse(
             _steps(training, twin, plan, tracer, labels)
             recording = tracer.recording
             kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))
-    return Rehearsal(kept, labels)
+    return DryRun(kept, labels)
 
 
 def _steps(

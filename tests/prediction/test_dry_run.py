@@ -14,7 +14,7 @@ from torch import nn
 from autofit.errors import CannotTell, InvalidRequest
 from autofit.memory.replay import replay
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.dry_run import Rehearsal, rehearse
+from autofit.prediction.dry_run import DryRun, dry_run
 from autofit.prediction.gpus import find_gpu
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
@@ -41,8 +41,8 @@ def workload(model: Any = Net, **options: Any) -> Workload:
     return Workload(model, batch(), **given)
 
 
-def peak(rehearsal: Rehearsal) -> int:
-    return replay(rehearsal.recording).peak_allocated_bytes
+def peak(run: DryRun) -> int:
+    return replay(run.recording).peak_allocated_bytes
 
 
 def test_the_users_objects_and_process_are_left_alone() -> None:
@@ -51,7 +51,7 @@ def test_the_users_objects_and_process_are_left_alone() -> None:
     live = {"model": model, "optimizer": optimizer}
     made = workload(model, optimizer=optimizer)
     before = digest(live)
-    rehearse(made, ResolvedPlan(Plan(16)), GPU)
+    dry_run(made, ResolvedPlan(Plan(16)), GPU)
     assert differences(before, digest(live)) == []
 
 
@@ -68,21 +68,21 @@ def test_what_functions_reach_is_left_alone_too() -> None:
 
     made = workload(criterion=None, loss_fn=loss_fn)
     before = digest({"teacher": teacher})
-    rehearse(made, ResolvedPlan(Plan(16)), GPU)
+    dry_run(made, ResolvedPlan(Plan(16)), GPU)
     assert differences(before, digest({"teacher": teacher})) == []
     assert losses[0] == 1.0, "what the user's list holds is the user's"
     assert len(losses) > 1
 
 
 def test_a_live_model_and_one_that_is_built_need_the_same() -> None:
-    live = rehearse(workload(Net()), ResolvedPlan(Plan(16)), GPU)
-    built = rehearse(workload(Net), ResolvedPlan(Plan(16)), GPU)
+    live = dry_run(workload(Net()), ResolvedPlan(Plan(16)), GPU)
+    built = dry_run(workload(Net), ResolvedPlan(Plan(16)), GPU)
     assert peak(live) == peak(built)
 
 
 def test_a_model_that_builds_itself_on_the_gpu() -> None:
-    on_gpu = rehearse(workload(lambda: Net().cuda()), ResolvedPlan(Plan(16)), GPU)
-    assert abs(peak(on_gpu) - peak(rehearse(workload(Net), ResolvedPlan(Plan(16)), GPU))) < 4096
+    on_gpu = dry_run(workload(lambda: Net().cuda()), ResolvedPlan(Plan(16)), GPU)
+    assert abs(peak(on_gpu) - peak(dry_run(workload(Net), ResolvedPlan(Plan(16)), GPU))) < 4096
 
 
 def test_a_model_that_needs_values_while_it_is_built() -> None:
@@ -90,7 +90,7 @@ def test_a_model_that_needs_values_while_it_is_built() -> None:
         rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
         return nn.Sequential(Net(), nn.Dropout(rates[-1]))
 
-    assert peak(rehearse(workload(build), ResolvedPlan(Plan(16)), GPU)) > 0
+    assert peak(dry_run(workload(build), ResolvedPlan(Plan(16)), GPU)) > 0
 
 
 def test_tied_weights_count_once() -> None:
@@ -107,8 +107,8 @@ def test_tied_weights_count_once() -> None:
 
     def weights(tie: bool) -> int:
         made = Workload(Tied(tie), torch.randint(0, 1000, (4, 8)))
-        rehearsal = rehearse(made, ResolvedPlan(Plan(4)), GPU)
-        return rehearsal.labels.at_peak(rehearsal.recording)["weights"]
+        run = dry_run(made, ResolvedPlan(Plan(4)), GPU)
+        return run.labels.at_peak(run.recording)["weights"]
 
     assert weights(tie=False) == 2 * weights(tie=True)
 
@@ -124,16 +124,16 @@ def test_frozen_parameters_get_neither_gradients_nor_state() -> None:
             model,
             optimizer=lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad]),
         )
-        rehearsal = rehearse(made, ResolvedPlan(Plan(2)), GPU)
-        return rehearsal.labels.at_peak(rehearsal.recording)
+        run = dry_run(made, ResolvedPlan(Plan(2)), GPU)
+        return run.labels.at_peak(run.recording)
 
     assert kinds(frozen)["optimizer_state"] < kinds(lambda: Net(4096))["optimizer_state"] / 100
 
 
 def test_gradients_are_resident_in_the_second_micro_batch() -> None:
-    one = rehearse(workload(lambda: Net(8192)), ResolvedPlan(Plan(16)), GPU)
-    two = rehearse(workload(lambda: Net(8192)), ResolvedPlan(Plan(16, accumulation_steps=2)), GPU)
-    many = rehearse(workload(lambda: Net(8192)), ResolvedPlan(Plan(16, accumulation_steps=8)), GPU)
+    one = dry_run(workload(lambda: Net(8192)), ResolvedPlan(Plan(16)), GPU)
+    two = dry_run(workload(lambda: Net(8192)), ResolvedPlan(Plan(16, accumulation_steps=2)), GPU)
+    many = dry_run(workload(lambda: Net(8192)), ResolvedPlan(Plan(16, accumulation_steps=8)), GPU)
     assert peak(one) < peak(two) == peak(many)
 
 
@@ -143,8 +143,8 @@ def test_a_live_optimizers_state_is_there_from_the_start() -> None:
     model(torch.randn(2, 32)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    rehearsal = rehearse(workload(model, optimizer=optimizer), ResolvedPlan(Plan(16)), GPU)
-    held = rehearsal.labels.at_peak(rehearsal.recording)
+    run = dry_run(workload(model, optimizer=optimizer), ResolvedPlan(Plan(16)), GPU)
+    held = run.labels.at_peak(run.recording)
     assert held["optimizer_state"] >= 2 * held["weights"] * 0.99
 
 
@@ -158,13 +158,13 @@ def test_a_train_step_of_the_users_own() -> None:
         training.optimizer_step()
         return total
 
-    own = rehearse(workload(train_step=step), ResolvedPlan(Plan(8, accumulation_steps=2)), GPU)
+    own = dry_run(workload(train_step=step), ResolvedPlan(Plan(8, accumulation_steps=2)), GPU)
     assert peak(own) > 0
 
 
 def fails(loss_fn: Callable[..., torch.Tensor]) -> CannotTell:
     with pytest.raises(CannotTell) as caught:
-        rehearse(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
+        dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
     return caught.value
 
 
@@ -248,8 +248,8 @@ def test_a_model_that_does_without_a_value_while_it_is_built() -> None:
             width = 4096
         return Net(width)
 
-    assert peak(rehearse(workload(build), ResolvedPlan(Plan(16)), GPU)) == peak(
-        rehearse(workload(lambda: Net(64)), ResolvedPlan(Plan(16)), GPU)
+    assert peak(dry_run(workload(build), ResolvedPlan(Plan(16)), GPU)) == peak(
+        dry_run(workload(lambda: Net(64)), ResolvedPlan(Plan(16)), GPU)
     )
 
 
@@ -274,7 +274,7 @@ def test_a_model_may_look_at_the_numbers_of_its_batch(padded: bool, makes: bool)
         return torch.randn(samples, 8, 32), mask
 
     made = Workload(lambda: nn.Linear(32, 64), make if makes else make(4), loss_fn=loss_fn)
-    assert peak(rehearse(made, ResolvedPlan(Plan(6, accumulation_steps=2)), GPU)) > 0
+    assert peak(dry_run(made, ResolvedPlan(Plan(6, accumulation_steps=2)), GPU)) > 0
 
 
 def test_a_number_that_was_changed_by_unknown_ones_is_unknown() -> None:
@@ -290,12 +290,12 @@ def test_a_number_that_was_changed_by_unknown_ones_is_unknown() -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
 def test_an_optimizer_that_scales_by_a_value_can_be_rehearsed(optimizer: Any) -> None:
     """What an update takes does not hang on it."""
-    plain = rehearse(
+    plain = dry_run(
         workload(lambda: Net(4096), optimizer=torch.optim.SGD),
         ResolvedPlan(Plan(2)),
         GPU,
     )
-    scaled = rehearse(workload(lambda: Net(4096), optimizer=optimizer), ResolvedPlan(Plan(2)), GPU)
+    scaled = dry_run(workload(lambda: Net(4096), optimizer=optimizer), ResolvedPlan(Plan(2)), GPU)
     assert peak(scaled) > peak(plain)
 
 
@@ -313,7 +313,7 @@ def test_sparse_gradients_are_not_guessed_at(optimizer: Any) -> None:
 
     made = Workload(Table, torch.randint(0, 1000, (4, 8)), optimizer=optimizer)
     with pytest.raises(CannotTell, match=r"rows\.weight"):
-        rehearse(made, ResolvedPlan(Plan(4)), GPU)
+        dry_run(made, ResolvedPlan(Plan(4)), GPU)
 
 
 @pytest.mark.parametrize("makes", [False, True])
@@ -322,18 +322,18 @@ def test_a_huge_batch_takes_no_memory(makes: bool) -> None:
     made = Workload(
         lambda: nn.Linear(32, 4), (lambda n: torch.randn(n, 32)) if makes else torch.randn(4, 32)
     )
-    assert peak(rehearse(made, ResolvedPlan(Plan(huge)), GPU)) > huge * 32 * 4
+    assert peak(dry_run(made, ResolvedPlan(Plan(huge)), GPU)) > huge * 32 * 4
 
 
 @pytest.mark.parametrize("samples", [10**18, 10**19, 10**25])
 def test_a_batch_beyond_what_a_tensor_can_be_is_refused(samples: int) -> None:
     with pytest.raises(InvalidRequest, match=f"{samples} x 1.*micro-batch"):
-        rehearse(workload(), ResolvedPlan(Plan(samples)), GPU)
+        dry_run(workload(), ResolvedPlan(Plan(samples)), GPU)
 
 
 def test_a_scripted_model_is_not_guessed_at() -> None:
     with pytest.raises(CannotTell, match=r"torch\.jit"):
-        rehearse(workload(lambda: torch.jit.script(nn.Linear(32, 4))), ResolvedPlan(Plan(16)), GPU)
+        dry_run(workload(lambda: torch.jit.script(nn.Linear(32, 4))), ResolvedPlan(Plan(16)), GPU)
 
 
 def test_lengths_on_the_host_of_a_ctc_loss() -> None:
@@ -345,7 +345,7 @@ def test_lengths_on_the_host_of_a_ctc_loss() -> None:
         return nn.functional.ctc_loss(scores, targets, *lengths)
 
     made = Workload(lambda: nn.Linear(8, 16), torch.randn(4, 50, 8), loss_fn=loss_fn)
-    assert peak(rehearse(made, ResolvedPlan(Plan(4)), GPU)) > 0
+    assert peak(dry_run(made, ResolvedPlan(Plan(4)), GPU)) > 0
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -358,7 +358,7 @@ def test_a_compiled_model_is_not_guessed_at(whole: bool) -> None:
         return model
 
     with pytest.raises(CannotTell, match="compile"):
-        rehearse(workload(build), ResolvedPlan(Plan(16)), GPU)
+        dry_run(workload(build), ResolvedPlan(Plan(16)), GPU)
 
 
 def test_the_users_own_error_is_raised_as_it_is() -> None:
@@ -366,7 +366,7 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
         raise KeyError("the user's")
 
     with pytest.raises(KeyError, match="the user's") as caught:
-        rehearse(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
+        dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
     assert any("rehearsed" in note for note in caught.value.__notes__)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda import autocast
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.dry_run import rehearse, stage
+from autofit.prediction.dry_run import dry_run, stage
 from autofit.prediction.gpus import find_gpu
 from autofit.registry import load_strategies
 from autofit.training.training import Training
@@ -104,12 +104,12 @@ def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
             lambda: torch.nn.Linear(250, 32, bias=False), torch.randn(4, 250), train_step=train_step
         )
         plan = Plan(4, settings={"precision.dtype": "bfloat16"})
-        rehearsal = rehearse(
+        run = dry_run(
             workload,
             ResolvedPlan(plan, strategies=load_strategies(["precision"])),
             find_gpu("H100"),
         )
-        return sum(event > 0 and size == 250 * 32 * 2 for event, size in rehearsal.recording.events)
+        return sum(event > 0 and size == 250 * 32 * 2 for event, size in run.recording.events)
 
     assert casts(updates=1) == casts(updates=0) + 2  # once more in each of two steps
 
