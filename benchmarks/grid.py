@@ -31,8 +31,8 @@ from autofit import Plan, Report, Workload, search
 from autofit.cli.target import load_target
 from autofit.measurement import Measurement
 from autofit.plan import Settings, unlike
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.worker_client import WorkerProber
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies, resolve
 from autofit.searching.events import Event, ProbeFinished, ProbeStarted
 from autofit.space import Space
@@ -100,7 +100,7 @@ class Part:
         return "; ".join(values + sizes) or "all of it"
 
 
-def grid(prober: WorkerProber, space: Space, part: Part) -> Iterator[tuple[Plan, Measurement]]:
+def grid(prober: Prober, space: Space, part: Part) -> Iterator[tuple[Plan, Measurement]]:
     """Every plan of that part of the grid that may fit, and what came of it."""
     end = time.monotonic() + part.seconds
     sizes = [size for size in micro_batches(space) if size >= part.smallest]
@@ -109,15 +109,14 @@ def grid(prober: WorkerProber, space: Space, part: Part) -> Iterator[tuple[Plan,
             if time.monotonic() > end:
                 return
             plan = space.plan(micro_batch, settings)
-            measured = prober.probe(ProbeRequest(resolve(plan, space, prober.strategies)))
+            request = ProbeRequest(resolve(plan, space, prober.strategies))
+            measured = prober.probe(request).measurement
             yield plan, measured
             if not measured.ok:
                 break
 
 
-def in_turns(
-    prober: WorkerProber, space: Space, plans: list[Plan], turns: int
-) -> dict[Plan, float]:
+def in_turns(prober: Prober, space: Space, plans: list[Plan], turns: int) -> dict[Plan, float]:
     """Median samples per second of each plan over so many turns in a fresh worker."""
     rates: dict[Plan, list[float]] = {plan: [] for plan in plans}
     prober.renew()
@@ -125,7 +124,7 @@ def in_turns(
         for plan in plans:
             resolved = resolve(plan, space, prober.strategies)
             request = ProbeRequest(resolved, full_accumulation=True)
-            step_time_s = prober.probe(request).step_time_s
+            step_time_s = prober.probe(request).measurement.step_time_s
             if step_time_s is not None:
                 rates[plan].append(plan.samples_per_step / step_time_s)
     return {plan: statistics.median(seen) for plan, seen in rates.items() if seen}
@@ -142,9 +141,7 @@ def compare(
         may_resplit=report.record.workload["may_resplit"],
     )
     budget = report.record.vram_budget_bytes
-    with WorkerProber(
-        workload, load_strategies(), device=device, vram_budget=budget, seed=seed
-    ) as prober:
+    with open_prober(workload, load_strategies(), Target(device, budget, seed)) as prober:
         began = time.monotonic()
         part.check(space)
         measured = list(grid(prober, space, part))

@@ -27,8 +27,8 @@ from autofit.plan import ResolvedPlan
 from autofit.prediction.gpus import Gpu
 from autofit.prediction.memory_lines import gpu_of
 from autofit.prediction.predict import Calibration
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.worker_client import WorkerProber
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies
 from benchmarks.prediction_models import WORKLOADS
 
@@ -59,25 +59,22 @@ def rows(gpu: Gpu) -> Iterator[Row]:
     for name, make in WORKLOADS.items():
         workload = make()
         workload = replace(workload, model=workload.build_model())
-        with WorkerProber(workload, load_strategies(["precision"]), device="cuda") as prober:
-            all_memory = prober.vram_budget_bytes
+        with open_prober(workload, load_strategies(["precision"]), Target("cuda")) as prober:
             for precision in PRECISIONS:
                 for micro_batch in MICRO_BATCHES:
                     plan = Plan(micro_batch, settings={"precision.dtype": precision})
-                    prober.rebudget(all_memory)
                     yield _row(f"{name} {precision} {micro_batch}", prober, workload, plan, gpu)
 
 
-def _row(name: str, prober: WorkerProber, workload: Workload, plan: Plan, gpu: Gpu) -> Row:
+def _row(name: str, prober: Prober, workload: Workload, plan: Plan, gpu: Gpu) -> Row:
     request = ProbeRequest(ResolvedPlan(plan, strategies=prober.strategies), full_accumulation=True)
-    free = prober.probe(request)
+    free = prober.probe(request).measurement
     if free.peak_allocated_bytes is None or free.non_torch_bytes is None:
         raise RuntimeError(f"{name} did not run: {free.outcome} {free.detail}")
     prediction = predict(workload, plan=plan, gpu=gpu, calibration=Calibration.learn(free))
 
     def runs_within(budget: float) -> bool:
-        prober.rebudget(int(budget))
-        return prober.probe(request).ok
+        return prober.probe(replace(request, vram_budget_bytes=int(budget))).measurement.ok
 
     return Row(
         name,

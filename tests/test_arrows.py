@@ -90,7 +90,7 @@ class Import:
 
     @property
     def reached(self) -> str | None:
-        """autofit.probing.worker_client -> probing; None for what is not part of autofit."""
+        """autofit.probing.session -> probing; None for what is not part of autofit."""
         parts = self.module.split(".")
         return parts[1] if parts[0] == "autofit" and len(parts) > 1 else None
 

@@ -14,8 +14,8 @@ from torch import nn
 import autofit
 from autofit.measurement import Role
 from autofit.plan import Scalar, variant_key
-from autofit.probing.isolation import open_prober
-from autofit.probing.prober import ProbeRequest, Target, WorkloadProber
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import installed_names, load_strategies, resolve
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.snapshot.snapshot import differences, digest
@@ -60,14 +60,14 @@ def workload() -> autofit.Workload:
     return autofit.Workload(model, batch, criterion=nn.functional.cross_entropy)
 
 
-def opened(*strategies: str) -> WorkloadProber:
+def opened(*strategies: str) -> Prober:
     return open_prober(workload(), load_strategies(strategies), Target(DEVICE, BUDGET))
 
 
-def probed(prober: WorkloadProber, settings: dict[str, Scalar]) -> Any:
+def probed(prober: Prober, settings: dict[str, Scalar]) -> Any:
     space = prober.survey().space()
     plan = autofit.Plan(SAMPLES, settings={**space.baseline.settings, **settings})
-    return prober.probe(ProbeRequest(resolve(plan, space, prober.strategies)))
+    return prober.probe(ProbeRequest(resolve(plan, space, prober.strategies))).measurement
 
 
 def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
@@ -129,8 +129,8 @@ def test_lines_are_predicted_for_this_gpu() -> None:
     with opened("precision") as prober:
         survey = prober.survey()
         measured = probed(prober, {})
-    space = survey.space()
-    lines = predicted_lines(workload(), survey, space, load_strategies(["precision"])).lines
+        space = survey.space()
+        lines, _ = predicted_lines(prober, survey, space)
     if not lines:
         pytest.skip(f"{survey.environment.gpu} is not among the GPUs that are known")
     fixed, per_sample = lines[variant_key(space.baseline.settings)]

@@ -6,11 +6,15 @@ what only it can show.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -578,3 +582,94 @@ def test_a_meaning_without_its_strategy_is_refused() -> None:
     plan, given = autofit.Plan(4, settings={"naming.word": "Anna"}), {"naming.word": [7]}
     with pytest.raises(autofit.InvalidRequest, match=r"'naming\.word'"):
         autofit.probe(workload, plan=plan, payloads=given, strategies=["precision"], **HERE)
+
+
+def test_few_frames_of_autofits_are_above_a_users_loss_in_a_probe() -> None:
+    stacks: list[list[str]] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+        own = [f for f in frames if f.f_globals.get("__name__", "").startswith("autofit.")]
+        stacks.append([frame.f_code.co_name for frame in own])
+        return cross_entropy_of(model, batch)
+
+    autofit.search(classifier(), labelled(), loss_fn=loss, strategies=[], max_probes=3, **HERE)
+    in_probes = [stack for stack in stacks if "_probe" in stack]
+    assert max(map(len, in_probes)) <= 14
+    assert all(stack[-1] == "search" for stack in in_probes)
+
+
+ONE_SEARCH = """
+import sys, torch, autofit
+autofit.search(torch.nn.Linear(4, 4), torch.ones(4, 4), device="cpu", vram_budget="16MiB",
+               strategies=[], max_probes=1)
+print(sum(name.partition(".")[0] == "autofit" for name in sys.modules))
+"""
+
+
+def test_one_search_loads_fewer_than_a_hundred_modules() -> None:
+    done = subprocess.run([sys.executable, "-c", ONE_SEARCH], capture_output=True, check=True)
+    assert int(done.stdout) < 100
+
+
+class Signing(nn.Module):
+    """Writes the number of the process that builds or runs it to a file, as all functions here."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        sign(path, "built")
+        self.path, self.layer = path, nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        sign(self.path, "forward")
+        output: torch.Tensor = self.layer(inputs)
+        return output
+
+
+def sign(path: Path, what: str) -> None:
+    with path.open("a") as file:
+        print(what, os.getpid(), file=file)
+
+
+def signing_workload(path: Path) -> autofit.Workload:
+    def make_batch(samples: int) -> Any:
+        sign(path, "batch")
+        return labelled(samples)
+
+    def criterion(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        sign(path, "criterion")
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        sign(path, "optimizer")
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    def weight(batch: Any) -> float:
+        sign(path, "weight")
+        return float(len(batch[0]))
+
+    return autofit.Workload(
+        functools.partial(Signing, path),
+        make_batch,
+        criterion=criterion,
+        optimizer=optimizer,
+        loss_weight=weight,
+        before_step=lambda model, optimizer: sign(path, "before_step"),
+        global_batch=4,
+    )
+
+
+def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path) -> None:
+    """Whatever it does, a crash, a hang or a changed global of it stays in the worker."""
+    path = tmp_path / "processes"
+    workload = signing_workload(path)
+    where: Any = {"device": "cpu", "vram_budget": "32MiB"}
+    report = autofit.search(workload, max_probes=3, **where)
+    assert autofit.probe(workload, **where).ok
+    assert autofit.check(workload, method="probe", **where).fits
+    assert report.soak(workload, steps=8).steps >= 8
+    signed = {tuple(line.split()) for line in path.read_text().splitlines()}
+    everything = "built forward batch criterion optimizer weight before_step"
+    assert {what for what, _ in signed} == set(everything.split())
+    assert str(os.getpid()) not in {process for _, process in signed}
+    assert len({process for _, process in signed}) == 5  # a search confirms in a second worker

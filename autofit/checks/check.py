@@ -20,6 +20,7 @@ from autofit.plan import Plan
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
+from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 
@@ -126,9 +127,12 @@ def _by_probe(
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
 ) -> Verdict:
-    from autofit.probing.probe import probe_and_survey
+    from autofit.probing.probe import run_one
 
-    trial, survey = probe_and_survey(workload, target, plan, strategies, payloads)
+    chosen = load_strategies(strategies)
+    trial, survey = run_one(
+        workload, chosen, target, lambda survey: resolve(plan, survey.space(), chosen, payloads)
+    )
     environment, space = survey.environment, survey.space()
     plain = {**space.fixed, **space.plain_settings}
     verdict = _by_trial(trial, survey.vram_budget_bytes)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Trial, median_interval
-from autofit.probing.prober import ProbeRequest, Target, users_error
+from autofit.probing.prober import Target
 from autofit.report.record import Record
 from autofit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from autofit.plan import ResolvedPlan
     from autofit.probing.survey import Survey
     from autofit.strategy import Strategy
     from autofit.training.workload import Workload
@@ -128,33 +129,32 @@ def soak(
         DeviceUnavailable: the device does not exist, or another search is using it.
         Exception: raised by the user's own code.
     """
-    from autofit.probing.isolation import open_prober
+    from autofit.probing.probe import run_one
 
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
     resolved = record.resolve_best(remembered=strategies)
-    target = Target(
-        device or record.environment["device"],
-        record.vram_budget_bytes,
-        record.search.seed,
-        isolation,
+    step_time_s = record.best.measurement.step_time_s
+
+    def plan_if_same(survey: Survey) -> ResolvedPlan:
+        _check_same(survey, record)
+        return resolved
+
+    trial, _ = run_one(
+        replace(workload, global_batch=record.workload["global_batch"]),
+        resolved.strategies,
+        Target(
+            device or record.environment["device"],
+            record.vram_budget_bytes,
+            record.search.seed,
+            isolation,
+        ),
+        plan_if_same,
+        expected_seconds=steps * step_time_s if step_time_s else None,
+        steps=steps,
     )
-    workload = replace(workload, global_batch=record.workload["global_batch"])
-    with open_prober(workload, resolved.strategies, target) as prober:
-        _check_same(prober.survey(), record)
-        step_time_s = record.best.measurement.step_time_s
-        measurement = prober.probe(
-            ProbeRequest(
-                resolved,
-                full_accumulation=True,
-                expected_seconds=steps * step_time_s if step_time_s else None,
-                steps=steps,
-            )
-        )
-        if (error := users_error(prober, measurement)) is not None:
-            raise error
-    deviations = compare(record.best.measurement, measurement)
-    return SoakResult(record.best, measurement, record.vram_budget_bytes, deviations)
+    deviations = compare(record.best.measurement, trial.measurement)
+    return SoakResult(record.best, trial.measurement, record.vram_budget_bytes, deviations)
 
 
 def compare(expected: Measurement, measured: Measurement) -> tuple[str, ...]:

@@ -1,46 +1,41 @@
-"""Probing in the user's own process, on the user's own objects: for what cannot be pickled.
+"""A channel to a session in the user's own process, for what cannot be pickled.
 
-Model and optimizer are trained in place and put back from a snapshot, before each probe and at the
-end. A hang, a crash or a poisoned device context here is the whole process's; a worker process
-(`autofit.probing.worker_client`) survives all three.
+Model and optimizer are trained in place and put back from a snapshot, before each request and at
+the end. A hang, a crash or a poisoned device context here ends the whole process's training; a
+worker process (`autofit.probing.worker_channel`) survives all three.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
-from autofit.devices.base import budget_bytes
-from autofit.devices.lock import DeviceLock
 from autofit.devices.open import open_device
-from autofit.equivalence.gradients import Comparison
-from autofit.errors import DeviceUnavailable, mark_users, users_code
-from autofit.measurement import Measurement, Outcome
-from autofit.plan import ResolvedPlan
-from autofit.probing.messages import WorkerTraceback
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import DeviceFacts, ProbeRequest, Reply, Request
 from autofit.probing.session import Session
-from autofit.probing.survey import Survey
 from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
 
-class InProcessProber(AbstractContextManager["InProcessProber"]):
-    """Probes a workload in this process; implements `autofit.probing.prober.Prober`.
+class InProcessChannel:
+    """A channel to a session in this process; implements `autofit.probing.messages.Channel`.
 
     Args:
-        workload, strategies, device, vram_budget, seed: as for `WorkerProber`.
+        workload, strategies, device, seed: as for `WorkerChannel`.
 
     Raises:
-        InvalidRequest: the budget cannot be read.
-        DeviceUnavailable: the device is not there, or another search is using it.
+        InvalidRequest: there is no such kind of device.
+        DeviceUnavailable: the device is not there.
     """
+
+    is_replaceable = False
+    pid = None
 
     def __init__(
         self,
@@ -48,110 +43,49 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
         strategies: Sequence[Strategy] = (),
         *,
         device: str | None = None,
-        vram_budget: str | float | None = None,
         seed: int = 0,
     ) -> None:
         self._workload = workload
-        self.strategies = strategies
-        self._survey: Survey | None = None
-        self._user_exception: BaseException | None = None
-        self._poisoned_by: str | None = None
-        self._lock: DeviceLock | None = None
+        self._device_fault: str | None = None
+        self._answered = 0
         self._device = open_device(device)
         self._borrowed = ExitStack()  # each goes back, whatever becomes of the others
         self._borrowed.callback(self._leave_device)
-        self._borrowed.enter_context(_plain_modes())
         try:
-            self._begin(vram_budget, seed)
+            self._borrowed.enter_context(_plain_modes())
+            self._snapshot = Snapshot.take(live_objects(workload))
+            self._session = Session(self._restored, strategies, self._device, seed=seed)
+            self._spares_collections = gc.get_freeze_count() == 0  # else thawing undoes the user's
+            if self._spares_collections:
+                self._borrowed.callback(gc.unfreeze)
+            self._spare_collections()
         except BaseException:
             self._borrowed.close()
             raise
 
-    def _begin(self, vram_budget: str | float | None, seed: int) -> None:
-        workload = self._workload
-        self._snapshot = Snapshot.take(live_objects(workload))
-        self._session = Session(
-            self._restored,
-            self.strategies,
-            self._device,
-            vram_budget_bytes=budget_bytes(
-                vram_budget,
-                total_bytes=self._device.total_bytes,
-                free_bytes=self._device.free_bytes,
-            ),
-            seed=seed,
-        )
-        if (key := self._device.exclusive_key) is not None:
-            self._lock = DeviceLock(key)
-        self._spares_collections = gc.get_freeze_count() == 0  # else thawing would undo the user's
-        if self._spares_collections:
-            self._borrowed.callback(gc.unfreeze)
-        self._spare_collections()
+    def open(self) -> DeviceFacts:
+        """Return the facts of the device, which is open."""
+        device = self._device
+        return DeviceFacts(device.total_bytes, device.free_bytes, device.exclusive_key)
 
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    @property
-    def vram_budget_bytes(self) -> int:
-        """The budget as the device resolved it."""
-        return self._session.vram_budget_bytes
-
-    def rebudget(self, vram_budget_bytes: int) -> None:
-        """Hold the following probes to another budget."""
-        self._session.vram_budget_bytes = vram_budget_bytes
-        self._survey = replace(self.survey(), vram_budget_bytes=vram_budget_bytes)
-
-    def survey(self) -> Survey:
-        """The facts of the workload on the device; looked up once."""
-        if self._survey is None:
-            try:
-                with users_code():
-                    self._survey = self._session.survey()
-            finally:
-                self._put_back()
-                self._spare_collections()  # of what the first training imported
-            self._poisoned_by = self._session.broken_by()
-        return self._survey
-
-    def probe(self, request: ProbeRequest) -> Measurement:
-        """Run one plan here.
-
-        Raises:
-            DeviceUnavailable: an earlier probe, or the survey, left the device beyond use.
-        """
-        if self._poisoned_by is not None:
-            raise DeviceUnavailable(
-                f"what ran earlier left the device beyond use ({self._poisoned_by}); restart the "
-                'process, and use isolation="process", which survives this'
-            )
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Answer here, however long that takes, and put the user's objects back."""
         try:
-            reply = self._session.probe(request)
-            if reply.measurement.outcome is Outcome.POISONED:
-                self._poisoned_by = reply.measurement.detail or "no detail"
+            if isinstance(request, ProbeRequest):
+                reply = self._session.probe(request)
+            else:
+                reply = self._session.run(request)
+            self._device_fault = reply.device_fault
         finally:
             self._put_back()
-        if reply.exception is not None:
-            mark_users(reply.exception)
-            if reply.traceback:
-                reply.exception.__cause__ = WorkerTraceback(reply.traceback)
-            self._user_exception = reply.exception
-        return reply.measurement
+        if self._answered == 0:
+            self._spare_collections()  # of what the first training imported
+        self._answered += 1
+        fault = self._device_fault
+        return reply if fault is None else replace(reply, spent=True, device_fault=fault)
 
-    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
-        """Loss and gradients of two plans on the same samples."""
-        try:
-            with users_code():
-                return self._session.compare(first, second, samples)
-        finally:
-            self._put_back()
-            self._poisoned_by = self._poisoned_by or self._session.broken_by()
-
-    def user_exception(self) -> BaseException | None:
-        """The exception behind the last `user_error`."""
-        return self._user_exception
-
-    def renew(self) -> None:
-        """There is only this process."""
+    def drop(self) -> None:
+        """Do nothing: there is only this process."""
 
     def close(self) -> None:
         """Put everything back, and the device as it was."""
@@ -159,26 +93,23 @@ class InProcessProber(AbstractContextManager["InProcessProber"]):
             self._put_back()
 
     def _put_back(self) -> None:
-        """The user's objects as they were; what lies on a device that died is lost with it."""
+        """Restore the user's objects; what lies on a device that died is lost with it."""
         try:
             self._snapshot.restore()
         except ExceptionGroup:
-            self._poisoned_by = self._poisoned_by or self._session.broken_by()
-            if self._poisoned_by is None:
+            self._device_fault = self._device_fault or self._session.device_fault()
+            if self._device_fault is None:
                 raise
 
     def _leave_device(self) -> None:
         try:
             self._device.close()
         except Exception:
-            if self._poisoned_by is None:
+            if self._device_fault is None:
                 raise
-        finally:
-            if self._lock is not None:
-                self._lock.release()
 
     def _spare_collections(self) -> None:
-        """Collections around probes pass over what is there now; in a notebook that is a lot."""
+        """Have collections around probes pass over what is there now: in a notebook, much."""
         if self._spares_collections:
             gc.collect()
             gc.freeze()

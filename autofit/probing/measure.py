@@ -1,25 +1,26 @@
-"""One plan, stepped on a device: warm-up, timed steps, and what was seen of them.
+"""One plan, stepped on a device: warm-up, timed steps, and what was measured of them.
 
-How many steps are timed is said in `autofit.probing.prober`. Peaks are over warm-up and timed
-steps together, since the optimizer's state appears in the first step and the peak often in the
-second.
+Peaks cover warm-up and timed steps together, since the optimizer's state appears in the first step
+and the peak often in the second.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from autofit.devices.base import Device, Mark, MemoryReading
 from autofit.errors import collect_garbage
 from autofit.measurement import Measurement, Outcome
-from autofit.probing.leak import Growth, bytes_per_step, growth
-from autofit.probing.prober import ProbeRequest, enough_steps
+from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
+from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
@@ -33,51 +34,59 @@ MICRO_BATCHES_OF_A_SEARCH = 2
 """From the second micro-batch on gradients are resident, so two show every peak."""
 
 
-@dataclass
-class _Window:
-    """What the timed steps have shown so far."""
-
-    step_times_s: list[float] = field(default_factory=list)
-    boundary_bytes: list[int] = field(default_factory=list)
-    loss: float = math.nan
-
-
-def measure(
-    workload: Workload,
-    device: Device,
-    request: ProbeRequest,
-    make_training: Callable[[Workload], Training],
-    vram_budget_bytes: int,
-) -> Measurement:
+def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: int) -> Measurement:
     """Run a plan for a few optimizer steps.
 
     Args:
-        workload: a copy that is this probe's own.
-        device: limited to the budget already.
+        builder: its device is limited to the budget already.
         request: the plan, the rate to beat and whether to accumulate in full.
-        make_training: builds the training; called under the device's accounting.
-        vram_budget_bytes: what the peaks are held against.
+        vram_budget_bytes: the peaks are compared with it.
 
     Raises:
-        Whatever the device or the user's code raises.
+        Exception: whatever the device or the user's code raises.
     """
-    plan = request.plan
+    plan, device, workload = request.plan, builder.device, builder.fresh_workload()
     micro_batches = _micro_batches_to_run(workload, request)
     samples = sum(plan.micro_batch_sizes[:micro_batches])
     batch = map_tensors(device.stage, workload.batch(samples))
     scale = plan.accumulation_steps / micro_batches
-    window = _Window()
+    steps = _Steps()
     with ExitStack() as applied:
         with device.accounting():
-            training = applied.enter_context(make_training(workload))
-            _warm_up(training, device, batch, window)
+            training = applied.enter_context(builder.training(workload, request.resolved))
+            for _ in _warm_up(training):
+                steps.loss = float(_step(training, device, batch)[0])
+                steps.end_bytes.append(device.allocated_bytes())
+            del steps.end_bytes[:-WARM_UP_STEPS]
             before = device.read()
-            _steps(training, device, batch, device.tracked_steps, window)
-        _time_steps(training, device, batch, scale, request, window)
+            for _ in range(device.tracked_steps):
+                steps.loss = float(_step(training, device, batch)[0])
+                steps.end_bytes.append(device.allocated_bytes())
+        while not enough_steps(steps.times_s, request):
+            block = []
+            for _ in range(STEPS_PER_BLOCK):
+                loss, marks = _step(training, device, batch)
+                block.append(marks)
+                if not device.tracked_steps:
+                    steps.end_bytes.append(device.allocated_bytes())
+            device.synchronize()
+            steps.loss = float(loss)
+            steps.times_s += (_seconds(marks, scale) for marks in block)
+            if not math.isfinite(steps.loss):
+                break
         after = device.read()
-        grown = _growth(device, window)
+        growth = _growth(device, steps)
         run = micro_batches if training.has_split else 1  # a train_step may take all at once
-        return _seen(window, before, after, grown, vram_budget_bytes, run)
+        return _measurement(steps, before, after, growth, vram_budget_bytes, run)
+
+
+@dataclass
+class _Steps:
+    """What the steps have shown so far: seconds, allocated bytes at the end of each, and loss."""
+
+    times_s: list[float] = field(default_factory=list)
+    end_bytes: list[int] = field(default_factory=list)
+    loss: float = math.nan
 
 
 def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
@@ -87,30 +96,26 @@ def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
     return min(whole, MICRO_BATCHES_OF_A_SEARCH)
 
 
-def _warm_up(training: Training, device: Device, batch: Batch, window: _Window) -> None:
-    """Steps until two have updated: those that overflowed float16 made no optimizer state."""
+def _warm_up(training: Training) -> Iterator[None]:
+    """Yield for each step until two have updated: one that overflows makes no optimizer state."""
     updates = 0
     for _ in range(MOST_WARM_UP_STEPS):
         scale_before = _scale(training)
-        _steps(training, device, batch, 1, window)
+        yield
         updates += _scale(training) >= scale_before
         if updates == WARM_UP_STEPS:
-            break
-    del window.boundary_bytes[:-WARM_UP_STEPS]
+            return
 
 
 def _scale(training: Training) -> float:
     return 1.0 if training.scaler is None else float(training.scaler.get_scale())
 
 
-def _steps(training: Training, device: Device, batch: Batch, count: int, window: _Window) -> None:
-    for _ in range(count):
-        window.loss = float(_step(training, device, batch)[0])
-        window.boundary_bytes.append(device.allocated_bytes())
-
-
 def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Mark]]:
-    """One optimizer step; the marks are start, end of the micro-batches, end of the update."""
+    """Run one optimizer step; return its loss and marks at its start, before and after the update.
+
+    With a train_step the whole step counts as micro-batches: nobody knows where its update begins.
+    """
     start = device.mark()
     if training.recipe.train_step is not None:
         loss = training.step(batch)
@@ -122,56 +127,30 @@ def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tenso
     return loss, [start, middle, device.mark()]
 
 
-def _time_steps(
-    training: Training,
-    device: Device,
-    batch: Batch,
-    scale: float,
-    request: ProbeRequest,
-    window: _Window,
-) -> None:
-    while not enough_steps(window.step_times_s, request):
-        block = []
-        for _ in range(STEPS_PER_BLOCK):
-            loss, marks = _step(training, device, batch)
-            block.append(marks)
-            if not device.tracked_steps:
-                window.boundary_bytes.append(device.allocated_bytes())
-        device.synchronize()
-        window.loss = float(loss)
-        for start, middle, end in block:
-            accumulating = middle.seconds_since(start)
-            window.step_times_s.append(accumulating * scale + end.seconds_since(middle))
-        if not math.isfinite(window.loss):
-            return
+def _seconds(marks: Sequence[Mark], scale: float) -> float:
+    """Return the seconds of a step, those of its micro-batches scaled to all of the plan's."""
+    start, middle, end = marks
+    return middle.seconds_since(start) * scale + end.seconds_since(middle)
 
 
-def _growth(device: Device, window: _Window) -> Growth | None:
-    """What every step added, as far as the device accounted for steps alike."""
-    first = 0 if device.tracked_steps else WARM_UP_STEPS
-    boundaries = window.boundary_bytes[first:]
-    if bytes_per_step(boundaries) is None:
-        return None
-    collect_garbage()
-    return growth(boundaries, device.allocated_bytes())
-
-
-def _seen(
-    window: _Window,
+def _measurement(
+    steps: _Steps,
     before: MemoryReading,
     after: MemoryReading,
-    grown: Growth | None,
+    growth: Growth | None,
     vram_budget_bytes: int,
     micro_batches_run: int,
 ) -> Measurement:
     retries = after.allocator_retries - before.allocator_retries
     held = after.peak_reserved_bytes + after.non_torch_bytes
     headroom = vram_budget_bytes - held
-    outcome, detail = Outcome.OK, grown.words(headroom) if grown and grown.collectable else None
-    if not math.isfinite(window.loss):
-        outcome, detail = Outcome.NONFINITE, f"the loss became {window.loss}"
-    elif grown is not None and grown.is_leak(headroom):
-        outcome, detail = Outcome.LEAK, grown.words(headroom)
+    outcome, detail = Outcome.OK, None
+    if growth is not None and growth.collectable:
+        detail = growth.words(headroom)
+    if not math.isfinite(steps.loss):
+        outcome, detail = Outcome.NONFINITE, f"the loss became {steps.loss}"
+    elif growth is not None and growth.is_leak(headroom):
+        outcome, detail = Outcome.LEAK, growth.words(headroom)
     elif held > vram_budget_bytes:
         outcome = Outcome.OVER_BUDGET
         detail = f"held {format_bytes(held)} of {format_bytes(vram_budget_bytes)} allowed"
@@ -181,11 +160,132 @@ def _seen(
     return Measurement(
         outcome,
         detail,
-        step_times_s=window.step_times_s,
+        step_times_s=steps.times_s,
         peak_allocated_bytes=after.peak_allocated_bytes,
         peak_reserved_bytes=after.peak_reserved_bytes,
         non_torch_bytes=after.non_torch_bytes,
         allocator_retries=retries,
-        loss=window.loss if math.isfinite(window.loss) else None,
+        loss=steps.loss if math.isfinite(steps.loss) else None,
         micro_batches_run=micro_batches_run,
     )
+
+
+# How many optimizer steps are timed: the one rule, for real and simulated devices alike.
+
+FEWEST_TIMED_STEPS = 3
+MOST_TIMED_STEPS = 30
+MOST_TIMED_SECONDS = 5.0
+CLOSE_ENOUGH = 0.01
+"""Half the width of the interval, as a share of the median."""
+
+
+def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
+    """Return whether further timed steps would not change any decision.
+
+    Steps go on until the 95 % interval of their median is within 1 % of it on either side, or lies
+    wholly above the step time that the incumbent's rate allows; from 3 steps on, and for at most
+    30 steps or 5 s. A plan that looks faster than the incumbent is not cut short: it may be the
+    answer, and its speed decides what is tried next.
+
+    Args:
+        step_times_s: seconds of each whole optimizer step so far.
+        request: the plan, the rate to beat, and a number of steps that overrules all else.
+    """
+    count = len(step_times_s)
+    if request.steps is not None:
+        return count >= request.steps
+    if count < FEWEST_TIMED_STEPS:
+        return False
+    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= MOST_TIMED_SECONDS:
+        return True
+    seen = Measurement(Outcome.OK, step_times_s=step_times_s)
+    interval, middle = seen.step_time_interval_s, seen.step_time_s
+    assert interval is not None  # there are step times
+    assert middle is not None
+    fastest, slowest = interval
+    if slowest - fastest <= 2 * CLOSE_ENOUGH * middle:
+        return True
+    if request.incumbent_samples_per_second is None:
+        return False
+    time_to_beat = request.plan.samples_per_step / request.incumbent_samples_per_second
+    return fastest > time_to_beat
+
+
+# Growth: a leak, or a reference cycle that waits for the garbage collector.
+#
+# In a healthy loop the bytes allocated at the end of an optimizer step are the same after every
+# step, to the byte (measured on an H200 and in the simulated allocator), so growth needs no
+# statistics.
+
+LEAK_WINDOW_STEPS = 8
+FEWEST_ENDS = 3
+HORIZON_STEPS = 1_000_000
+"""Growth that would not reach the budget within so many steps (a kept number) is not a leak."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory that a training adds to what it holds.
+
+    Attributes:
+        bytes_per_step: median growth from one step's end to the next.
+        collectable: the garbage collector takes it back.
+    """
+
+    bytes_per_step: int
+    collectable: bool
+
+    def steps_until(self, headroom_bytes: int) -> int:
+        """Return the steps until the growth has used up that much."""
+        return max(headroom_bytes, 0) // self.bytes_per_step
+
+    def is_leak(self, headroom_bytes: int) -> bool:
+        """Return whether a training of ordinary length would outgrow the budget."""
+        return not self.collectable and self.steps_until(headroom_bytes) < HORIZON_STEPS
+
+    def words(self, headroom_bytes: int) -> str:
+        """Return a sentence about it, with its size and the way out."""
+        much = format_bytes(self.bytes_per_step)
+        if self.collectable:
+            return f"a reference cycle holds {much} of every step until garbage is collected"
+        return (
+            f"{much} more are held after every step: the budget is reached in about "
+            f"{self.steps_until(headroom_bytes)} steps. Something keeps tensors, often a list of "
+            "losses with their graphs: keep loss.item() or loss.detach()"
+        )
+
+
+def bytes_per_step(end_bytes: Sequence[int]) -> int | None:
+    """Return the median growth per step; None if any of the last steps did not add memory.
+
+    Args:
+        end_bytes: allocated bytes at the end of each step; None is returned for fewer than three.
+    """
+    recent = end_bytes[-LEAK_WINDOW_STEPS - 1 :]
+    if len(recent) < FEWEST_ENDS:
+        return None
+    added = [after - before for before, after in pairwise(recent)]
+    return int(statistics.median(added)) if min(added) > 0 else None
+
+
+def growth_over(end_bytes: Sequence[int], collected_bytes: int) -> Growth | None:
+    """Return the growth over these steps; None where there is none.
+
+    Args:
+        end_bytes: allocated bytes at the end of each step.
+        collected_bytes: allocated bytes after a garbage collection that followed the last of them.
+    """
+    per_step = bytes_per_step(end_bytes)
+    if per_step is None:
+        return None
+    grown = end_bytes[-1] - end_bytes[0]
+    return Growth(per_step, collectable=end_bytes[-1] - collected_bytes > grown // 2)
+
+
+def _growth(device: Device, steps: _Steps) -> Growth | None:
+    """Return what every step added, over the steps that the device accounted for alike."""
+    end_bytes = steps.end_bytes[0 if device.tracked_steps else WARM_UP_STEPS :]
+    if bytes_per_step(end_bytes) is None:
+        return None
+    collect_garbage()
+    return growth_over(end_bytes, device.allocated_bytes())

@@ -1,4 +1,8 @@
-"""What parent and worker say to each other: one JSON object a line, exceptions by value in it."""
+"""Requests to whoever holds the workload and the device, and the replies.
+
+A `Channel` carries them: as objects within this process, or to a worker process as one JSON object
+a line, in which exceptions and results travel by value.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,200 @@ import io
 import json
 import pickle
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 
-from autofit.errors import AutofitError, WorkloadFailed, mark_users
-from autofit.plan import ResolvedPlan
+from autofit.errors import AutofitError, DeviceUnavailable, WorkloadFailed, mark_users
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.faults import text_of
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.serialization import dumps
+from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """A request to run one plan.
+
+    Attributes:
+        resolved: the plan to run.
+        vram_budget_bytes: the most that peak reserved plus non-torch bytes may come to. None: the
+            budget that the prober was opened with.
+        incumbent_samples_per_second: the rate to beat; timed steps stop as soon as the plan is
+            seen to be slower. None: nothing to beat yet.
+        full_accumulation: run every micro-batch of the optimizer step, as a confirmation does;
+            otherwise two stand for all of them, and the times are scaled.
+        expected_seconds: expected duration of the probe; a multiple of it counts as a hang. None:
+            unknown.
+        steps: time at least this many optimizer steps, however slow they are.
+    """
+
+    resolved: ResolvedPlan
+    vram_budget_bytes: int | None = None
+    incumbent_samples_per_second: float | None = None
+    full_accumulation: bool = False
+    expected_seconds: float | None = None
+    steps: int | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to run, without payloads and strategies."""
+        return self.resolved.plan
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to call a function where the workload and the device are.
+
+    Attributes:
+        function: called with the session. Sent to a worker by the name it is imported by, so a
+            function of a module (with `functools.partial` for its other arguments): this room
+            need not import what it runs, and a worker imports that only when it is asked for it.
+        vram_budget_bytes: the budget that the function runs within.
+    """
+
+    function: Callable[[Session], Any]
+    vram_budget_bytes: int
+
+
+Request = ProbeRequest | Call
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a request, and what it means for whoever gave it.
+
+    Attributes:
+        value: the `Measurement` of a probe; the return value of a call.
+        exception: what the user's code raised: for outcome user_error, or out of a call.
+        traceback: its traceback as text, where the exception itself has lost it.
+        spent: the process should not answer another request.
+        device_fault: how the device fails at a small computation now; None: it works.
+        worth_repeating: the plan's size may not be to blame for its outcome: it ran out of memory
+            where live tensors and the request would have fitted, or went over the budget by the
+            libraries that it loaded.
+    """
+
+    value: Any = None
+    exception: BaseException | None = None
+    traceback: str | None = None
+    spent: bool = False
+    device_fault: str | None = None
+    worth_repeating: bool = False
+
+    def users_exception(self) -> BaseException | None:
+        """Return the exception as the user is to see it, with the traceback text as its cause."""
+        error = self.exception
+        if error is not None:
+            mark_users(error)
+            if self.traceback and not isinstance(error, AutofitError):
+                error.__cause__ = WorkerTraceback(self.traceback)
+        return error
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of a probe.
+
+    Attributes:
+        measurement: how the plan ended and what was measured.
+        user_exception: what the user's code raised, as it was raised; None exactly where the
+            outcome is another than user_error. `WorkloadFailed` where nothing better is known.
+    """
+
+    measurement: Measurement
+    user_exception: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        error = None
+        if self.measurement.outcome is Outcome.USER_ERROR:
+            words = self.measurement.detail or "the workload failed"
+            error = self.user_exception or WorkloadFailed(words)
+        object.__setattr__(self, "user_exception", error)
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Facts of the opened device.
+
+    Attributes:
+        total_bytes: its memory.
+        free_bytes: the memory that this search could hold of it.
+        exclusive_key: name of a device that only one search may use at a time; None: any number.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    exclusive_key: str | None
+
+
+class DeviceFull(DeviceUnavailable):
+    """Other processes hold nearly all of the device's memory."""
+
+
+class NoReply(Exception):
+    """Whoever was asked ended or hung instead of answering, and has been ended.
+
+    Attributes:
+        outcome: timeout, crashed or host_oom.
+        detail: how it ended, and where it was as far as that is known.
+    """
+
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        super().__init__(outcome, detail)
+        self.outcome = outcome
+        self.detail = detail
+
+
+class Channel(Protocol):
+    """A way to whoever holds the workload and the device; a `Prober` needs no more than this.
+
+    Attributes:
+        is_replaceable: whether it is a process of its own (or several), which `drop` ends and
+            `open` starts anew.
+        pid: the process id; None where there is none now, or it is this process.
+    """
+
+    @property
+    def is_replaceable(self) -> bool: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def open(self) -> DeviceFacts:
+        """Have the device open, and a worker running where there is to be one.
+
+        Raises:
+            DeviceUnavailable: the device is not there; `DeviceFull` where it has no room.
+            WorkerFailed: no worker can be started.
+        """
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send a request and return the reply; called after `open`.
+
+        Raises:
+            NoReply: there was none within `timeout_s` seconds, where that can be helped.
+        """
+
+    def drop(self) -> None:
+        """End the process that answers, where it is replaceable."""
+
+    def close(self) -> None:
+        """Give everything back; the channel is not used after that."""
+
+
+# The JSON form of requests and replies.
 
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal the worker prints its main thread's stack."""
 _MOST_PICKLED_BYTES = 2**20
-
-
-class WorkerTraceback(Exception):
-    """The traceback of an exception that was raised in the worker, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+_NOT_SENT = {"resolved", "expected_seconds"}  # only the parent decides what counts as a hang
 
 
 def send(stream: IO[str], message: Mapping[str, Any]) -> None:
@@ -39,7 +214,7 @@ def send(stream: IO[str], message: Mapping[str, Any]) -> None:
 
 
 def reply_to(number: int, line: str) -> dict[str, Any] | None:
-    """The reply to the request of that number; None: the line is another's, or no message."""
+    """Return the message in a line if it answers the request of that number, else None."""
     try:
         message = json.loads(line)
     except ValueError:  # code that writes to every descriptor it finds
@@ -48,28 +223,68 @@ def reply_to(number: int, line: str) -> dict[str, Any] | None:
     return message if is_it else None
 
 
-def request_to_dict(request: ProbeRequest) -> dict[str, Any]:
-    """The JSON form of a probe request."""
+def request_to_dict(request: Request) -> dict[str, Any]:
+    """Return the JSON form of a request."""
+    if isinstance(request, Call):
+        with unreachable_by_value():
+            function = _encoded(dumps(request.function))
+        return {"function": function, "vram_budget_bytes": request.vram_budget_bytes}
+    sent = {field.name for field in fields(request)} - _NOT_SENT
     return {
         "resolved": request.resolved.to_dict(),
-        "incumbent_samples_per_second": request.incumbent_samples_per_second,
-        "full_accumulation": request.full_accumulation,
-        "steps": request.steps,
+        **{name: getattr(request, name) for name in sent},
     }
 
 
-def request_from_dict(data: Mapping[str, Any], strategies: Sequence[Strategy]) -> ProbeRequest:
-    """The request that `request_to_dict` wrote, its strategies taken from those given."""
-    return ProbeRequest(
-        ResolvedPlan.from_dict(data["resolved"], strategies),
-        incumbent_samples_per_second=data["incumbent_samples_per_second"],
-        full_accumulation=data["full_accumulation"],
-        steps=data["steps"],
+def request_from_dict(data: Mapping[str, Any], strategies: Sequence[Strategy]) -> Request:
+    """Return the request that `request_to_dict` wrote, its strategies taken from those given."""
+    if "function" in data:
+        return Call(pickle.loads(base64.b64decode(data["function"])), data["vram_budget_bytes"])
+    sent = {field.name: data[field.name] for field in fields(ProbeRequest) if field.name in data}
+    return ProbeRequest(**sent | {"resolved": ResolvedPlan.from_dict(data["resolved"], strategies)})
+
+
+def reply_to_dict(reply: Reply) -> dict[str, Any]:
+    """Return the JSON form of a reply."""
+    error = reply.exception
+    return {
+        "value": _encoded(dumps(reply.value)),
+        "exception": exception_to_dict(error, reply.traceback) if error is not None else None,
+        "spent": reply.spent,
+        "device_fault": reply.device_fault,
+        "worth_repeating": reply.worth_repeating,
+    }
+
+
+def reply_from_dict(data: Mapping[str, Any]) -> Reply:
+    """Return the reply that `reply_to_dict` wrote."""
+    raised = data["exception"]
+    return Reply(
+        pickle.loads(base64.b64decode(data["value"])),
+        exception=exception_from_dict(raised) if raised else None,
+        traceback=raised["traceback"] if raised else None,
+        spent=data["spent"],
+        device_fault=data["device_fault"],
+        worth_repeating=data["worth_repeating"],
     )
 
 
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# Exceptions by value.
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an exception that was raised in the worker, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[str, Any]:
-    """An exception as data: by value where it can be, as text always."""
+    """Return an exception as JSON data: by value where possible, and always as text."""
     return {
         "type": f"{type(exception).__module__}.{type(exception).__qualname__}",
         "message": text_of(exception)[:4096],
@@ -79,36 +294,27 @@ def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[s
 
 
 def exception_from_dict(data: Mapping[str, Any]) -> BaseException:
-    """The exception with its own type, its worker's traceback as its cause.
-
-    Where it could not travel by value: `WorkloadFailed` with its type and text.
-    """
-    exception: BaseException | None = None
+    """Return the exception with its own type; `WorkloadFailed` where it did not travel by value."""
     if data["pickled"] is not None:
         try:
-            exception = _loads(base64.b64decode(data["pickled"]))
+            return _loads(base64.b64decode(data["pickled"]))
         except Exception:  # its class is the user's: unpickling it may do anything
-            exception = None
-    if exception is None:
-        exception = WorkloadFailed(f"{data['type']}: {data['message']}")
-    mark_users(exception)
-    if data["traceback"] and not isinstance(exception, AutofitError):
-        exception.__cause__ = WorkerTraceback(data["traceback"])
-    return exception
+            pass
+    return WorkloadFailed(f"{data['type']}: {data['message']}")
 
 
 def _pickled(exception: BaseException) -> str | None:
-    """As much of an exception as can be read back, None where not even its class can.
+    """Return as much of an exception as can be read back; None where not even its class can.
 
-    Many classes want more in `__init__` than `args` holds; those are made without calling it. What
-    an exception holds beside its text may be a whole batch, or may not pickle.
+    The `__init__` of many classes takes more than `args` holds; those are made without calling it.
+    The attributes of an exception may hold a whole batch, or may not pickle.
     """
     for state in (None, vars(exception), {}):
         try:
             whole = exception if state is None else _Bare(type(exception), exception.args, state)
             data = dumps(whole)
             if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is type(exception):
-                return base64.b64encode(data).decode()
+                return _encoded(data)
         except Exception:  # an exception may hold anything
             continue
     return None
@@ -130,7 +336,7 @@ class _Bare:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves classes alone that came from here: cloudpickle would set all their members anew."""
+    """Leaves classes alone that exist here already: cloudpickle would set all their members."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)

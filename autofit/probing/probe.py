@@ -1,14 +1,14 @@
-"""`autofit.probe`: workload in, one trial out. Needs no optimizer of plans, and so no Optuna."""
+"""`autofit.probe`: run one plan. `check(method="probe")` and `soak` do the same by `run_one`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autofit.measurement import Role, Trial
-from autofit.plan import Plan
-from autofit.probing.isolation import open_prober
-from autofit.probing.prober import ProbeRequest, Target, users_error
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
@@ -26,42 +26,65 @@ def probe(
     seed: int = 0,
     isolation: str = "process",
 ) -> Trial:
-    """Run one plan and say what it needs and how fast it is.
+    """Run one plan and return what it needs and how fast it is.
 
     Args:
         workload: what is trained.
         plan: what to run; None: the baseline. Settings it leaves out have their first value.
         vram_budget, device, strategies, seed, isolation: as for `search`.
-        payloads: what the plan's settings mean, by setting, as in a report's dimensions; None: what
-            the strategies say here and now. A setting that is given a meaning may have any value.
+        payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
+            the strategies find it here and now. A setting with a payload may have any value.
 
     Returns:
         The trial, whatever its outcome; its accumulation was run in full.
 
     Raises:
         InvalidRequest: an argument is of another kind, or the plan names a setting or a value
-            that there is not.
+            that does not exist here.
         DeviceUnavailable: the device is not there.
         Exception: what the user's own code raised, as it was raised.
     """
     check_arguments(workload, plan, payloads)
-    target = Target(device, vram_budget, seed, isolation)
-    return probe_and_survey(workload, target, plan, strategies, payloads)[0]
+    chosen = load_strategies(strategies)
+    trial, _ = run_one(
+        workload,
+        chosen,
+        Target(device, vram_budget, seed, isolation),
+        lambda survey: resolve(plan, survey.space(), chosen, payloads),
+        role=Role.BASELINE if plan is None else Role.SEARCH,
+    )
+    return trial
 
 
-def probe_and_survey(
+def run_one(
     workload: Workload,
+    strategies: Sequence[Strategy],
     target: Target,
-    plan: Plan | None,
-    strategies: Iterable[str | Strategy] | None,
-    payloads: Mapping[str, Any] | None,
+    choose: Callable[[Survey], ResolvedPlan],
+    *,
+    role: Role = Role.SEARCH,
+    expected_seconds: float | None = None,
+    steps: int | None = None,
 ) -> tuple[Trial, Survey]:
-    """Return the trial that `probe` returns, and the survey that preceded it."""
-    with open_prober(workload, load_strategies(strategies), target) as prober:
+    """Run one plan on a prober of its own; return its trial and the survey that preceded it.
+
+    Args:
+        workload: what is trained.
+        strategies: those that may have settings in the plan.
+        target: where it runs.
+        choose: returns the plan to run; what it raises is raised before anything is run.
+        role: of the trial.
+        expected_seconds, steps: as for `ProbeRequest`.
+
+    Raises:
+        Exception: as `probe` does.
+    """
+    with open_prober(workload, strategies, target) as prober:
         survey = prober.survey()
-        resolved = resolve(plan, survey.space(), prober.strategies, payloads)
-        measurement = prober.probe(ProbeRequest(resolved, full_accumulation=True))
-        if (error := users_error(prober, measurement)) is not None:
-            raise error
-    role = Role.BASELINE if plan is None else Role.SEARCH
-    return Trial(0, role, resolved.plan, measurement), survey
+        request = ProbeRequest(
+            choose(survey), full_accumulation=True, expected_seconds=expected_seconds, steps=steps
+        )
+        result = prober.probe(request)
+    if result.user_exception is not None:
+        raise result.user_exception
+    return Trial(0, role, request.plan, result.measurement), survey

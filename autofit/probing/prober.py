@@ -1,24 +1,53 @@
-"""The seam between a search and whatever runs its plans.
+"""`Prober`: runs plans of one workload on one device, and survives whatever they do.
 
-A search knows a prober and nothing behind it: a worker process with a GPU, the user's own
-process, or a simulated device (`autofit.testing.SimulatedProber`).
+It reaches the device through a channel: a worker process, or this process. The engine of a search
+needs no more than `SupportsProbing`, which `autofit.testing.SimulatedProber` implements too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from autofit.errors import WorkloadFailed
+import torch
+
+from autofit.devices.base import budget_bytes, check_budget
+from autofit.devices.lock import DeviceLock
+from autofit.devices.open import device_meant
+from autofit.equivalence.gradients import Comparison, compare_plans
+from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan, VariantKey
+from autofit.probing.inprocess import InProcessChannel
+from autofit.probing.messages import (
+    Call,
+    Channel,
+    DeviceFull,
+    NoReply,
+    ProbeRequest,
+    ProbeResult,
+    Reply,
+    Request,
+)
+from autofit.probing.survey import Survey, note_own_copy, take_survey
+from autofit.probing.worker_channel import WorkerChannel
+from autofit.strategy import Strategy
+from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
-    from autofit.equivalence.gradients import Comparison
-    from autofit.probing.survey import Survey
-    from autofit.strategy import Strategy
+    from autofit.probing.session import Session
+
+MOST_REPEATS = 2
+"""Times that a contended probe is run again; one whose size may not be to blame, once."""
+MOST_WORKERS_PER_PLAN = 3
+_COST_A_WORKER = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED, Outcome.HOST_OOM)
+_LARGEST_SEED = 2**32 - 1
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -39,137 +68,289 @@ class Target:
     isolation: str = "process"
 
 
-@dataclass(frozen=True)
-class ProbeRequest:
-    """One plan to run, and how long it is worth looking at.
+class SupportsProbing(Protocol):
+    """What the engine of a search needs.
 
-    Attributes:
-        resolved: the plan to run.
-        incumbent_samples_per_second: the rate to beat; timed steps stop as soon as the plan is
-            seen to be slower. None: nothing to beat yet.
-        full_accumulation: run every micro-batch of the optimizer step (a confirmation does);
-            otherwise two stand for all of them, and the times are scaled.
-        expected_seconds: what the probe is expected to take; a hang is told from it. None: unknown.
-        steps: time at least so many optimizer steps, however early it is seen to be slower.
+    Raises (any of its methods):
+        WorkerFailed: no worker can be started, or it ended or hung amid what is not a probe.
+        DeviceUnavailable: the device is gone.
     """
-
-    resolved: ResolvedPlan
-    incumbent_samples_per_second: float | None = None
-    full_accumulation: bool = False
-    expected_seconds: float | None = None
-    steps: int | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan to run, without payloads and strategies."""
-        return self.resolved.plan
-
-
-class Prober(Protocol):
-    """Something that runs a plan and says what happened.
-
-    Raises (any of its methods that need a worker or the device):
-        WorkerFailed: no worker can be started, or it ended or hung amid what is no probe.
-        DeviceUnavailable: the device is gone, or was left beyond use in this very process.
-    """
-
-    @property
-    def vram_budget_bytes(self) -> int:
-        """The most that peak reserved plus non-torch bytes may come to."""
 
     @property
     def strategies(self) -> Sequence[Strategy]:
         """The strategies that can apply settings of a plan here."""
 
-    def probe(self, request: ProbeRequest) -> Measurement:
-        """Run the plan; every way in which the plan can end is an outcome, not an exception."""
-
-    def user_exception(self) -> BaseException | None:
-        """The exception behind the last `user_error`, as the user's code raised it."""
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        """Run the plan; every way in which it can end is an outcome, not an exception."""
 
     def renew(self) -> None:
-        """Have the next probe run in a fresh worker, where the prober has workers."""
-
-    def close(self) -> None:
-        """Give everything back; probing after that is an error."""
+        """Have the next probe run in a fresh worker, where there are workers."""
 
 
-class WorkloadProber(Prober, Protocol):
-    """A prober that holds the user's workload; leaving it as a context closes it."""
+@dataclass(frozen=True)
+class Deadlines:
+    """Bounds on the time that a prober waits for a reply, in seconds.
+
+    Attributes:
+        unknown_s: for requests of unknown length: the survey, a first probe.
+        shortest_s: the least for any probe.
+        patience: a probe may take this many times its expected duration.
+    """
+
+    unknown_s: float = 900.0
+    shortest_s: float = 60.0
+    patience: float = 20.0
+
+    def of(self, request: ProbeRequest) -> float:
+        """Return the seconds after which this probe counts as hung."""
+        if request.expected_seconds is None:
+            return self.unknown_s
+        return max(self.shortest_s, self.patience * request.expected_seconds)
+
+
+class Prober(AbstractContextManager["Prober"]):
+    """Runs plans of a workload through a channel; as a context, closes it at the end.
+
+    Args:
+        channel: reaches the workload and the device; closed with the prober.
+        workload: the workload behind the channel.
+        strategies: those that may have settings in a plan.
+        vram_budget: see `autofit.devices.base.budget_bytes`.
+        deadlines: when a request counts as hung.
+
+    Attributes:
+        vram_budget_bytes: the budget in bytes. It stays the same when workers are replaced, however
+            much memory is free by then.
+
+    Raises:
+        InvalidRequest: the budget cannot be read, or the workload cannot be sent to a worker.
+        DeviceUnavailable: the device is not there, is full, or another search is using it.
+        WorkerFailed: a worker could not be started.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        workload: Workload,
+        strategies: Sequence[Strategy] = (),
+        *,
+        vram_budget: str | float | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.strategies = strategies
+        self._channel, self._workload = channel, workload
+        self._deadlines = deadlines or Deadlines()
+        self._lost = _LostWorkers()
+        self._lock: DeviceLock | None = None
+        self._survey: Survey | None = None
+        self._gone: str | None = None
+        try:
+            device = channel.open()
+            self.vram_budget_bytes = budget_bytes(
+                vram_budget, total_bytes=device.total_bytes, free_bytes=device.free_bytes
+            )
+            if device.exclusive_key is not None:
+                self._lock = DeviceLock(device.exclusive_key)
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the worker; None where there is none."""
+        return self._channel.pid
 
     def survey(self) -> Survey:
-        """The facts of the workload on the device; looked up once.
+        """Return the facts of the workload on the device; they are looked up once.
 
         Raises:
             InvalidRequest: the workload's functions make no model, optimizer or batch, or a
                 strategy breaks the contract of plug-ins.
             Exception: what the user's code raised where no trial forward can report it.
         """
+        if self._survey is None:
+            look_up = partial(take_survey, vram_budget_bytes=self.vram_budget_bytes)
+            survey = self.run(look_up)
+            if self._channel.is_replaceable:
+                survey = note_own_copy(survey, self._workload)
+            self._survey = survey
+        return self._survey
 
-    def rebudget(self, vram_budget_bytes: int) -> None:
-        """Hold the following probes to another budget."""
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        """Run one plan; a fault of the plan is an outcome, and costs at most its worker.
 
-    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
-        """Loss and gradients of two plans on the same samples.
+        A probe during which other processes' use of the device moved is run again, and so is one
+        whose end its size does not explain. A plan that has cost three workers does not get a
+        fourth, and neither does its variant.
+        """
+        aside = self._lost.set_aside_as(request.plan)
+        if aside is not None:
+            return ProbeResult(aside)
+        budget = request.vram_budget_bytes or self.vram_budget_bytes
+        request = replace(request, vram_budget_bytes=budget)
+        timeout_s = self._deadlines.of(request)
+        try:
+            self._channel.open()
+        except DeviceFull as full:
+            return ProbeResult(Measurement(Outcome.OOM, str(full), contended=True))
+        began, contended, doubted = time.monotonic(), False, False
+        try:
+            for _ in range(1 + MOST_REPEATS):
+                reply = self._ask(request, timeout_s)
+                seen: Measurement = reply.value
+                contended = contended or seen.contended
+                again = seen.contended or (reply.worth_repeating and not doubted)
+                if reply.spent or not again:
+                    break
+                doubted = doubted or reply.worth_repeating
+        except NoReply as lost:
+            seen = Measurement(lost.outcome, lost.detail)
+            reply = Reply(seen, spent=True)
+        seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
+        if reply.spent and self._channel.is_replaceable and seen.outcome in _COST_A_WORKER:
+            self._lost.note(request.plan, seen)
+        return ProbeResult(seen, reply.users_exception())
+
+    def compare(
+        self,
+        first: ResolvedPlan,
+        second: ResolvedPlan,
+        samples: int,
+        vram_budget_bytes: int | None = None,
+    ) -> Comparison:
+        """Return how far loss and gradients of two plans on the same samples differ.
 
         Raises:
-            InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
+            InvalidRequest: the workload has a train_step, whose gradients cannot be compared.
             Exception: whatever the model or the device raises.
         """
+        function = partial(_compare, first=first, second=second, samples=samples)
+        return self.run(function, vram_budget_bytes)
 
-    def __enter__(self) -> Self: ...
+    def run(
+        self, function: Callable[[Session], _Result], vram_budget_bytes: int | None = None
+    ) -> _Result:
+        """Call `function(session)` where the workload and the device are; see `Call`.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+        Args:
+            function: of a module, with `functools.partial` for further arguments.
+            vram_budget_bytes: None: the prober's own budget.
+
+        Raises:
+            WorkerFailed: the worker ended or hung instead of answering.
+            Exception: what the function raised, as it was raised.
+        """
+        call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
+        try:
+            reply = self._ask(call, self._deadlines.unknown_s)
+        except NoReply as lost:
+            raise WorkerFailed(lost.detail) from None
+        if (error := reply.users_exception()) is not None:
+            raise error
+        result: _Result = reply.value
+        return result
+
+    def renew(self) -> None:
+        """Have the next request answered by a fresh worker, where there are workers."""
+        self._channel.drop()
+
+    def close(self) -> None:
+        """End the worker, and give the device back."""
+        try:
+            self._channel.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _ask(self, request: Request, timeout_s: float) -> Reply:
+        if self._gone is not None:
+            raise DeviceUnavailable(
+                f"what ran earlier left the device beyond use ({self._gone}); restart the "
+                'process, and use isolation="process", which survives this'
+            )
+        self._channel.open()
+        reply = self._channel.call(request, timeout_s=timeout_s)
+        if reply.spent and self._channel.is_replaceable:
+            self._channel.drop()
+        elif reply.spent:
+            self._gone = reply.device_fault
+        return reply
 
 
-def users_error(prober: Prober, measurement: Measurement) -> BaseException | None:
-    """What the user's code raised in that probe; None where its outcome is another."""
-    if measurement.outcome is not Outcome.USER_ERROR:
-        return None
-    return prober.user_exception() or WorkloadFailed(measurement.detail or "the workload failed")
+def open_prober(
+    workload: Workload,
+    strategies: Sequence[Strategy] = (),
+    target: Target | None = None,
+    *,
+    deadlines: Deadlines | None = None,
+) -> Prober:
+    """Open the prober that `target.isolation` names.
 
-
-# How many optimizer steps of a plan are timed: the one rule, for real and simulated devices alike.
-#
-# Steps go on until the 95 % interval of their median is within 1 % of it on either side, or lies
-# wholly above the step time that the incumbent's rate allows; from 3 steps on, and for at most 30
-# steps or 5 s. A plan that looks faster than the incumbent is not cut short: it may be the answer,
-# and its speed decides what is tried next.
-
-FEWEST_TIMED_STEPS = 3
-MOST_TIMED_STEPS = 30
-MOST_TIMED_SECONDS = 5.0
-CLOSE_ENOUGH = 0.01
-"""Half the width of the interval, as a share of the median."""
-
-
-def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
-    """Whether further timed steps would tell nothing that matters.
-
-    Args:
-        step_times_s: seconds of each whole optimizer step so far.
-        request: the plan, the rate to beat, and a number of steps that overrules all else.
+    Raises:
+        InvalidRequest: there is no such isolation, device, seed or budget; nothing was started by
+            then. Further errors are those of `Prober`.
     """
-    count = len(step_times_s)
-    if request.steps is not None:
-        return count >= request.steps
-    if count < FEWEST_TIMED_STEPS:
-        return False
-    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= MOST_TIMED_SECONDS:
-        return True
-    seen = Measurement(Outcome.OK, step_times_s=step_times_s)
-    interval, middle = seen.step_time_interval_s, seen.step_time_s
-    assert interval is not None  # there are step times
-    assert middle is not None
-    fastest, slowest = interval
-    if slowest - fastest <= 2 * CLOSE_ENOUGH * middle:
-        return True
-    if request.incumbent_samples_per_second is None:
-        return False
-    time_to_beat = request.plan.samples_per_step / request.incumbent_samples_per_second
-    return fastest > time_to_beat
+    target = target or Target()
+    kinds: dict[Any, Callable[..., Channel]] = {
+        "process": WorkerChannel,
+        "inprocess": InProcessChannel,
+    }
+    if target.isolation not in list(kinds):  # a list asks for no hash, and it may be anything
+        raise InvalidRequest(
+            f"isolation must be one of {', '.join(kinds)}, got {target.isolation!r}"
+        )
+    live = workload.model if isinstance(workload.model, torch.nn.Module) else None
+    device = device_meant(target.device, live)
+    check_budget(target.vram_budget)
+    _check_seed(target.seed)
+    _check_has_values(live)
+    channel = kinds[target.isolation](workload, strategies, device=device, seed=target.seed)
+    return Prober(
+        channel, workload, strategies, vram_budget=target.vram_budget, deadlines=deadlines
+    )
+
+
+def _check_has_values(model: torch.nn.Module | None) -> None:
+    """Refuse a live model on the meta device: it can be predicted, but not run."""
+    if model is not None and any(p.is_meta for p in model.parameters()):
+        raise InvalidRequest(
+            "the model lies on the meta device and has no values to train: give a function that "
+            "builds it, or a model on the CPU"
+        )
+
+
+def _check_seed(seed: Any) -> None:
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    if not (whole and 0 <= seed <= _LARGEST_SEED):
+        raise InvalidRequest(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}")
+
+
+def _compare(
+    session: Session, first: ResolvedPlan, second: ResolvedPlan, samples: int
+) -> Comparison:
+    return compare_plans(session.builder, first, second, samples)
+
+
+@dataclass
+class _LostWorkers:
+    """The workers that plans have cost; a variant with a plan that cost three is set aside."""
+
+    _lost: Counter[Plan] = field(default_factory=Counter)
+    _set_aside: dict[VariantKey, Measurement] = field(default_factory=dict)
+
+    def note(self, plan: Plan, measurement: Measurement) -> None:
+        """Note that a probe of `plan` ended like this and cost its worker."""
+        self._lost[plan] += 1
+        if self._lost[plan] >= MOST_WORKERS_PER_PLAN:
+            reason = (
+                f"set aside: {MOST_WORKERS_PER_PLAN} workers were lost to {plan}, the last one: "
+                f"{measurement.detail}"
+            )
+            self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
+
+    def set_aside_as(self, plan: Plan) -> Measurement | None:
+        """Return the measurement of a plan whose variant is set aside; None: run it."""
+        return self._set_aside.get(plan.variant)

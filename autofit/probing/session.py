@@ -1,20 +1,18 @@
-"""Everything that is done to one workload on one device, in the process that holds both.
+"""One workload on one device, in the process that holds both.
 
-The worker process is a loop around a session; `isolation="inprocess"` uses one directly.
+Both channels lead to a session: the worker process is a loop around one, and
+`isolation="inprocess"` uses one directly.
 """
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autofit.devices.base import Device, MemoryReading
-from autofit.equivalence.gradients import Comparison, compare_plans
 from autofit.errors import release_exception
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import ResolvedPlan
 from autofit.probing.faults import (
     Fault,
     fault_of,
@@ -26,48 +24,27 @@ from autofit.probing.faults import (
     spilled,
 )
 from autofit.probing.measure import measure
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.survey import Survey, look_over
+from autofit.probing.messages import Call, ProbeRequest, Reply
 from autofit.strategy import Strategy
 from autofit.training.builder import TrainingBuilder
-from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 RETAINED_BYTES = 8 * 2**20
 """More than this still allocated after a probe was cleaned up: the next one needs a new worker."""
-MOST_REPEATS = 2
-"""Times that a contended probe is run again; one whose size may not be to blame, once."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A measurement, and what the session's owner must do about it.
-
-    Attributes:
-        measurement: the result.
-        exception: what the user's code raised, for outcome user_error, cleared of its frames.
-        traceback: its traceback, as text.
-        spent: the process should not run another probe.
-        worth_repeating: its size may not be to blame: it ran out of memory where live tensors and
-            the request would have fitted, or went over the budget by the libraries it loaded.
-    """
-
-    measurement: Measurement
-    exception: BaseException | None = None
-    traceback: str | None = None
-    spent: bool = False
-    worth_repeating: bool = False
 
 
 class Session:
-    """A workload on a device within a budget.
+    """A workload on a device.
 
     Args:
-        fresh_workload: a copy of the workload that may be trained and thrown away, each time.
+        fresh_workload: returns a copy of the workload that may be trained and thrown away.
         strategies: those that may have settings in a plan.
         device: held by this process.
-        vram_budget_bytes: the budget.
         seed: for initial weights of built models, dropout and the like.
+
+    Attributes:
+        builder: makes trainings of the workload on the device.
+        strategies: as given.
     """
 
     def __init__(
@@ -76,117 +53,92 @@ class Session:
         strategies: Sequence[Strategy],
         device: Device,
         *,
-        vram_budget_bytes: int,
         seed: int = 0,
     ) -> None:
-        self._bench = TrainingBuilder(fresh_workload, device, seed)
+        self.builder = TrainingBuilder(fresh_workload, device, seed)
         self.strategies = strategies
         self._device = device
-        self.vram_budget_bytes = vram_budget_bytes
 
-    def survey(self) -> Survey:
-        """Look the workload over, within the budget; see `Survey`."""
-        self._device.limit(self.vram_budget_bytes)
-        return look_over(self._bench, self.strategies, self.vram_budget_bytes)
+    def run(self, call: Call) -> Reply:
+        """Call a function within its budget; what it raises is part of the reply."""
+        value, error = None, None
+        try:
+            self._device.limit(call.vram_budget_bytes)
+            value = call.function(self)
+        except Exception as raised:
+            error = raised
+        fault = self.device_fault()
+        return Reply(value, exception=error, spent=fault is not None, device_fault=fault)
 
     def probe(self, request: ProbeRequest) -> Reply:
-        """Run one plan; every way in which it can end is a reply.
+        """Run one plan once; every way in which it can end is a reply."""
+        self.builder.reclaim_or_not()
+        if (broken := self._health_fault()) is not None:
+            measurement = Measurement(broken.outcome, broken.detail)
+            return Reply(measurement, spent=True, device_fault=broken.detail)
+        budget = request.vram_budget_bytes
+        assert budget is not None  # the prober fills it in
+        before, foreign_before = self._device.read(), self._foreign_bytes()
+        measured, error, text, fault = None, None, None, None
+        try:
+            self._device.limit(budget)
+            self._device.reset_peaks()
+            measured = measure(self.builder, request, budget)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:  # a SystemExit of the user's is the user's error too
+            error, text, fault = raised, traceback.format_exc(), fault_of(raised)
+        if error is not None:
+            # Outside the except block, which itself keeps the exception and its frames alive.
+            release_exception(error)
+        self.builder.reclaim_or_not()
+        reply = self._judged(measured, fault, budget, before, foreign_before)
+        if reply.value.outcome is Outcome.USER_ERROR:
+            reply = replace(reply, exception=error, traceback=text)
+        return reply
 
-        A probe during which other processes' use of the device moved is run again, and so is one
-        whose end its size does not explain.
-        """
-        started = time.monotonic()
-        reply = self._probe_once(request)
-        contended, doubted = reply.measurement.contended, False
-        for _ in range(MOST_REPEATS):
-            again = reply.measurement.contended or (reply.worth_repeating and not doubted)
-            if reply.spent or not again:
-                break
-            doubted = doubted or reply.worth_repeating
-            reply = self._probe_once(request)
-            contended = contended or reply.measurement.contended
-        seconds = time.monotonic() - started
-        measurement = replace(reply.measurement, contended=contended, seconds=seconds)
-        return replace(reply, measurement=measurement)
-
-    def compare(self, first: ResolvedPlan, second: ResolvedPlan, samples: int) -> Comparison:
-        """Loss and gradients of two plans on the same samples, within the budget.
-
-        Raises:
-            Whatever the model or the device raises.
-        """
-        self._device.limit(self.vram_budget_bytes)
-        return compare_plans(self._bench, first, second, samples)
-
-    def broken_by(self) -> str | None:
-        """How the device fails at a small computation now; None: it answers."""
+    def device_fault(self) -> str | None:
+        """Return how the device fails at a small computation now; None: it works."""
         broken = self._health_fault()
         return None if broken is None else broken.detail
 
-    def _probe_once(self, request: ProbeRequest) -> Reply:
-        self._bench.reclaim_or_not()
-        if (broken := self._health_fault()) is not None:
-            return Reply(Measurement(broken.outcome, broken.detail), spent=True)
-        before, foreign_before = self._device.read(), self._foreign_bytes()
-        measurement, fault, raised = self._attempt(request)
-        self._bench.reclaim_or_not()
+    def _judged(
+        self,
+        measured: Measurement | None,
+        fault: Fault | None,
+        budget: int,
+        before: MemoryReading,
+        foreign_before: int | None,
+    ) -> Reply:
+        """Return what came of a probe in the light of what the device shows after it."""
         foreign = self._foreign_bytes()
         available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
         unexplained = False
         if fault is not None:
-            measurement, unexplained = self._after_fault(fault, before, available)
+            measured, unexplained = self._after_fault(fault, before, budget, available)
         elif (broken := self._health_fault()) is not None:
-            measurement = Measurement(broken.outcome, broken.detail)
-        assert measurement is not None  # an attempt without a fault measured something
+            measured = Measurement(broken.outcome, broken.detail)
+        assert measured is not None  # a probe without a fault measured something
         moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
-        crowded = unexplained and available < self.vram_budget_bytes
-        measurement = replace(
-            spilled(measurement, available_bytes=available), contended=moved or crowded
-        )
-        poisoned = measurement.outcome is Outcome.POISONED
+        crowded = unexplained and available < budget
+        measured = replace(spilled(measured, available_bytes=available), contended=moved or crowded)
+        poisoned = measured.outcome is Outcome.POISONED
         kills = poisoned or (fault is not None and fault.kills_context)
-        is_users = measurement.outcome is Outcome.USER_ERROR
         return Reply(
-            measurement,
-            exception=raised[0] if raised and is_users else None,
-            traceback=raised[1] if raised and is_users else None,
+            measured,
             spent=kills or self._retained(before) > RETAINED_BYTES,
-            worth_repeating=unexplained
-            or only_libraries_went_over(measurement, before, self.vram_budget_bytes),
+            device_fault=measured.detail or "no detail" if poisoned else None,
+            worth_repeating=unexplained or only_libraries_went_over(measured, before, budget),
         )
-
-    def _attempt(
-        self, request: ProbeRequest
-    ) -> tuple[Measurement | None, Fault | None, tuple[BaseException, str] | None]:
-        """Run the plan; whatever was raised is cleared of its frames before this returns."""
-        try:
-            return self._measure(request), None, None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a SystemExit of the user's is the user's error too
-            raised, text, fault = error, traceback.format_exc(), fault_of(error)
-        # Outside the except block nothing keeps the failing frames alive but the traceback.
-        release_exception(raised)
-        return None, fault, (raised, text)
-
-    def _measure(self, request: ProbeRequest) -> Measurement:
-        self._device.limit(self.vram_budget_bytes)
-        self._device.reset_peaks()
-        workload = self._bench.fresh_workload()
-
-        def make_training(workload: Workload) -> Training:
-            return self._bench.training(workload, request.resolved)
-
-        return measure(workload, self._device, request, make_training, self.vram_budget_bytes)
 
     def _after_fault(
-        self, fault: Fault, before: MemoryReading, available_bytes: int
+        self, fault: Fault, before: MemoryReading, budget: int, available_bytes: int
     ) -> tuple[Measurement, bool]:
-        """What the fault means now that the device can be looked at; whether it is unexplained."""
+        """Return what a fault means now that the device can be read, and if it is unexplained."""
         if self._health_fault() is not None:
             settled = settle(fault, healthy=False)
             return Measurement(settled.outcome, settled.detail), False
-        after, budget = self._device.read(), self.vram_budget_bytes
+        after = self._device.read()
         short = memory_was_short(
             before, after, vram_budget_bytes=budget, available_bytes=available_bytes
         )
@@ -202,7 +154,7 @@ class Session:
         return measurement, settled.outcome is Outcome.OOM and not explained
 
     def _foreign_bytes(self) -> int | None:
-        """What other processes hold; a dead device cannot be asked."""
+        """Return the bytes that other processes hold; None: unknown, as on a dead device."""
         try:
             return self._device.foreign_bytes()
         except Exception as error:
@@ -210,7 +162,7 @@ class Session:
             return None
 
     def _retained(self, before: MemoryReading) -> int:
-        """Bytes that outlived the probe; a dead device cannot be asked."""
+        """Return the bytes that outlived the probe; 0 where a dead device cannot be read."""
         try:
             return self._device.read().allocated_bytes - before.allocated_bytes
         except Exception as error:
@@ -218,7 +170,7 @@ class Session:
             return 0
 
     def _health_fault(self) -> Fault | None:
-        """How the device fails at a small computation; one that is full, and says so, is alive."""
+        """Return how the device fails at a small computation; out of memory is not a failure."""
         try:
             self._device.check_health()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The worker process: holds the device and the model, and does as it is told until told to stop.
+"""The worker process: holds the device and the model, and answers requests until its parent ends.
 
 It never outlives its parent (`autofit.probing.process_lifetime`), and it answers on a pipe of its
 own, so user code may print what it likes.
@@ -12,18 +12,25 @@ import json
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from traceback import format_exception
 from typing import IO, Any
 
-from autofit.devices.base import Device, budget_bytes
+from autofit.devices.base import Device
 from autofit.devices.open import open_device
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
-from autofit.plan import ResolvedPlan
 from autofit.probing.faults import fault_of
-from autofit.probing.messages import STACK_SIGNAL, exception_to_dict, request_from_dict, send
+from autofit.probing.messages import (
+    STACK_SIGNAL,
+    ProbeRequest,
+    Reply,
+    reply_to_dict,
+    request_from_dict,
+    send,
+)
 from autofit.probing.serialization import read_payload
 from autofit.probing.session import Session
 from autofit.snapshot import process
@@ -39,50 +46,59 @@ def main(requests_fd: int, replies_fd: int) -> None:
 
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:
+    own_pid = os.getpid()
     session: Session | None = None
-    spares_collections, own_pid = False, os.getpid()
-    reply: dict[str, Any]
-    for line in requests:
+    answer: dict[str, Any]
+    for answered, line in enumerate(requests):
         message = json.loads(line)
         try:
-            if message["do"] == "open":
-                session, reply = _open(message)
+            if session is None:
+                session, device = _open(message["open"])
+                answer = {"device": device, "exception": None}
             else:
-                assert session is not None  # a client opens before it asks
-                reply = _ANSWERS[message["do"]](session, message)
-        except Exception as error:
-            reply = {"raised": exception_to_dict(error, traceback.format_exc())}
+                answer = _answer(session, message)
+        except Exception as error:  # the device could not be opened, or a result does not pickle
+            answer = reply_to_dict(Reply(exception=error, traceback=_text(error)))
         if os.getpid() != own_pid:
             os._exit(0)  # the user's code forked, and this is the twin
-        if "spent" not in reply:  # a survey notes a fault and goes on, also one that killed it
-            reply["spent"] = session is not None and session.broken_by() is not None
-        send(replies, {**reply, "number": message["number"]})
-        if not spares_collections:
-            spares_collections = message["do"] in _TRAIN
+        send(replies, {**answer, "number": message["number"]})
+        if answered < 2:  # opened; then trained for the first time
             _spare_collections()
 
 
-def _open(message: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-    path = Path(message["payload"])
+def _answer(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
+    request = request_from_dict(message, session.strategies)
+    if isinstance(request, ProbeRequest):
+        return reply_to_dict(session.probe(request))
+    reply = session.run(request)
+    text = None if reply.exception is None else _text(reply.exception)
+    return reply_to_dict(reply) if text is None else reply_to_dict(replace(reply, traceback=text))
+
+
+def _text(error: BaseException) -> str:
+    return "".join(format_exception(error))
+
+
+def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
+    path = Path(opening["payload"])
     payload = read_payload(path)
     process.restore(payload.computing)
-    device = _open_device(message["device"])
-    budget = budget_bytes(
-        message["vram_budget"], total_bytes=device.total_bytes, free_bytes=device.free_bytes
-    )
-
+    device = _open_device(opening["device"])
     session = Session(
         lambda: read_payload(path, device.torch_device).workload,
         payload.strategies,
         device,
-        vram_budget_bytes=budget,
-        seed=message["seed"],
+        seed=opening["seed"],
     )
-    return session, {"exclusive_key": device.exclusive_key, "spent": False}
+    return session, {
+        "total_bytes": device.total_bytes,
+        "free_bytes": device.free_bytes,
+        "exclusive_key": device.exclusive_key,
+    }
 
 
 def _open_device(name: str | None) -> Device:
-    """The device; one that is too full says so in torch's words, which the client understands."""
+    """Open the device; where it is too full, raise torch's error, which the parent understands."""
     try:
         return open_device(name, owns_process=True)
     except RuntimeError as error:
@@ -101,37 +117,3 @@ def _spare_collections() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _survey(session: Session, _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"survey": session.survey().to_dict()}
-
-
-def _probe(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
-    reply = session.probe(request_from_dict(message["request"], session.strategies))
-    raised = reply.exception
-    return {
-        "measurement": reply.measurement.to_dict(),
-        "user_exception": exception_to_dict(raised, reply.traceback) if raised else None,
-        "spent": reply.spent,
-    }
-
-
-def _compare(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
-    first, second = (ResolvedPlan.from_dict(p, session.strategies) for p in message["plans"])
-    comparison = session.compare(first, second, message["samples"])
-    return {"comparison": comparison.to_dict()}
-
-
-def _rebudget(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
-    session.vram_budget_bytes = message["vram_budget_bytes"]
-    return {}
-
-
-_ANSWERS: dict[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
-    "survey": _survey,
-    "probe": _probe,
-    "compare": _compare,
-    "rebudget": _rebudget,
-}
-_TRAIN = ("survey", "probe", "compare")

@@ -7,7 +7,6 @@ of the user's own code on the plain workload reaches the user as it was raised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -27,70 +26,14 @@ from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.prober import Prober, ProbeRequest
+from autofit.probing.messages import ProbeRequest, ProbeResult
+from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult, skips
 from autofit.searching.sampler import OnePlan, PlannerSampler
 from autofit.searching.study import Store
-from autofit.space import Space
-
-# One plan of a search, run in a worker that suits it, and whose fault it is where it fails.
-
-
-def run_plan(
-    plan: Plan,
-    role: Role,
-    *,
-    prober: Prober,
-    space: Space,
-    trials: Sequence[Trial],
-    expected_seconds: float | None,
-) -> Measurement:
-    """Run a plan as its role asks; an error that the plan itself brings about is `unsupported`.
-
-    Args:
-        plan: what to run.
-        role: a confirmation is run in full, and has no rate to beat.
-        prober: runs it.
-        space: the search space that the plan is of.
-        trials: what was run before.
-        expected_seconds: what the probe is expected to take; None: unknown.
-    """
-    confirmed = role is Role.CONFIRMED
-    leader = None if confirmed else fastest_of(trials)
-    request = ProbeRequest(
-        resolve(plan, space, prober.strategies),
-        incumbent_samples_per_second=leader.samples_per_second if leader else None,
-        full_accumulation=confirmed,
-        expected_seconds=expected_seconds,
-    )
-    alone = space.needs_fresh_worker(plan.settings)
-    measurement = _probe_alone(prober, request) if alone else prober.probe(request)
-    if measurement.outcome is Outcome.USER_ERROR and not _is_plain(plan, space, trials):
-        return replace(measurement, outcome=Outcome.UNSUPPORTED)
-    return measurement
-
-
-def _probe_alone(prober: Prober, request: ProbeRequest) -> Measurement:
-    """Probe in a worker that ran nothing before and runs nothing after."""
-    prober.renew()
-    measurement = prober.probe(request)
-    prober.renew()
-    return measurement
-
-
-def _is_plain(plan: Plan, space: Space, trials: Sequence[Trial]) -> bool:
-    """Whether what happens to this plan happens to the user's own training.
-
-    Once the baseline has run, a larger micro-batch that raises is that plan's own affair.
-    """
-    baseline = space.baseline
-    if any(trial.ok and trial.plan == baseline for trial in trials):
-        return False
-    return plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
-
 
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
@@ -99,7 +42,7 @@ _MOST_RETURNS = 2  # from confirming to searching, each after a leading plan tha
 
 
 def run_search(
-    prober: Prober,
+    prober: SupportsProbing,
     spec: SearchSpec,
     *,
     store: Store | None = None,
@@ -115,15 +58,15 @@ def run_search(
         prober: runs the plans; it is not closed.
         spec: what to search.
         store: the open study; None: in memory.
-        sampler: any Optuna sampler that proposes plans; None: the planner. What others propose
-            is run unless it must be expected not to fit.
+        sampler: any Optuna sampler that proposes plans; None: the planner. The plans that another
+            sampler proposes are run unless they are expected not to fit.
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
         timeout_s: when to end, in seconds from now; a probe under way is not cut short.
-        on_event: told what happens.
-        veto: refuse what another sampler proposes where it must be expected not to fit.
+        on_event: called with each event.
+        veto: refuse the proposals of another sampler that are expected not to fit.
 
     Returns:
-        What was found; also after Ctrl-C, if anything that fits had been measured.
+        The result; also after Ctrl-C, if anything that fits had been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
@@ -133,135 +76,145 @@ def run_search(
     """
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
+        opened.begin(spec)
         search = _Search(
-            prober=prober,
-            spec=spec,
-            store=opened,
-            sampler=sampler,
-            max_probes=max_probes,
-            timeout_s=timeout_s,
-            on_event=on_event,
-            veto=veto,
+            prober,
+            spec,
+            opened,
+            None if isinstance(sampler, PlannerSampler) else sampler,
+            Allowance(max_probes, timeout_s),
+            on_event or (lambda event: None),
+            may_veto=veto,
         )
-        return search.result()
+        try:
+            with interrupts_remembered() as interrupts:
+                search.interrupts = interrupts
+                stopped_because = search.explore()
+                returns = _MOST_RETURNS
+                while not search.confirm(stopped_because, may_return=returns > 0):
+                    returns -= 1
+                    stopped_because = search.explore()
+                search.mark_ended(stopped_because)
+        except KeyboardInterrupt:
+            if not search.has_ok_trial:
+                raise
+            stopped_because = INTERRUPTED
+        return search.result(stopped_because)
 
 
 class _Search:
-    """One call of `run_search`; its arguments are those of that."""
+    """The state of one call of `run_search`, whose arguments these are.
+
+    The study may hold trials of other searches, now or later, so this one's own are known by what
+    `_probe` returns, never by their place in the study.
+    """
 
     def __init__(
         self,
-        *,
-        prober: Prober,
+        prober: SupportsProbing,
         spec: SearchSpec,
         store: Store,
-        sampler: BaseSampler | None,
-        max_probes: int | None,
-        timeout_s: float | None,
-        on_event: events.OnEvent | None,
-        veto: bool,
+        foreign_sampler: BaseSampler | None,
+        allowance: Allowance,
+        tell: events.OnEvent,
+        *,
+        may_veto: bool,
     ) -> None:
-        store.begin(spec)
         self._prober, self._spec, self._store = prober, spec, store
-        self._foreign_sampler = None if isinstance(sampler, PlannerSampler) else sampler
-        self._allowance = Allowance(max_probes, timeout_s)
-        self._may_veto = veto
-        self._tell = on_event or (lambda event: None)
+        self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
+        self._allowance, self._tell = allowance, tell
         self._trials = store.trials
         self._posterior = Posterior(spec, self._trials)
-        self._interrupts = Interrupts()
+        self._baseline = next((t for t in self._trials if t.role is Role.BASELINE), None)
+        self.interrupts = Interrupts()
 
-    def result(self) -> SearchResult:
-        """Search, confirm, and put together what came out."""
-        try:
-            with interrupts_remembered() as self._interrupts:
-                stopped_because = self._search_and_confirm()
-        except KeyboardInterrupt:
-            if not any(trial.ok for trial in self._trials):
-                raise
-            stopped_because = INTERRUPTED
+    @property
+    def has_ok_trial(self) -> bool:
+        """Whether anything that fits has been measured."""
+        return any(trial.ok for trial in self._trials)
+
+    def result(self, stopped_because: str) -> SearchResult:
+        """Return the result as it stands.
+
+        Raises:
+            NoFeasiblePlan, WorkloadFailed: no plan can be returned.
+        """
         best = confirmation.best_of(self._posterior)
         if best is None:
             raise result.nothing_fits(self._spec, self._trials)
+        assert self._baseline is not None  # it is the first probe
         return SearchResult(
             self._spec,
             self._trials,
             best,
-            self._trials[0],
+            self._baseline,
             skips(self._posterior),
             stopped_because,
         )
 
-    def _search_and_confirm(self) -> str:
-        stopped_because = self._explore()
-        returns = _MOST_RETURNS
-        while not self._confirmed(stopped_because, may_return=returns > 0):
-            returns -= 1
-            stopped_because = self._explore()
+    def mark_ended(self, stopped_because: str) -> None:
+        """Note in the study that the search came to its own end, not to that of its allowance."""
         if self._allowance.spent(self._trials) is None:
             self._store.mark_ended(stopped_because)
-        return stopped_because
 
-    def _explore(self) -> str:
-        """Probe until there is a reason to stop; the reason."""
+    def explore(self) -> str:
+        """Probe until there is a reason to stop; return the reason."""
         vetoes = 0
         while True:
             reason = self._allowance.spent(self._trials)
             if reason is not None:
                 return reason
-            if not self._trials:
-                self._probe(OnePlan(self._spec.space.baseline), Role.BASELINE)
+            if self._baseline is None:
+                self._baseline = self._probe(OnePlan(self._spec.space.baseline), Role.BASELINE)
                 continue
             sampler = self._foreign_sampler
-            if sampler is None or self._planner_ends_sampling:
+            # Hardly any sampler stops by itself: it gets the probes that were asked for, and where
+            # no number was asked for, the planner decides when more of them would be wasted.
+            if sampler is None or self._allowance.max_probes is None:
                 if self._store.ended is not None:
                     return self._store.ended
                 decision = planner.decide(self._posterior)
                 if decision.plan is None:
                     return decision.stopped_because or "nothing is left to try"
                 sampler = sampler or OnePlan(decision.plan)
-            vetoes = 0 if self._probe(sampler, Role.SEARCH) else vetoes + 1
+            trial = self._probe(sampler, Role.SEARCH)
+            vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
             if self._store.study.stopped:
                 return "the sampler has offered all it can"
             if vetoes == MOST_VETOES:
                 return f"{MOST_VETOES} proposals in a row could not be expected to fit"
 
-    @property
-    def _planner_ends_sampling(self) -> bool:
-        """Whether a foreign sampler is asked no more once the planner expects no plan left to win.
-
-        Hardly one stops by itself: it gets the probes that were asked for, and where no number was
-        asked for, the planner says when more of them would be wasted.
-        """
-        return self._allowance.max_probes is None
-
-    def _confirmed(self, stopped_because: str, *, may_return: bool) -> bool:
+    def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.
 
-        False where one did not fit after all: then there may be a plan just below it to search,
-        if the search may be returned to.
+        Return False where one did not fit after all, and the search may be returned to: then there
+        may be a plan just below it to find.
         """
-        begun = False
+        has_begun = False
         while True:
             plan = confirmation.confirm(self._posterior)
             if plan is None or self._may_not_probe():
                 return True
-            if not begun:
-                begun = True
+            if not has_begun:
+                has_begun = True
                 self._tell(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
-            self._probe(OnePlan(plan), Role.CONFIRMED)
-            failed = not self._trials[-1].ok
-            if failed and may_return and self._allowance.spent(self._trials) is None:
+            trial = self._probe(OnePlan(plan), Role.CONFIRMED)
+            if not trial.ok and may_return and self._allowance.spent(self._trials) is None:
                 return False
 
     def _may_not_probe(self) -> bool:
         allowance = self._allowance
         return allowance.probes_left(self._trials) == 0 or allowance.time_is_short(self._trials, 1)
 
-    def _probe(self, sampler: BaseSampler, role: Role) -> bool:
-        """Ask for a plan, run it unless it is vetoed, store it; whether it was run."""
-        self._interrupts.check()
+    def _probe(self, sampler: BaseSampler, role: Role) -> Trial:
+        """Ask for a plan, run it unless it is vetoed, and store it; return the stored trial.
+
+        Raises:
+            Exception: the plain workload itself failed, as its user's code raised it.
+        """
+        self.interrupts.check()
+        error = None
         with self._store.asking(sampler) as asked:
             plan = trial_codec.plan_of(asked.params, self._spec.space)
             forecast = planner.forecast(self._posterior, plan)
@@ -272,24 +225,50 @@ class _Search:
                 role, measurement = Role.VETOED, veto
             else:
                 self._tell(events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress()))
-                measurement = run_plan(
-                    plan,
-                    role,
-                    prober=self._prober,
-                    space=self._spec.space,
-                    trials=self._trials,
-                    expected_seconds=forecast.seconds,
-                )
-            number = len(self._trials)
-            self._store.record(asked, Trial(number, role, plan, measurement, forecast.peak_bytes))
+                runs_alone = self._spec.space.needs_fresh_worker(plan.settings)
+                if runs_alone:
+                    self._prober.renew()
+                probed = self._prober.probe(self._request(plan, role, forecast.seconds))
+                if runs_alone:
+                    self._prober.renew()
+                measurement, error = self._blamed(plan, probed)
+            stored = Trial(0, role, plan, measurement, forecast.peak_bytes)
+            trial = self._store.record(asked, stored)
         self._trials = self._store.trials
         self._posterior = self._posterior.updated(self._trials)
-        finished = events.Vetoed if veto is not None else events.ProbeFinished
-        self._tell(finished(self._trials[-1], self._progress()))
-        error = result.hopeless(self._trials[-1], self._prober)
+        finished = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
+        self._tell(finished(trial, self._progress()))
+        error = error or result.hopeless(trial)
         if error is not None:
             raise error
-        return veto is None
+        return trial
+
+    def _request(self, plan: Plan, role: Role, expected_seconds: float | None) -> ProbeRequest:
+        """Return the request for a plan; a confirmation is run in full, and has no rate to beat."""
+        is_confirmation = role is Role.CONFIRMED
+        leader = None if is_confirmation else fastest_of(self._trials)
+        return ProbeRequest(
+            resolve(plan, self._spec.space, self._prober.strategies),
+            self._spec.vram_budget_bytes,
+            incumbent_samples_per_second=leader.samples_per_second if leader else None,
+            full_accumulation=is_confirmation,
+            expected_seconds=expected_seconds,
+        )
+
+    def _blamed(self, plan: Plan, probed: ProbeResult) -> tuple[Measurement, BaseException | None]:
+        """Return the measurement and the user's error; one that the plan causes is `unsupported`.
+
+        On the baseline and larger plain plans an error is the user's, until the baseline has run:
+        a larger micro-batch that raises after that is a fault of its plan.
+        """
+        measurement, baseline = probed.measurement, self._spec.space.baseline
+        if measurement.outcome is not Outcome.USER_ERROR:
+            return measurement, None
+        has_run = any(trial.ok and trial.plan == baseline for trial in self._trials)
+        is_plain = plan.variant == baseline.variant and plan.micro_batch >= baseline.micro_batch
+        if is_plain and not has_run:
+            return measurement, probed.user_exception
+        return replace(measurement, outcome=Outcome.UNSUPPORTED), None
 
     def _progress(self) -> events.Progress:
         return events.Progress(

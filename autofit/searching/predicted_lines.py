@@ -1,46 +1,70 @@
-"""What a search on a GPU takes from prediction, and what it gives back.
+"""Memory lines of variants that a search on a GPU starts from, and constants for later predictions.
 
-Before the first probe: memory lines of variants, so that the ladder starts near the
-ceiling. After the last: the constants of this GPU, driver and torch, for later predictions. Neither
-is needed; where the training cannot be rehearsed a search goes on without, and says so.
+Predicted before the first probe, so that the first micro-batches are near the largest that fit.
+Where the training cannot be predicted a search goes on without, and notes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from autofit.measurement import Trial
-from autofit.prediction.memory_lines import PredictedLines, gpu_of, memory_lines
-from autofit.prediction.predict import Calibration
+from autofit.plan import VariantKey
+from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.space import Space
-from autofit.strategy import Strategy
-from autofit.training.workload import Workload
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
 
 MOST_SECONDS = 8.0
-"""About what two probes cost on a GPU; rehearsing longer would save less than it takes."""
+"""About the cost of two probes on a GPU; predicting for longer would save less than it takes."""
+
+Lines = Mapping[VariantKey, tuple[float, float]]
+"""Variant -> bytes whatever the micro-batch, and bytes for each sample of it."""
 
 
-def predicted_lines(
-    workload: Workload, survey: Survey, space: Space, strategies: Sequence[Strategy]
-) -> PredictedLines:
-    """Memory lines of the plain variant and of each setting's values; none on a CPU."""
-    gpu = gpu_of(survey.environment)
+def predicted_lines(prober: Prober, survey: Survey, space: Space) -> tuple[Lines, tuple[str, ...]]:
+    """Return memory lines of the plain variant and of each setting's values, and notes.
+
+    There are none on a CPU.
+    """
+    if survey.environment.gpu is None:
+        return {}, ()
+    # Where the probes run, not here: a dry run calls the user's code and replaces functions of
+    # torch.cuda in its whole process. `Prober.run` takes any function, so probing need not import
+    # prediction; and only the process that predicts imports it, below.
+    try:
+        return prober.run(partial(predict_lines, space=space, budget=survey.vram_budget_bytes))
+    except Exception as error:  # lines are a help, never worth a search
+        why = f"memory was not predicted before the first probe: {type(error).__name__}: {error}"
+        return {}, (why,)
+
+
+def predict_lines(session: Session, space: Space, budget: int) -> tuple[Lines, tuple[str, ...]]:
+    """Predict memory lines of a session's workload on its GPU, within a budget in bytes."""
+    from autofit.prediction.memory_lines import gpu_of, memory_lines
+
+    gpu = gpu_of(session.builder.device.environment)
     if gpu is None:
-        return PredictedLines()
-    return memory_lines(
-        workload,
+        return {}, ()
+    predicted = memory_lines(
+        session.builder.fresh_workload(),
         space,
         gpu,
-        survey.vram_budget_bytes,
-        strategies=strategies,
+        budget,
+        strategies=session.strategies,
         timeout_s=MOST_SECONDS,
     )
+    return predicted.lines, predicted.notes
 
 
 def learned(survey: Survey, baseline: Trial) -> Mapping[str, Any]:
     """Return the calibration that the baseline's probe on a GPU teaches; {} where there is none."""
-    if gpu_of(survey.environment) is None or baseline.measurement.non_torch_bytes is None:
+    if survey.environment.gpu is None or baseline.measurement.non_torch_bytes is None:
         return {}
+    from autofit.prediction.predict import Calibration
+
     return Calibration.learn(baseline.measurement).to_dict()

@@ -15,7 +15,7 @@ from autofit.plan import ResolvedPlan
 from autofit.planning.confirmation import left_out
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.prober import Prober, WorkloadProber, users_error
+from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.record import Record, SearchSummary, Skipped
@@ -81,11 +81,9 @@ def paste_lines(resolved: ResolvedPlan) -> list[str]:
 # The errors that a search ends with: the user's own, and that nothing can be returned.
 
 
-def hopeless(trial: Trial, prober: Prober) -> BaseException | None:
-    """What is wrong with the plain workload itself, after its trial; None where nothing is."""
+def hopeless(trial: Trial) -> AutofitError | None:
+    """Return what is wrong with the plain workload itself, after its trial; None: nothing."""
     outcome, detail = trial.measurement.outcome, trial.measurement.detail
-    if (error := users_error(prober, trial.measurement)) is not None:
-        return error
     if trial.role is not Role.BASELINE:
         return None
     if outcome is Outcome.NONFINITE:
@@ -221,17 +219,15 @@ def _not_split(best: Trial) -> Iterator[str]:
         )
 
 
-def difference_of(prober: WorkloadProber, result: SearchResult) -> Mapping[str, Any] | None:
+def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:
     """How far the best plan's loss and gradients are from the baseline's; None where not told."""
-    best, baseline = result.best.plan, result.baseline.plan
+    best, baseline, spec = result.best.plan, result.baseline.plan, result.spec
     if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
         return None
     samples = min(best.samples_per_step, baseline.samples_per_step)
     try:
-        first, second = (
-            resolve(plan, result.spec.space, prober.strategies) for plan in (baseline, best)
-        )
-        compared = prober.compare(first, second, samples).to_dict()
+        first, second = (resolve(p, spec.space, prober.strategies) for p in (baseline, best))
+        compared = prober.compare(first, second, samples, spec.vram_budget_bytes).to_dict()
     except (Exception, KeyboardInterrupt):  # train_step, full memory, impatience: do without
         return None
     finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])

@@ -14,8 +14,7 @@ from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest
 from autofit.planning.search_spec import SearchSpec
-from autofit.probing.isolation import open_prober
-from autofit.probing.prober import Target
+from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
 from autofit.report.report import Report
@@ -134,11 +133,10 @@ def search(
             spec = store.spec
             if spec is None:
                 space = survey.space(max_micro_batch)
-                foreseen = predicted_lines(workload, survey, space, chosen)
-                survey = replace(survey, notes=(*survey.notes, *foreseen.notes))
+                lines, notes = predicted_lines(prober, survey, space)
+                survey = replace(survey, notes=(*survey.notes, *notes))
                 budget = survey.vram_budget_bytes
-                spec = SearchSpec(space, budget, seed, identity, foreseen.lines)
-            prober.rebudget(spec.vram_budget_bytes)
+                spec = SearchSpec(space, budget, seed, identity, lines)
             result = run_search(
                 prober,
                 spec,

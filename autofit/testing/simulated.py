@@ -17,7 +17,8 @@ from typing import TypeAlias
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.probing.prober import ProbeRequest, enough_steps
+from autofit.probing.measure import enough_steps
+from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.strategy import Strategy
 
 PlanFunction: TypeAlias = Callable[[Plan], float]
@@ -77,16 +78,20 @@ class SimulatedProber:
         """The most that a plan may hold."""
         return self._budget
 
-    def probe(self, request: ProbeRequest) -> Measurement:
-        """What the formulas say of the plan.
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        """Return what the formulas say of the plan, within the smaller of the two budgets.
 
         Raises:
             InvalidRequest: the prober is closed.
         """
         if self._closed:
             raise InvalidRequest("this prober is closed: make another one")
-        plan = request.plan
         self.probed.append(request)
+        return ProbeResult(self._measurement(request))
+
+    def _measurement(self, request: ProbeRequest) -> Measurement:
+        plan = request.plan
+        budget = min(self._budget, request.vram_budget_bytes or self._budget)
         noise = random.Random(f"{self._seed}/{plan}/{self._times_asked[plan]}")
         self._times_asked[plan] += 1
         fault = self._fault(plan)
@@ -96,7 +101,7 @@ class SimulatedProber:
         if limit is not None and plan.micro_batch > limit:
             return Measurement(Outcome.SIZE_LIMIT, detail=f"no kernel takes more than {limit}")
         held = math.ceil(self._memory(plan) * math.exp(noise.gauss(0.0, self._memory_noise)))
-        if held > self._budget:
+        if held > budget:
             return Measurement(Outcome.OOM, detail="the simulated budget ran out")
         run = plan.accumulation_steps
         return Measurement(
@@ -108,10 +113,6 @@ class SimulatedProber:
             allocator_retries=0,
             micro_batches_run=run if request.full_accumulation else min(2, run),
         )
-
-    def user_exception(self) -> BaseException | None:
-        """None: there is no user's code behind formulas."""
-        return None
 
     def renew(self) -> None:
         """Counted in `renewals`; formulas do not wear out."""

@@ -16,8 +16,8 @@ from torch import nn
 from autofit.devices.open import open_device
 from autofit.measurement import Measurement
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.worker_client import Deadlines, WorkerProber
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.training.workload import Workload
 
 CALM = 2
@@ -51,20 +51,23 @@ class Minefield(nn.Module):
 class Probing:
     """A worker prober and short words for what tests do with it."""
 
-    prober: WorkerProber
+    prober: Prober
+    raised: BaseException | None = None
+    """What the user's code raised in the last probe."""
 
     def at(self, micro_batch: int, *, patient: bool = True) -> Measurement:
         """Probe that micro-batch; a patient probe may take a minute, another the least deadline."""
         expected_seconds = 3.0 if patient else 0.01
-        return self.prober.probe(
+        result = self.prober.probe(
             ProbeRequest(ResolvedPlan(Plan(micro_batch)), expected_seconds=expected_seconds)
         )
+        self.raised = result.user_exception
+        return result.measurement
 
     @property
     def worker(self) -> int | None:
         """The process id of the worker, None where there is none now."""
-        process = self.prober._process
-        return None if process is None else process.pid
+        return self.prober.worker_pid
 
 
 class Tampering:
@@ -101,10 +104,9 @@ def opener() -> Iterator[Opens]:
         ) -> Probing:
             if tamper is not None:
                 model.tampering = Tampering(tamper)
-            prober = WorkerProber(
+            prober = open_prober(
                 Workload(model, torch.ones(CALM, 16)),
-                device="cpu",
-                vram_budget=vram_budget,
+                target=Target("cpu", vram_budget),
                 deadlines=Deadlines(shortest_s=shortest_s, unknown_s=60.0),
             )
             return Probing(opened.enter_context(prober))

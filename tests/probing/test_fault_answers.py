@@ -180,7 +180,7 @@ def test_a_fault_is_told_by_its_name_and_the_worker_lives_on(probing: Any, fault
 
 def test_the_users_own_error_arrives_as_it_was_raised(probing: Any) -> None:
     probing.at(SIZES["own error"])
-    error = probing.prober.user_exception()
+    error = probing.raised
     assert type(error) is OwnError
     assert error.args == ("no such token", 7)
     assert error.code == 7
@@ -189,7 +189,7 @@ def test_the_users_own_error_arrives_as_it_was_raised(probing: Any) -> None:
 
 def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
     probing.at(SIZES["unsendable"])
-    error = probing.prober.user_exception()
+    error = probing.raised
     assert type(error) is WorkloadFailed
     assert "Unsendable" in str(error)
     assert "it holds a generator" in str(error)
@@ -199,7 +199,7 @@ def test_collections_around_probes_pass_over_what_torch_imported(probing: Any) -
     """Also what it imports to train for the first time, though nobody asked for a survey."""
     probing.at(CALM)
     probing.at(SIZES["count"])
-    visited, passed_over = probing.prober.user_exception().args
+    visited, passed_over = probing.raised.args
     assert passed_over > 10 * visited
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from autofit.devices.nvml import Nvml, device_uuid
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.worker_client import Deadlines, WorkerProber
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 
@@ -55,12 +55,13 @@ INNOCENT = """
 import torch
 from torch import nn
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.worker_client import WorkerProber
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
 
-with WorkerProber(Workload(nn.Linear(16, 16), torch.ones(2, 16)), device="cuda") as prober:
-    outcome = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).outcome
+workload = Workload(nn.Linear(16, 16), torch.ones(2, 16))
+with open_prober(workload, target=Target("cuda")) as prober:
+    outcome = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.outcome
     print(outcome, torch._C._cuda_hasPrimaryContext(0))
 """
 
@@ -68,8 +69,8 @@ KILLED = """
 import torch
 from torch import nn
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.worker_client import WorkerProber
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
 
 class Hangs(nn.Module):
@@ -82,7 +83,7 @@ class Hangs(nn.Module):
         torch.cuda._sleep(1 << 45)
         return self.layer(inputs)
 
-with WorkerProber(Workload(Hangs(), torch.ones(2, 16)), device="cuda") as prober:
+with open_prober(Workload(Hangs(), torch.ones(2, 16)), target=Target("cuda")) as prober:
     print("ready", flush=True)
     prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 """
@@ -208,27 +209,25 @@ class Probing:
     """Probes in a worker on the GPU."""
 
     def __init__(self) -> None:
-        self.prober: WorkerProber | None = None
+        self.prober: Prober | None = None
 
     def __call__(
         self, model: nn.Module, micro_batch: int, vram_budget: str | None = "4GiB"
     ) -> Measurement:
         if self.prober is None:
-            self.prober = WorkerProber(
+            self.prober = open_prober(
                 Workload(model, torch.ones(CALM, 16)),
-                device="cuda",
-                vram_budget=vram_budget,
+                target=Target("cuda", vram_budget),
                 deadlines=Deadlines(shortest_s=60.0),
             )
         return self.prober.probe(
             ProbeRequest(ResolvedPlan(Plan(micro_batch)), expected_seconds=0.1)
-        )
+        ).measurement
 
     @property
     def worker(self) -> int | None:
         """The process id of the worker, None where there is none now."""
-        process = None if self.prober is None else self.prober._process
-        return None if process is None else process.pid
+        return None if self.prober is None else self.prober.worker_pid
 
 
 @pytest.fixture

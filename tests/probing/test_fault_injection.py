@@ -25,7 +25,8 @@ from torch import nn
 import autofit
 from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.measurement import Outcome
-from autofit.probing.worker_client import MOST_WORKERS_PER_PLAN, oom_kills, outcome_of_death
+from autofit.probing.prober import MOST_WORKERS_PER_PLAN
+from autofit.probing.worker_channel import oom_kills, outcome_of_death
 from autofit.training.workload import Workload
 
 CALM = 2
@@ -171,7 +172,7 @@ def test_floods_of_output_harm_nothing(probing: Any) -> None:
     worker = probing.worker
     assert probing.at(SIZES[floods]).ok
     assert probing.worker == worker
-    assert len(probing.prober._process._tail) <= 64 * 2**10
+    assert len(probing.prober._channel._process._tail) <= 64 * 2**10
 
 
 @pytest.mark.parametrize("noise", [writes_to_every_pipe, forks])
@@ -185,9 +186,9 @@ def test_what_the_users_code_started_ends_with_the_worker(
     probing: Any, running: Callable[[int], bool]
 ) -> None:
     assert probing.at(CALM).ok
-    threads = list(probing.prober._process._threads)
+    threads = list(probing.prober._channel._process._threads)
     assert probing.at(SIZES[starts_strays]).outcome is Outcome.USER_ERROR
-    strays = probing.prober.user_exception().args
+    strays = probing.raised.args
     assert all(map(running, strays))
     probing.prober.renew()
     assert not any(map(running, strays))
@@ -218,7 +219,7 @@ def test_a_plan_costs_three_workers_of_one_budget_at_most(
     assert "set aside" not in seen[-2].detail
     assert f"set aside: {MOST_WORKERS_PER_PLAN} workers" in seen[-1].detail
     assert probing.worker is None, "the fourth was not started"
-    assert probing.prober._opening["vram_budget"] == budget, "whatever was free meanwhile"
+    assert probing.prober.vram_budget_bytes == budget, "whatever was free meanwhile"
 
 
 def test_nothing_of_a_worker_stays_open(

@@ -38,19 +38,19 @@ class Hangs(nn.Module):
 
 PROBES = """
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.worker_client import WorkerProber
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
 
 workload = Workload(Hangs({way}, above=1), torch.ones(2, 16))
-with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
+with open_prober(workload, target=Target("cpu", "64MiB")) as prober:
     print("ready", flush=True)
     prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 """
 
 STARTS = """
-import autofit.probing.worker_process
-process = autofit.probing.worker_process.WorkerProcess()
+import autofit.probing.worker_channel
+process = autofit.probing.worker_channel.WorkerProcess()
 print("ready", flush=True)
 time.sleep(600)
 """

@@ -14,8 +14,8 @@ from autofit.devices.base import MemoryReading
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.session import Session
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
 from autofit.training.workload import Workload
 from autofit.units import MIB
 
@@ -62,15 +62,13 @@ class Greedy(nn.Module):
     ("sizes", "outcome"), [((22, 30), Outcome.OK), ((54,), Outcome.OOM), ((10, 16), Outcome.OK)]
 )
 def test_a_probe_that_loads_libraries_is_held_to_the_budget_beside_them(
-    sizes: tuple[int, ...], outcome: Outcome
+    sizes: tuple[int, ...], outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(
-        lambda: Workload(Greedy(*sizes), torch.ones(2, 4)),
-        (),
-        LoadsLibraries(),
-        vram_budget_bytes=BUDGET,
-    )
-    measured = session.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement
+    device = LoadsLibraries()
+    monkeypatch.setattr("autofit.probing.inprocess.open_device", lambda name: device)
+    workload = Workload(lambda: Greedy(*sizes), torch.ones(2, 4))
+    with open_prober(workload, target=Target(None, BUDGET, isolation="inprocess")) as prober:
+        measured = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement
     assert measured.outcome is outcome, measured
     if measured.ok:
         assert measured.held_bytes is not None

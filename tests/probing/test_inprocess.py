@@ -17,11 +17,12 @@ from autofit.devices.lock import DeviceLock
 from autofit.errors import DeviceUnavailable, InvalidRequest
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.inprocess import InProcessProber
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies
 from autofit.snapshot.snapshot import Snapshot, differences, digest
 from autofit.training.workload import Workload
+from autofit.units import MIB
 
 
 class Net(nn.Module):
@@ -40,6 +41,15 @@ class Net(nn.Module):
         random.random()
         out: torch.Tensor = self.last(self.drop(self.norm(self.first(x))))
         return out
+
+
+def opened(
+    workload: Workload,
+    strategies: Any = (),
+    device: str | None = None,
+    vram_budget: str | None = None,
+) -> Prober:
+    return open_prober(workload, strategies, Target(device, vram_budget, isolation="inprocess"))
 
 
 def _live() -> tuple[Net, torch.optim.Optimizer]:
@@ -68,35 +78,32 @@ def _everything(prober_work: Any, **more: Any) -> list[str]:
     objects = {"model": model, "optimizer": optimizer, "batch": batch, "criterion": criterion}
     torch.randn(1)  # whatever is set up at its first use is set up now
     before = digest(objects)
-    with InProcessProber(
-        workload, load_strategies(None), device="cpu", vram_budget="64MiB"
-    ) as prober:
+    with opened(workload, load_strategies(None), "cpu", "64MiB") as prober:
         prober_work(prober)
     return differences(before, digest(objects))
 
 
-def _survey_and_probe(prober: InProcessProber) -> None:
+def _survey_and_probe(prober: Prober) -> None:
     survey = prober.survey()
     assert survey.resplit is not None
     assert not survey.may_resplit
-    assert prober.probe(
-        ProbeRequest(ResolvedPlan(survey.space().baseline), full_accumulation=True)
-    ).ok
+    baseline = ResolvedPlan(survey.space().baseline)
+    assert prober.probe(ProbeRequest(baseline, full_accumulation=True)).measurement.ok
 
 
-def _in_other_precisions(prober: InProcessProber) -> None:
+def _in_other_precisions(prober: Prober) -> None:
     for dtype in ("bfloat16", "float16"):
         plan = Plan(4, settings={"precision.dtype": dtype})
         resolved = ResolvedPlan(plan, strategies=prober.strategies)
-        assert prober.probe(ProbeRequest(resolved)).ok
+        assert prober.probe(ProbeRequest(resolved)).measurement.ok
 
 
-def _out_of_memory(prober: InProcessProber) -> None:
-    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2**17)))).outcome is Outcome.OOM
-    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
+def _out_of_memory(prober: Prober) -> None:
+    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2**17)))).measurement.outcome is Outcome.OOM
+    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
 
 
-def _compare(prober: InProcessProber) -> None:
+def _compare(prober: Prober) -> None:
     assert not prober.compare(ResolvedPlan(Plan(8)), ResolvedPlan(Plan.split(8, 3)), 8).equal
 
 
@@ -114,9 +121,10 @@ def test_also_after_the_users_code_raised() -> None:
         if len(optimizer.state) > 2:
             raise raised
 
-    def work(prober: InProcessProber) -> None:
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.USER_ERROR
-        assert prober.user_exception() is raised
+    def work(prober: Prober) -> None:
+        result = prober.probe(ProbeRequest(ResolvedPlan(Plan(4))))
+        assert result.measurement.outcome is Outcome.USER_ERROR
+        assert result.user_exception is raised
         assert "in before_step" in str(raised.__cause__)
 
     assert _everything(work, before_step=before_step) == []
@@ -126,7 +134,7 @@ def test_also_where_the_user_interrupts() -> None:
     def before_step(model: Any, optimizer: Any) -> None:
         raise KeyboardInterrupt
 
-    def work(prober: InProcessProber) -> None:
+    def work(prober: Prober) -> None:
         with pytest.raises(KeyboardInterrupt):
             prober.probe(ProbeRequest(ResolvedPlan(Plan(4))))
 
@@ -134,9 +142,10 @@ def test_also_where_the_user_interrupts() -> None:
 
 
 def test_each_probe_starts_from_the_users_weights() -> None:
-    def work(prober: InProcessProber) -> None:
+    def work(prober: Prober) -> None:
         losses = [
-            prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **hopeless)).loss for _ in range(2)
+            prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **hopeless)).measurement.loss
+            for _ in range(2)
         ]
         assert losses[0] == losses[1]
 
@@ -147,30 +156,31 @@ def test_each_probe_starts_from_the_users_weights() -> None:
 def test_functions_that_build_are_welcome_too() -> None:
     """Also where one sample would be too few: `Net` normalizes over the batch."""
     workload = Workload(Net, lambda n: torch.randn(n, 6), optimizer=torch.optim.SGD)
-    with InProcessProber(workload, device="cpu", vram_budget="64MiB") as prober:
-        assert prober.probe(ProbeRequest(ResolvedPlan(prober.survey().space().baseline))).ok
+    with opened(workload, (), "cpu", "64MiB") as prober:
+        assert prober.probe(
+            ProbeRequest(ResolvedPlan(prober.survey().space().baseline))
+        ).measurement.ok
 
 
-def test_the_budget_can_be_changed_and_is_told() -> None:
+def test_a_request_carries_its_own_budget() -> None:
     model = nn.Linear(512, 512)
-    with InProcessProber(Workload(model, torch.randn(4, 512)), device="cpu") as prober:
+    with opened(Workload(model, torch.randn(4, 512)), (), "cpu") as prober:
         assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
-        prober.rebudget(2 * 2**20)
-        assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 2 * 2**20
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.OOM
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
+        small = ProbeRequest(ResolvedPlan(Plan(4)), 2 * MIB)
+        assert prober.probe(small).measurement.outcome is Outcome.OOM
         prober.renew()
 
 
 def test_what_cannot_be_opened_is_refused_at_once() -> None:
     workload = Workload(nn.Linear(6, 4), torch.randn(4, 6))
     with pytest.raises(InvalidRequest, match=r"budget.*device"):
-        InProcessProber(workload, device="cpu", vram_budget="1000TiB")
+        opened(workload, (), "cpu", "1000TiB")
     with pytest.raises(InvalidRequest, match="device"):
-        InProcessProber(workload, device="tpu")
+        opened(workload, (), "tpu")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceUnavailable):
-            InProcessProber(workload, device="cuda")
+            opened(workload, (), "cuda")
 
 
 @pytest.mark.cuda
@@ -178,11 +188,11 @@ def test_what_cannot_be_opened_is_refused_at_once() -> None:
 def test_the_current_device_is_the_users_again() -> None:
     torch.cuda.set_device(0)
     workload = Workload(nn.Linear(6, 4), torch.randn(4, 6))
-    with InProcessProber(workload, device="cuda:1") as prober:
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
+    with opened(workload, (), "cuda:1") as prober:
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
     assert torch.cuda.current_device() == 0
     with pytest.raises(InvalidRequest, match=r"budget.*device"):
-        InProcessProber(workload, device="cuda:1", vram_budget="1000TiB")
+        opened(workload, (), "cuda:1", "1000TiB")
     assert torch.cuda.current_device() == 0
 
 
@@ -193,9 +203,11 @@ def test_under_a_mode_of_the_caller_s_it_trains_as_a_worker_would(mode: Any) -> 
     model, batch = nn.Linear(8, 3), torch.randn(2, 8)
     with mode():
         before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        with InProcessProber(Workload(model, batch), device="cpu") as prober:
+        with opened(Workload(model, batch), (), "cpu") as prober:
             seen = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-            assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).outcome is Outcome.OK
+            assert (
+                prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.outcome is Outcome.OK
+            )
         assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
     assert seen == (True, False)
 
@@ -203,8 +215,8 @@ def test_under_a_mode_of_the_caller_s_it_trains_as_a_worker_would(mode: Any) -> 
 def test_a_batch_that_repeats_its_memory_is_put_back() -> None:
     batch = torch.randn(1, 8).expand(4, 8)
     before = batch.clone()
-    with InProcessProber(Workload(nn.Linear(8, 3), batch), device="cpu") as prober:
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.OK
+    with opened(Workload(nn.Linear(8, 3), batch), (), "cpu") as prober:
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.outcome is Outcome.OK
     assert torch.equal(batch, before)
     assert batch.stride() == (0, 1)
 
@@ -213,7 +225,7 @@ def test_within_the_caller_s_autocast_no_cast_weight_outlives_its_probe() -> Non
     workload = Workload(nn.Linear(8, 3), torch.randn(2, 8))
     with (
         torch.autocast("cpu", torch.bfloat16),
-        InProcessProber(workload, load_strategies(["precision"]), device="cpu") as prober,
+        opened(workload, load_strategies(["precision"]), "cpu") as prober,
     ):
         _in_other_precisions(prober)
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
@@ -265,9 +277,12 @@ def test_a_device_that_died_is_told_and_all_the_rest_is_given_back(
 ) -> None:
     gc.unfreeze()
     before = torch.is_grad_enabled()
-    with torch.no_grad(), InProcessProber(_dying(mortal)) as prober:
+    with torch.no_grad(), opened(_dying(mortal)) as prober:
         if end == "probe":
-            assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome is Outcome.POISONED
+            assert (
+                prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.outcome
+                is Outcome.POISONED
+            )
         elif end == "survey":
             prober.survey()
         else:
@@ -282,11 +297,11 @@ def test_a_device_that_died_is_told_and_all_the_rest_is_given_back(
 
 
 def test_the_device_is_left_as_it_was(mortal: Mortal) -> None:
-    with InProcessProber(Workload(nn.Linear(6, 4), torch.randn(4, 6))) as prober:
-        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).ok
+    with opened(Workload(nn.Linear(6, 4), torch.randn(4, 6))) as prober:
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
         assert not mortal.is_closed
     assert mortal.is_closed
     mortal.is_closed = False
     with pytest.raises(InvalidRequest, match=r"budget.*device"):
-        InProcessProber(Workload(nn.Linear(6, 4), torch.randn(4, 6)), vram_budget="1000TiB")
+        opened(Workload(nn.Linear(6, 4), torch.randn(4, 6)), (), None, "1000TiB")
     assert mortal.is_closed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,14 +12,21 @@ from torch import nn
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.measure import measure
-from autofit.probing.prober import FEWEST_TIMED_STEPS, MOST_TIMED_STEPS, ProbeRequest
+from autofit.probing.measure import (
+    FEWEST_TIMED_STEPS,
+    HORIZON_STEPS,
+    MOST_TIMED_STEPS,
+    Growth,
+    bytes_per_step,
+    enough_steps,
+    growth_over,
+    measure,
+)
+from autofit.probing.messages import ProbeRequest
 from autofit.registry import load_strategies
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
-from autofit.units import format_bytes
-
-MIB = 2**20
+from autofit.units import GIB, MIB, format_bytes
 
 
 def _net(width: int = 256) -> nn.Module:
@@ -39,13 +46,7 @@ def _measured(
     device.limit(limit)
     builder = TrainingBuilder(make, device, seed=0)
     resolved = ResolvedPlan(plan, strategies=load_strategies(["precision"]))
-    return measure(
-        make(),
-        device,
-        ProbeRequest(resolved, **request),
-        lambda workload: builder.training(workload, resolved),
-        budget or limit,
-    )
+    return measure(builder, ProbeRequest(resolved, **request), budget or limit)
 
 
 def _plain(**more: Any) -> Callable[[], Workload]:
@@ -192,3 +193,91 @@ def test_float16_is_warmed_up_until_the_optimizer_has_made_its_state() -> None:
     assert measured.peak_allocated_bytes is not None
     assert measured.peak_allocated_bytes > 4 * weights
     assert len(updates) >= 3
+
+
+# How many steps are timed.
+
+PLAN = Plan(10)
+SCATTERED = [0.9, 1.0, 1.1]
+"""Seconds; 10 samples each, so between 9.1 and 11.1 samples per second."""
+
+
+def beside(rate: float | None) -> ProbeRequest:
+    return ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=rate)
+
+
+@pytest.mark.parametrize(
+    ("rate", "enough"),
+    [(None, False), (5.0, False), (10.0, False), (11.1, False), (11.2, True), (20.0, True)],
+)
+def test_a_plan_is_cut_short_only_where_it_is_slower(rate: float | None, enough: bool) -> None:
+    assert enough_steps(SCATTERED, beside(rate)) is enough
+
+
+@pytest.mark.parametrize(("scatter", "enough"), [(0.009, True), (0.011, False)])
+def test_an_interval_within_one_percent_is_close_enough(scatter: float, enough: bool) -> None:
+    assert enough_steps([1 - scatter, 1.0, 1 + scatter], beside(None)) is enough
+
+
+def test_fewer_than_three_steps_are_never_enough() -> None:
+    assert not enough_steps([1.0, 1.0], beside(1e9))
+    assert not enough_steps([9.0, 9.0], beside(None))
+
+
+def test_there_is_an_end_by_number_and_by_seconds() -> None:
+    scattered = [0.1 * factor for factor in (0.5, 1.5)] * MOST_TIMED_STEPS
+    assert not enough_steps(scattered[: MOST_TIMED_STEPS - 1], beside(None))
+    assert enough_steps(scattered[:MOST_TIMED_STEPS], beside(None))
+    assert enough_steps([1.0, 2.0, 3.0], beside(None))
+
+
+def test_a_number_of_steps_that_was_asked_for_is_the_only_rule() -> None:
+    request = ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=1e9, steps=5)
+    assert not enough_steps([10.0] * 4, request)
+    assert enough_steps([10.0] * 5, request)
+
+
+# Growth at the step boundary: what is a leak, what a cycle, what nothing.
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "per_step"),
+    [
+        ([100, 100, 100], None),
+        ([100, 200], None),
+        ([100, 200, 300], 100),
+        ([100, 612, 612, 612], None),
+        ([900, 100, 200, 300, 400, 500, 600, 700, 800, 900], 100),
+        ([100, 200, 300, 250, 350], None),
+        ([0, 10, 20, 1020], 10),
+    ],
+    ids=["flat", "too few", "steady", "one step up", "after warm-up", "dips", "median"],
+)
+def test_growth_is_steady_or_none(boundaries: Sequence[int], per_step: int | None) -> None:
+    assert bytes_per_step(boundaries) == per_step
+    found = growth_over(boundaries, boundaries[-1])
+    assert (found.bytes_per_step if found else None) == per_step
+
+
+def test_what_the_collector_takes_back_is_a_cycle() -> None:
+    boundaries = [MIB, 2 * MIB, 3 * MIB]
+    kept = growth_over(boundaries, collected_bytes=3 * MIB)
+    cycle = growth_over(boundaries, collected_bytes=MIB)
+    assert kept == Growth(MIB, collectable=False)
+    assert cycle == Growth(MIB, collectable=True)
+    assert kept.is_leak(GIB)
+    assert not cycle.is_leak(GIB)
+    assert "cycle" in cycle.words(GIB)
+
+
+def test_a_leak_says_when_the_budget_is_reached() -> None:
+    words = Growth(MIB, collectable=False).words(GIB)
+    assert "1.00 MiB" in words
+    assert "1024 steps" in words
+    assert Growth(MIB, collectable=False).steps_until(-5) == 0
+
+
+def test_a_kept_number_is_no_leak() -> None:
+    number = Growth(512, collectable=False)
+    assert not number.is_leak(512 * HORIZON_STEPS)
+    assert number.is_leak(512 * HORIZON_STEPS - 1)

@@ -13,15 +13,20 @@ import pytest
 import torch
 
 from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users
+from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import (
+    ProbeRequest,
+    ProbeResult,
+    Reply,
     exception_from_dict,
     exception_to_dict,
+    reply_from_dict,
+    reply_to_dict,
     request_from_dict,
     request_to_dict,
     send,
 )
-from autofit.probing.prober import ProbeRequest
 
 
 class Strict(Exception):
@@ -52,7 +57,8 @@ class Mute(Exception):
 
 
 def _there_and_back(exception: BaseException, traceback: str | None = "where it was") -> Any:
-    return exception_from_dict(json.loads(json.dumps(exception_to_dict(exception, traceback))))
+    sent = json.dumps(reply_to_dict(Reply(exception=exception, traceback=traceback)))
+    return reply_from_dict(json.loads(sent)).users_exception()
 
 
 @pytest.mark.parametrize(
@@ -135,12 +141,25 @@ def test_a_class_that_comes_home_is_left_as_it_was() -> None:
     assert {name: id(value) for name, value in vars(Mine).items()} == before
 
 
+@pytest.mark.parametrize("detail", ["its file is gone", None])
+def test_a_user_error_without_an_exception_is_the_workloads(detail: str | None) -> None:
+    error = ProbeResult(Measurement(Outcome.USER_ERROR, detail)).user_exception
+    assert isinstance(error, WorkloadFailed)
+    assert (detail or "workload") in str(error)
+
+
+@pytest.mark.parametrize("outcome", sorted(set(Outcome) - {Outcome.USER_ERROR}))
+def test_every_other_outcome_is_not_an_error_of_the_users_code(outcome: Outcome) -> None:
+    assert ProbeResult(Measurement(outcome), KeyError("x")).user_exception is None
+
+
 @pytest.mark.parametrize(
     "request_",
     [
         ProbeRequest(ResolvedPlan(Plan(4))),
         ProbeRequest(
             ResolvedPlan(Plan.split(10, 4, {"a.x": 1}), {"a.x": ["layer.0", "layer.1"]}),
+            vram_budget_bytes=2**30,
             incumbent_samples_per_second=12.5,
             full_accumulation=True,
             steps=40,

@@ -1,74 +1,127 @@
-"""What every prober has in common."""
+"""Probing is the same through either channel."""
 
 from __future__ import annotations
 
-import pytest
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from autofit.errors import WorkloadFailed
-from autofit.measurement import Measurement, Outcome
+import pytest
+import torch
+from torch import nn
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import MOST_TIMED_STEPS, ProbeRequest, enough_steps, users_error
-from autofit.testing import SimulatedProber
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
+from autofit.probing.session import Session
+from autofit.probing.worker_channel import WorkerChannel
+from autofit.searching.predicted_lines import predicted_lines
+from autofit.training.workload import Workload
+from autofit.units import MIB
+
+WORKLOAD = Workload(nn.Linear(6, 4), torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> None:
+    opened = open_prober(WORKLOAD, (), Target("cpu", "64MiB", isolation=isolation))
+    with opened as prober:
+        assert prober.survey().space().baseline == Plan(4)
+        assert prober.vram_budget_bytes == 64 * MIB
+        assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
+        assert prober.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4).equal
+        less = ProbeRequest(ResolvedPlan(Plan(4)), MIB)
+        assert prober.probe(less).measurement.outcome is Outcome.OOM
+        assert prober.vram_budget_bytes == prober.survey().vram_budget_bytes == 64 * MIB
 
 
 @pytest.mark.parametrize(
-    ("outcome", "detail", "words"),
+    ("said", "words"),
     [
-        (Outcome.USER_ERROR, "its file is gone", "its file is gone"),
-        (Outcome.USER_ERROR, None, "the workload failed"),
+        ({"isolation": "thread"}, "isolation.*process, inprocess.*'thread'"),
+        ({"isolation": ["process"]}, r"isolation.*\['process'\]"),
+        ({"device": "tpu"}, "device.*'tpu'"),
+        ({"device": ""}, "device.*''"),
+        ({"vram_budget": b"3GiB"}, "vram_budget.*24GiB.*b'3GiB'"),
+        ({"vram_budget": -1}, "bytes.*-1"),
+        ({"seed": -1}, "seed.*4294967295.*-1"),
+        ({"seed": None}, "seed.*None"),
+        ({"seed": 1.5}, "seed.*1.5"),
+        ({"seed": 2**70}, "seed.*1180591620717411303424"),
     ],
 )
-def test_a_failure_without_an_exception_is_the_workloads(
-    outcome: Outcome, detail: str | None, words: str
+def test_what_means_nothing_is_refused_before_a_worker_is_started(
+    said: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = Measurement(outcome, detail)
-    prober = SimulatedProber(1, lambda plan: 0, lambda plan: 1.0, fault=lambda plan: answer)
-    error = users_error(prober, prober.probe(ProbeRequest(ResolvedPlan(Plan(1)))))
-    assert isinstance(error, WorkloadFailed)
-    assert str(error) == words
+    monkeypatch.setattr(WorkerChannel, "__init__", lambda *_, **__: pytest.fail("it was started"))
+    with pytest.raises(InvalidRequest, match=words):
+        open_prober(WORKLOAD, (), Target(**{"device": "cpu"} | said))
 
 
-@pytest.mark.parametrize("outcome", sorted(set(Outcome) - {Outcome.USER_ERROR}))
-def test_every_other_ending_is_no_error_of_the_users_code(outcome: Outcome) -> None:
-    prober = SimulatedProber(1, lambda plan: 0, lambda plan: 1.0)
-    assert users_error(prober, Measurement(outcome)) is None
+def test_a_model_without_values_is_refused() -> None:
+    empty = Workload(nn.Linear(6, 4, device="meta"), torch.ones(4, 6))
+    with pytest.raises(InvalidRequest, match="meta device"):
+        open_prober(empty, (), Target("cpu"))
 
 
-PLAN = Plan(10)
-SCATTERED = [0.9, 1.0, 1.1]
-"""Seconds; 10 samples each, so between 9.1 and 11.1 samples per second."""
+class Signs(nn.Module):
+    """Writes the number of the process that runs it to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.layer, self.path = nn.Linear(16, 4), path
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with self.path.open("a") as file:
+            print(os.getpid(), torch.cuda.is_available(), file=file)
+        output: torch.Tensor = self.layer(inputs)
+        return output
 
 
-def beside(rate: float | None) -> ProbeRequest:
-    return ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=rate)
+def says_it_is_a_gpu(device: Any) -> Any:
+    environment = replace(device.environment, gpu="NVIDIA H100 80GB HBM3", capability="9.0")
+    type(device).environment = property(lambda self: environment)
+    return device
 
 
-@pytest.mark.parametrize(
-    ("rate", "enough"),
-    [(None, False), (5.0, False), (10.0, False), (11.1, False), (11.2, True), (20.0, True)],
-)
-def test_a_plan_is_cut_short_only_where_it_is_slower(rate: float | None, enough: bool) -> None:
-    assert enough_steps(SCATTERED, beside(rate)) is enough
+def test_a_search_predicts_memory_where_it_probes(open_probing: Any, tmp_path: Path) -> None:
+    """A dry run has the user's code see a GPU; of that, this process must see nothing."""
+    path = tmp_path / "processes"
+    prober = open_probing(Signs(path), tamper=says_it_is_a_gpu).prober
+    survey = prober.survey()
+    path.unlink()
+    before, worker = dict(vars(torch.cuda)), prober.worker_pid
+    lines, notes = predicted_lines(prober, survey, survey.space())
+    assert notes == ()
+    assert list(lines) == [()]
+    assert set(path.read_text().splitlines()) == {f"{worker} True"}
+    assert vars(torch.cuda) == before
+    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.ok
 
 
-@pytest.mark.parametrize(("scatter", "enough"), [(0.009, True), (0.011, False)])
-def test_an_interval_within_one_percent_is_close_enough(scatter: float, enough: bool) -> None:
-    assert enough_steps([1 - scatter, 1.0, 1 + scatter], beside(None)) is enough
+def test_a_search_goes_on_where_memory_cannot_be_predicted(open_probing: Any) -> None:
+    class Ends(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if inputs.is_meta:
+                os._exit(7)
+            return super().forward(inputs)
+
+    prober = open_probing(Ends(16, 4), tamper=says_it_is_a_gpu).prober
+    survey = prober.survey()
+    lines, (note,) = predicted_lines(prober, survey, survey.space())
+    assert lines == {}
+    assert "exited with 7" in note
+    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.ok
 
 
-def test_fewer_than_three_steps_are_never_enough() -> None:
-    assert not enough_steps([1.0, 1.0], beside(1e9))
-    assert not enough_steps([9.0, 9.0], beside(None))
+def test_what_a_function_raises_where_it_is_run_is_raised_here(open_probing: Any) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        open_probing(nn.Linear(16, 4)).prober.run(divides)
+    assert "in divides" in str(caught.value.__cause__)
 
 
-def test_there_is_an_end_by_number_and_by_seconds() -> None:
-    scattered = [0.1 * factor for factor in (0.5, 1.5)] * MOST_TIMED_STEPS
-    assert not enough_steps(scattered[: MOST_TIMED_STEPS - 1], beside(None))
-    assert enough_steps(scattered[:MOST_TIMED_STEPS], beside(None))
-    assert enough_steps([1.0, 2.0, 3.0], beside(None))
-
-
-def test_a_number_of_steps_that_was_asked_for_is_the_only_rule() -> None:
-    request = ProbeRequest(ResolvedPlan(PLAN), incumbent_samples_per_second=1e9, steps=5)
-    assert not enough_steps([10.0] * 4, request)
-    assert enough_steps([10.0] * 5, request)
+def divides(session: Session) -> float:
+    return 1 / session.builder.seed

@@ -274,8 +274,8 @@ import importlib.util, sys
 import torch
 from autofit import (Plan, Workload)
 from autofit.plan import ResolvedPlan
-from autofit.probing.worker_client import WorkerProber
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
 import beside
 
 spec = importlib.util.spec_from_file_location("not_on_the_path", "elsewhere/model.py")
@@ -300,14 +300,15 @@ def loss(model, batch):
     return model(batch).mean()
 
 workload = Workload(Mine(), torch.ones(4, 6), loss_fn=loss)
-with WorkerProber(workload, device="cpu", vram_budget="64MiB") as prober:
-    print(prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).outcome.value)
-    print(prober.probe(ProbeRequest(ResolvedPlan(Plan(8)))).outcome.value)
+with open_prober(workload, target=Target("cpu", "64MiB")) as prober:
+    print(prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.outcome.value)
+    failed = prober.probe(ProbeRequest(ResolvedPlan(Plan(8))))
+    print(failed.measurement.outcome.value)
     try:
-        raise prober.user_exception()
+        raise failed.user_exception
     except Trouble as trouble:
         print(trouble, trouble.sample)
-print(torch.cuda.is_initialized(), "autofit.devices.cuda" in sys.modules)
+print(torch.cuda.is_initialized())
 """
 
 
@@ -319,4 +320,4 @@ def test_a_script_needs_no_guard_and_its_names_mean_the_same_in_the_worker(tmp_p
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     said = done.stdout.splitlines()
-    assert said == ["ok", "user_error", "too many samples 5", "False False"], done.stderr
+    assert said == ["ok", "user_error", "too many samples 5", "False"], done.stderr

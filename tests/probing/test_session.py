@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.cpu import CpuDevice
+from autofit.equivalence.gradients import Comparison, compare_plans
 from autofit.errors import InvalidRequest
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import Call, ProbeRequest, Reply
 from autofit.probing.session import Session
+from autofit.probing.survey import take_survey
 from autofit.registry import load_strategies
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
@@ -23,8 +26,18 @@ from autofit.training.workload import Workload
 MIB = 2**20
 
 
-def _session(make: Callable[[], Workload], budget: int = 256 * MIB, strategies: Any = ()) -> Any:
-    return Session(make, strategies, CpuDevice(), vram_budget_bytes=budget)
+def _session(make: Callable[[], Workload], strategies: Any = ()) -> Session:
+    return Session(make, strategies, CpuDevice())
+
+
+def _probe(session: Session, plan: Plan, budget: int = 256 * MIB) -> Reply:
+    resolved = ResolvedPlan(plan, strategies=session.strategies)
+    return session.probe(ProbeRequest(resolved, budget))
+
+
+def _compare(session: Session, first: Plan, second: Plan, samples: int) -> Comparison:
+    one, other = (ResolvedPlan(plan, strategies=session.strategies) for plan in (first, second))
+    return compare_plans(session.builder, one, other, samples)
 
 
 def _net(*middle: nn.Module) -> nn.Module:
@@ -54,11 +67,10 @@ def test_the_budget_is_in_force_from_the_first_look_on() -> None:
     device = Limited()
     device.limits = []
     workload = Workload(_net(), _labelled()[0])
-    session = Session(lambda: workload, (), device, vram_budget_bytes=64 * MIB)
-    session.survey()
+    session = Session(lambda: workload, (), device)
+    session.run(Call(partial(take_survey, vram_budget_bytes=64 * MIB), 64 * MIB))
     assert device.limits == [64 * MIB]
-    session.vram_budget_bytes = 32 * MIB
-    session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
+    assert _probe(session, Plan(4), 32 * MIB).value.ok
     assert device.limits == [64 * MIB, 32 * MIB]
 
 
@@ -76,7 +88,7 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
     assert criterion.weight is not None
     assert torch.equal(criterion.weight, weights)
     assert criterion.weight.data_ptr() != weights.data_ptr()
-    assert _session(make).probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
+    assert _probe(_session(make), Plan(4)).value.ok
 
 
 class _Deep(nn.Module):
@@ -125,23 +137,22 @@ def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
             optimizer=lambda p: torch.optim.AdamW(p, foreach=False),
         )
 
-    session = _session(make, budget_mib * MIB)
-    reply = session.probe(ProbeRequest(ResolvedPlan(Plan(rows))))
-    assert reply.measurement.outcome is Outcome.OOM
-    assert "out of memory" in reply.measurement.detail
+    session = _session(make)
+    reply = _probe(session, Plan(rows), budget_mib * MIB)
+    assert reply.value.outcome is Outcome.OOM
+    assert "out of memory" in reply.value.detail
     assert reply.exception is None
     assert not reply.spent
     assert reached[-1] == frame
-    assert reply.measurement.peak_reserved_bytes <= budget_mib * MIB
-    session.vram_budget_bytes = 256 * MIB
-    assert session.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
+    assert reply.value.peak_reserved_bytes <= budget_mib * MIB
+    assert _probe(session, Plan(4)).value.ok
 
 
 def test_probes_do_not_see_each_other() -> None:
     session = _session(lambda: Workload(_net(nn.Tanh()), _labelled(), criterion=CROSS_ENTROPY))
-    first = session.probe(ProbeRequest(ResolvedPlan(Plan(64)))).measurement
-    session.probe(ProbeRequest(ResolvedPlan(Plan(512))))
-    again = session.probe(ProbeRequest(ResolvedPlan(Plan(64)))).measurement
+    first = _probe(session, Plan(64)).value
+    _probe(session, Plan(512))
+    again = _probe(session, Plan(64)).value
     assert again.peak_allocated_bytes == first.peak_allocated_bytes
     assert again.peak_reserved_bytes == first.peak_reserved_bytes
 
@@ -156,11 +167,11 @@ def test_the_users_own_errors_keep_type_text_and_traceback(kind: type[BaseExcept
         raise kind("sample 3 is broken")
 
     session = _session(lambda: Workload(_net(), _labelled(), criterion=breaks_here))
-    reply = session.probe(ProbeRequest(ResolvedPlan(Plan(4))))
-    assert reply.measurement.outcome is Outcome.USER_ERROR
+    reply = _probe(session, Plan(4))
+    assert reply.value.outcome is Outcome.USER_ERROR
     assert type(reply.exception) is kind
     assert str(reply.exception) == "sample 3 is broken"
-    assert "in breaks_here" in reply.traceback
+    assert "in breaks_here" in (reply.traceback or "")
     assert not reply.spent
 
 
@@ -184,10 +195,8 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
             return out.argmax(1) if more.get("criterion", 0) is None else out
 
     arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, **more}
-    reply = _session(lambda: Workload(Labels(), **arguments)).probe(
-        ProbeRequest(ResolvedPlan(Plan(4)))
-    )
-    assert reply.measurement.outcome is Outcome.USER_ERROR
+    reply = _probe(_session(lambda: Workload(Labels(), **arguments)), Plan(4))
+    assert reply.value.outcome is Outcome.USER_ERROR
     assert isinstance(reply.exception, InvalidRequest)
     with pytest.raises(InvalidRequest, match=message):
         raise reply.exception
@@ -197,8 +206,8 @@ def test_a_loss_that_is_not_finite_is_an_outcome() -> None:
     session = _session(
         lambda: Workload(_net(), _labelled(), criterion=lambda y, t: y.sum() * float("inf"))
     )
-    reply = session.probe(ProbeRequest(ResolvedPlan(Plan(4))))
-    assert reply.measurement.outcome is Outcome.NONFINITE
+    reply = _probe(session, Plan(4))
+    assert reply.value.outcome is Outcome.NONFINITE
 
 
 def test_a_gan_is_probed_by_its_own_step() -> None:
@@ -223,13 +232,13 @@ def test_a_gan_is_probed_by_its_own_step() -> None:
         lambda: Workload(Gan(), torch.randn(4, 6), optimizer=optimizers, train_step=step),
         strategies=load_strategies(["precision"]),
     )
-    assert session.survey().loss == "train_step"
+    survey = take_survey(session, 256 * MIB)
+    assert survey.loss == "train_step"
     for dtype in ("as_is", "float16"):
         plan = Plan(8, settings={"precision.dtype": dtype})
-        resolved = ResolvedPlan(plan, strategies=session.strategies)
-        assert session.probe(ProbeRequest(resolved)).measurement.ok
+        assert _probe(session, plan).value.ok
     with pytest.raises(InvalidRequest, match="compare"):
-        session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan(2)), 4)
+        _compare(session, Plan(4), Plan(2), 4)
 
 
 def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them() -> None:
@@ -237,8 +246,7 @@ def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them
         lambda: Workload(lambda: nn.Linear(6, 4), _labelled(), criterion=CROSS_ENTROPY),
         strategies=load_strategies(["precision"]),
     )
-    assert session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 3)), 4).equal
+    assert _compare(session, Plan(4), Plan.split(4, 3), 4).equal
     half = Plan(4, settings={"precision.dtype": "bfloat16"})
-    resolved = ResolvedPlan(half, strategies=session.strategies)
-    found = session.compare(ResolvedPlan(Plan(4)), resolved, 4)
+    found = _compare(session, Plan(4), half, 4)
     assert 1e-4 < found.gradient < 0.1

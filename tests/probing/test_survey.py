@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from autofit.devices.cpu import CpuDevice
+from autofit.equivalence.gradients import compare_plans
 from autofit.errors import InvalidRequest, NoFeasiblePlan
 from autofit.plan import Dimension, Plan, ResolvedPlan
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import Call, ProbeRequest
 from autofit.probing.session import Session
-from autofit.probing.survey import Survey, check_weights_fit
+from autofit.probing.survey import Survey, check_weights_fit, take_survey
 from autofit.strategy import Numerics, Phase
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
@@ -27,8 +29,16 @@ from autofit.training.workload import Workload
 MIB = 2**20
 
 
-def _session(make: Callable[[], Workload], budget: int = 256 * MIB, strategies: Any = ()) -> Any:
-    return Session(make, strategies, CpuDevice(), vram_budget_bytes=budget)
+def _session(make: Callable[[], Workload], strategies: Any = ()) -> Session:
+    return Session(make, strategies, CpuDevice())
+
+
+def _survey_of(session: Session, budget: int = 256 * MIB) -> Survey:
+    reply = session.run(Call(partial(take_survey, vram_budget_bytes=budget), budget))
+    if reply.exception is not None:
+        raise reply.exception
+    survey: Survey = reply.value
+    return survey
 
 
 def _net(*middle: nn.Module) -> nn.Module:
@@ -49,8 +59,7 @@ CROSS_ENTROPY = nn.functional.cross_entropy
 
 def _surveyed(*middle: nn.Module, **more: Any) -> Survey:
     arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, "global_batch": 12}
-    survey: Survey = _session(lambda: Workload(_net(*middle), **{**arguments, **more})).survey()
-    return survey
+    return _survey_of(_session(lambda: Workload(_net(*middle), **{**arguments, **more})))
 
 
 def test_a_survey_says_what_the_workload_is() -> None:
@@ -192,13 +201,9 @@ def test_a_model_that_fails_is_surveyed_all_the_same() -> None:
     assert "LookupError: no such class" in survey.notes[0]
 
 
-def test_a_survey_survives_json() -> None:
-    survey = _surveyed(nn.BatchNorm1d(16))
-    assert Survey.from_dict(survey.to_dict()) == survey
-
-
 def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
-    survey = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)), MIB).survey()
+    session = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)))
+    survey = _survey_of(session, MIB)
     with pytest.raises(NoFeasiblePlan, match=r"1\.00 MiB") as refusal:
         check_weights_fit(survey)
     assert refusal.value.plan is None
@@ -221,8 +226,8 @@ class _Wide(nn.Module):
 @pytest.mark.parametrize(("budget", "loss"), [(8 * MIB, None), (1024 * MIB, LossSource.MODEL)])
 def test_the_first_loss_is_computed_within_the_budget(budget: int, loss: str | None) -> None:
     """Two samples of it take 32 MiB."""
-    session = _session(lambda: Workload(_Wide(), torch.ones(2, 1)), budget)
-    assert session.survey().loss == loss
+    session = _session(lambda: Workload(_Wide(), torch.ones(2, 1)))
+    assert _survey_of(session, budget).loss == loss
 
 
 class _Watched(nn.Module):
@@ -274,7 +279,7 @@ def test_strategies_look_at_models_and_say_what_they_find() -> None:
     def make() -> Workload:
         return Workload(_Watched, torch.zeros(4, 6), loss_fn=lambda m, b: (0 * m(b)).abs().sum())
 
-    survey = _session(make, strategies=strategies).survey()
+    survey = _survey_of(_session(make, strategies=strategies))
     assert survey.dimensions == {"curious.level": Dimension([0, "cpu"])}
     assert survey.notes == (
         "failing left out: RuntimeError: cannot look",
@@ -310,7 +315,7 @@ def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(
 ) -> None:
     session = _session(lambda: Workload(_net(), _labelled()[0]), strategies=[_Mistaken(offers)])
     with pytest.raises(InvalidRequest, match=words):
-        session.survey()
+        _survey_of(session)
 
 
 def test_one_model_is_alive_at_a_time() -> None:
@@ -320,10 +325,10 @@ def test_one_model_is_alive_at_a_time() -> None:
     session = _session(make, strategies=[_Curious()])
     gc.collect()
     _Watched.counts.clear()
-    survey = session.survey()
+    survey = _survey_of(session)
     assert survey.may_resplit
-    session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline)))
-    session.compare(ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
+    session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline), 256 * MIB))
+    compare_plans(session.builder, ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
     assert len(_Watched.counts) > 6
     assert set(_Watched.counts) == {1}
 
@@ -342,10 +347,9 @@ def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
         lambda: Workload(_Watched, _labelled()[0], global_batch=8),
         [_Curious()],
         device,
-        vram_budget_bytes=64 * MIB,
     )
     gc.collect()
-    session.survey()
+    _survey_of(session)
     assert set(device.alive) == {0}
 
 
@@ -372,6 +376,6 @@ def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() ->
                 return {"labels": labels}
             return {"loss": CROSS_ENTROPY(self.net(x), labels)}
 
-    survey = _session(lambda: Workload(Shy(), _labelled(), global_batch=8)).survey()
+    survey = _survey_of(_session(lambda: Workload(Shy(), _labelled(), global_batch=8)))
     assert survey.resplit is not None
     assert survey.resplit.equal

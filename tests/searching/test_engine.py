@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from autofit.errors import NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Plan
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
@@ -79,24 +79,14 @@ class _Interrupting:
         self._inner, self._left = device.prober(), at
         self.strategies = ()
 
-    @property
-    def vram_budget_bytes(self) -> int:
-        budget: int = self._inner.vram_budget_bytes
-        return budget
-
-    def probe(self, request: ProbeRequest) -> Measurement:
+    def probe(self, request: ProbeRequest) -> ProbeResult:
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
-        measurement: Measurement = self._inner.probe(request)
-        return measurement
-
-    def user_exception(self) -> BaseException | None:
-        return None
+        result: ProbeResult = self._inner.probe(request)
+        return result
 
     def renew(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(
@@ -119,12 +109,10 @@ def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(
     device: SimulatedDevice,
 ) -> None:
     class _Raising(_Interrupting):
-        def probe(self, request: ProbeRequest) -> Measurement:
+        def probe(self, request: ProbeRequest) -> ProbeResult:
             self.asked = getattr(self, "asked", 0) + 1
-            return Measurement(Outcome.USER_ERROR, detail="KeyError: 'labels'")
-
-        def user_exception(self) -> BaseException | None:
-            return KeyError("labels")
+            failed = Measurement(Outcome.USER_ERROR, detail="KeyError: 'labels'")
+            return ProbeResult(failed, KeyError("labels"))
 
     prober = _Raising(device, at=99)
     with pytest.raises(KeyError, match="labels"):
@@ -193,11 +181,11 @@ def test_a_baseline_that_does_not_fit_is_climbed_down_from(make_device: MakeDevi
 
 def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: SimulatedDevice) -> None:
     class _Shrinking(_Interrupting):
-        def probe(self, request: ProbeRequest) -> Measurement:
+        def probe(self, request: ProbeRequest) -> ProbeResult:
             if request.full_accumulation and request.plan.micro_batch > 10:
-                return Measurement(Outcome.OOM)
-            measurement: Measurement = self._inner.probe(request)
-            return measurement
+                return ProbeResult(Measurement(Outcome.OOM))
+            result: ProbeResult = self._inner.probe(request)
+            return result
 
     result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=60)
     assert result.best.plan.micro_batch <= 10
@@ -311,8 +299,9 @@ class _Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def probe(self, request: ProbeRequest) -> Measurement:
-        return self._then(self._inner, self._inner.probe(request))
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        result: ProbeResult = self._inner.probe(request)
+        return replace(result, measurement=self._then(self._inner, result.measurement))
 
 
 def test_an_interrupt_that_was_swallowed_still_ends_the_search(device: SimulatedDevice) -> None:
@@ -364,7 +353,7 @@ def test_a_lucky_first_probe_does_not_decide_when_probes_run_out(
     result = run_search(_Wrapped(other.prober(), level), other.spec(), max_probes=3)
     assert [t.role for t in result.trials] == [Role.BASELINE, Role.SEARCH, Role.CONFIRMED]
     assert result.trials[1].plan == result.trials[2].plan != result.baseline.plan
-    assert result.best is result.baseline
+    assert result.best == result.baseline
 
 
 @pytest.mark.parametrize("outcome", [Outcome.NONFINITE, Outcome.LEAK, Outcome.UNSUPPORTED])

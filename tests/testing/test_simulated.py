@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.prober import ProbeRequest
+from autofit.probing.messages import ProbeRequest
 from autofit.testing import SimulatedProber
 
 
@@ -22,49 +23,50 @@ def _prober(**arguments: object) -> SimulatedProber:
     return SimulatedProber(**given)  # type: ignore[arg-type]  # as the test wrote them
 
 
+def _measured(prober: SimulatedProber, plan: Plan, **more: Any) -> Measurement:
+    return prober.probe(ProbeRequest(ResolvedPlan(plan), **more)).measurement
+
+
 def test_it_answers_by_its_formulas() -> None:
-    measurement = _prober().probe(ProbeRequest(ResolvedPlan(Plan(20))))
+    measurement = _measured(_prober(), Plan(20))
     assert measurement.outcome is Outcome.OK
     assert measurement.held_bytes == 300
     assert measurement.step_time_s == pytest.approx(0.3)
 
 
 def test_over_the_budget_it_runs_out_of_memory() -> None:
-    measurement = _prober().probe(ProbeRequest(ResolvedPlan(Plan(91))))
+    measurement = _measured(_prober(), Plan(91))
     assert measurement.outcome is Outcome.OOM
     assert measurement.step_times_s == ()
-    assert _prober().probe(ProbeRequest(ResolvedPlan(Plan(90)))).ok
+    assert _measured(_prober(), Plan(90)).ok
 
 
 def test_a_size_limit_is_no_oom() -> None:
     prober = _prober(size_limit=lambda plan: 8)
-    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(9)))).outcome is Outcome.SIZE_LIMIT
-    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(8)))).ok
+    assert _measured(prober, Plan(9)).outcome is Outcome.SIZE_LIMIT
+    assert _measured(prober, Plan(8)).ok
 
 
 def test_a_fault_is_returned_as_it_is() -> None:
     fault = Measurement(Outcome.NONFINITE, detail="nan")
     prober = _prober(fault=lambda plan: fault if plan.micro_batch == 2 else None)
-    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))) is fault
-    assert prober.probe(ProbeRequest(ResolvedPlan(Plan(3)))).ok
+    assert _measured(prober, Plan(2)) is fault
+    assert _measured(prober, Plan(3)).ok
 
 
 def test_answers_depend_on_the_plan_and_not_on_the_order() -> None:
     first, second = (_prober(memory_noise=0.1, time_noise=0.1, seed=5) for _ in range(2))
     plans = [Plan(n) for n in range(1, 6)]
-    forward = {plan: first.probe(ProbeRequest(ResolvedPlan(plan))) for plan in plans}
-    backward = {plan: second.probe(ProbeRequest(ResolvedPlan(plan))) for plan in reversed(plans)}
+    forward = {plan: _measured(first, plan) for plan in plans}
+    backward = {plan: _measured(second, plan) for plan in reversed(plans)}
     assert forward == backward
-    assert first.probe(ProbeRequest(ResolvedPlan(plans[0]))) != forward[plans[0]]
-    assert (
-        _prober(memory_noise=0.1, seed=6).probe(ProbeRequest(ResolvedPlan(plans[0])))
-        != forward[plans[0]]
-    )
+    assert _measured(first, plans[0]) != forward[plans[0]]
+    assert _measured(_prober(memory_noise=0.1, seed=6), plans[0]) != forward[plans[0]]
 
 
 def test_noise_is_as_wide_as_asked() -> None:
     prober = _prober(time_noise=0.1, memory_noise=0.05)
-    probes = [prober.probe(ProbeRequest(ResolvedPlan(Plan(10)))) for _ in range(400)]
+    probes = [_measured(prober, Plan(10)) for _ in range(400)]
     times = [probe.step_time_s or 0.0 for probe in probes]
     held = [probe.held_bytes or 0 for probe in probes]
     assert statistics.stdev(times) / 0.2 == pytest.approx(0.1, rel=0.15)
@@ -73,11 +75,9 @@ def test_noise_is_as_wide_as_asked() -> None:
 
 def test_steps_end_early_where_the_plan_is_seen_to_be_slower() -> None:
     noisy = _prober(time_noise=0.1)
-    alone = noisy.probe(ProbeRequest(ResolvedPlan(Plan(10))))
-    beaten = noisy.probe(
-        ProbeRequest(ResolvedPlan(Plan(10)), incumbent_samples_per_second=10_000.0)
-    )
-    ahead = noisy.probe(ProbeRequest(ResolvedPlan(Plan(10)), incumbent_samples_per_second=1.0))
+    alone = _measured(noisy, Plan(10))
+    beaten = _measured(noisy, Plan(10), incumbent_samples_per_second=10_000.0)
+    ahead = _measured(noisy, Plan(10), incumbent_samples_per_second=1.0)
     assert len(alone.step_times_s) >= 20
     assert len(ahead.step_times_s) >= 20
     assert len(beaten.step_times_s) < 10
@@ -87,7 +87,6 @@ def test_renewals_are_counted_and_a_closed_one_refuses() -> None:
     prober = _prober()
     prober.renew()
     assert prober.renewals == 1
-    assert prober.user_exception() is None
     prober.close()
     with pytest.raises(InvalidRequest, match="closed"):
         prober.probe(ProbeRequest(ResolvedPlan(Plan(1))))

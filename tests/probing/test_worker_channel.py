@@ -13,9 +13,9 @@ from torch import nn
 from autofit.errors import DeviceUnavailable, InvalidRequest
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
-from autofit.probing.inprocess import InProcessProber
-from autofit.probing.prober import ProbeRequest
-from autofit.probing.worker_client import WorkerProber
+from autofit.probing.messages import ProbeRequest, ProbeResult
+from autofit.probing.prober import Target, open_prober
+from autofit.probing.worker_channel import WorkerChannel
 from autofit.registry import load_strategies
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
@@ -80,9 +80,11 @@ class Live:
             global_batch=12,
         )
         self.before = self.digest()
-        self.prober = WorkerProber(
-            self.workload, load_strategies(None), device="cpu", vram_budget=BUDGET
-        )
+        self.prober = open_prober(self.workload, load_strategies(None), Target("cpu", BUDGET))
+
+    def probe(self, micro_batch: int, **more: Any) -> ProbeResult:
+        """Probe that micro-batch."""
+        return self.prober.probe(ProbeRequest(ResolvedPlan(Plan(micro_batch)), **more))
 
     def digest(self) -> dict[str, str]:
         objects = {"model": self.model, "optimizer": self.optimizer, "batch": self.batch}
@@ -104,13 +106,13 @@ def _untouched(live: Live) -> Iterator[None]:
 
 
 def test_a_worker_finds_what_would_be_found_in_process(live: Live) -> None:
-    with InProcessProber(
-        live.workload, load_strategies(None), device="cpu", vram_budget=BUDGET
+    with open_prober(
+        live.workload, load_strategies(None), Target("cpu", BUDGET, isolation="inprocess")
     ) as here:
         assert live.prober.survey() == here.survey()
         plan = here.survey().space().baseline
-        away = live.prober.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS))
-        near = here.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS))
+        away = live.prober.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS)).measurement
+        near = here.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS)).measurement
     assert away.ok
     assert away.loss == pytest.approx(near.loss, rel=1e-5)
     assert away.peak_allocated_bytes == near.peak_allocated_bytes
@@ -120,11 +122,10 @@ def test_a_worker_finds_what_would_be_found_in_process(live: Live) -> None:
 def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
     """What is there before the first step must count as what a first step makes."""
     fresh = Workload(live.model, live.batch, criterion=_criterion, optimizer=_adam(live.model))
-    with InProcessProber(fresh, device="cpu", vram_budget=BUDGET) as prober:
-        made = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).peak_allocated_bytes
-    brought = live.prober.probe(
-        ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)
-    ).peak_allocated_bytes
+    with open_prober(fresh, target=Target("cpu", BUDGET, isolation="inprocess")) as prober:
+        probed = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
+    made = probed.measurement.peak_allocated_bytes
+    brought = live.probe(4, **HOPELESS).measurement.peak_allocated_bytes
     assert made is not None
     assert brought is not None
     # On the CPU, step counts that a first step makes count too; those that are brought do not.
@@ -133,16 +134,13 @@ def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
 
 
 def test_every_probe_starts_from_the_same_weights(live: Live) -> None:
-    losses = [
-        live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).loss for _ in range(2)
-    ]
+    losses = [live.probe(4, **HOPELESS).measurement.loss for _ in range(2)]
     assert losses[0] is not None
     assert losses[0] == losses[1]
 
 
 def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) -> None:
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(77)))).outcome is Outcome.USER_ERROR
-    raised = live.prober.user_exception()
+    raised = live.probe(77).user_exception
     assert type(raised) is Trouble
     assert raised.sample == 7
     assert str(raised) == "sample 7 is broken"
@@ -151,21 +149,22 @@ def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) 
 
 
 def test_an_exit_is_the_users_error_too_and_the_worker_stays(live: Live) -> None:
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(78)))).outcome is Outcome.USER_ERROR
-    assert isinstance(live.prober.user_exception(), SystemExit)
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).ok
+    worker = live.prober.worker_pid
+    assert isinstance(live.probe(78).user_exception, SystemExit)
+    assert live.probe(4, **HOPELESS).measurement.ok
+    assert live.prober.worker_pid == worker
 
 
 def test_what_is_no_loss_is_refused_in_our_words(live: Live) -> None:
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(79)))).outcome is Outcome.USER_ERROR
-    assert isinstance(live.prober.user_exception(), InvalidRequest)
-    assert "criterion" in str(live.prober.user_exception())
+    raised = live.probe(79).user_exception
+    assert isinstance(raised, InvalidRequest)
+    assert "criterion" in str(raised)
 
 
 def test_out_of_memory_is_an_outcome_and_the_next_probe_is_as_before(live: Live) -> None:
-    before = live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(2**17)))).outcome is Outcome.OOM
-    after = live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
+    before = live.probe(4, **HOPELESS).measurement
+    assert live.probe(2**17).measurement.outcome is Outcome.OOM
+    after = live.probe(4, **HOPELESS).measurement
     assert after.peak_reserved_bytes == before.peak_reserved_bytes
 
 
@@ -176,29 +175,32 @@ def test_plans_are_compared_in_the_worker(live: Live) -> None:
 
 
 def test_a_renewed_worker_is_another_process_with_the_same_budget(live: Live) -> None:
-    first = live.prober._process
-    live.prober.rebudget(32 * 2**20)
+    first = live.prober.worker_pid
     live.prober.renew()
-    assert live.prober.vram_budget_bytes == 32 * 2**20
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS)).ok
-    assert live.prober.probe(ProbeRequest(ResolvedPlan(Plan(2**16)))).outcome is Outcome.OOM
-    second = live.prober._process
-    assert first is not None
-    assert second is not None
-    assert first.pid != second.pid
-    live.prober.rebudget(BUDGET)
+    assert live.prober.worker_pid is None
+    assert live.prober.vram_budget_bytes == BUDGET
+    assert live.probe(4, **HOPELESS).measurement.ok
+    assert live.prober.worker_pid not in (None, first)
+
+
+def test_a_request_carries_its_own_budget(live: Live) -> None:
+    assert live.probe(4, **HOPELESS).measurement.ok
+    tight = live.probe(4, vram_budget_bytes=2**20).measurement
+    assert tight.outcome is Outcome.OOM
+    assert live.prober.survey().vram_budget_bytes == BUDGET
 
 
 def test_closing_ends_the_worker_and_removes_the_payload(
     live: Live, running: Callable[[int], bool]
 ) -> None:
-    payload = Path(str(live.prober._opening["payload"]))
-    process = live.prober._process
-    assert payload.exists()
-    assert process is not None
+    assert live.probe(4, **HOPELESS).measurement.ok
+    channel, worker = live.prober._channel, live.prober.worker_pid
+    assert isinstance(channel, WorkerChannel)
+    assert channel.payload.exists()
+    assert worker is not None
     live.prober.close()
-    assert not payload.exists()
-    assert not running(process.pid)
+    assert not channel.payload.exists()
+    assert not running(worker)
     live.prober.close()
 
 
@@ -208,10 +210,10 @@ def test_what_cannot_be_opened_is_refused_and_leaves_nothing_behind(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model: Any = nn.Linear(6, 4)
     with pytest.raises(InvalidRequest, match="device"):
-        WorkerProber(Workload(model, torch.randn(4, 6)), device="cpu", vram_budget="1000TiB")
+        open_prober(Workload(model, torch.randn(4, 6)), target=Target("cpu", "1000TiB"))
     model.thing = (n for n in range(3))
     with pytest.raises(InvalidRequest, match="function"):
-        WorkerProber(Workload(model, torch.randn(4, 6)), device="cpu")
+        open_prober(Workload(model, torch.randn(4, 6)), target=Target("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -229,10 +231,9 @@ def test_a_worker_computes_as_its_parent_does() -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         workload = Workload(build, torch.randn(3, 4))
-        with WorkerProber(workload, (), device="cpu", vram_budget=BUDGET) as prober:
-            assert (
-                prober.probe(ProbeRequest(ResolvedPlan(Plan(3)), **HOPELESS)).outcome is Outcome.OK
-            )
+        with open_prober(workload, target=Target("cpu", BUDGET)) as prober:
+            probed = prober.probe(ProbeRequest(ResolvedPlan(Plan(3)), **HOPELESS))
+            assert probed.measurement.outcome is Outcome.OK
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision(before)
@@ -241,13 +242,13 @@ def test_a_worker_computes_as_its_parent_does() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_said_so() -> None:
     with pytest.raises(DeviceUnavailable, match="cuda:1"):
-        WorkerProber(Workload(nn.Linear(6, 4), torch.randn(4, 6)), device="cuda:1")
+        open_prober(Workload(nn.Linear(6, 4), torch.randn(4, 6)), target=Target("cuda:1"))
 
 
 @pytest.mark.cuda
 def test_what_the_caller_holds_on_the_gpu_is_named_with_the_way_to_free_it() -> None:
     model = nn.Linear(1024, 1024).cuda()
-    with WorkerProber(Workload(model, torch.randn(4, 1024)), device="cuda") as prober:
+    with open_prober(Workload(model, torch.randn(4, 1024)), target=Target("cuda")) as prober:
         survey = prober.survey()
     held = sum(4 * p.numel() for p in model.parameters())
     assert format_bytes(held) in survey.notes[-1]

@@ -1,0 +1,376 @@
+"""A channel to a worker process, as the parent sees it: started, asked, killed when it must be.
+
+The worker is killed with the thread that started it (Linux ties it to that), so a channel is used
+from one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from autofit.errors import WorkerFailed
+from autofit.interrupts import interrupts_deferred
+from autofit.measurement import Outcome
+from autofit.probing.faults import fault_of
+from autofit.probing.messages import (
+    STACK_SIGNAL,
+    DeviceFacts,
+    DeviceFull,
+    NoReply,
+    Reply,
+    Request,
+    exception_from_dict,
+    reply_from_dict,
+    reply_to,
+    request_to_dict,
+    send,
+)
+from autofit.probing.process_lifetime import kill_marked, new_mark
+from autofit.probing.serialization import Payload, nameless_file, write_payload
+from autofit.strategy import Strategy
+from autofit.training.workload import Workload
+from autofit.units import format_seconds
+
+START_TIMEOUT_S = 120.0
+"""For a worker to import torch and open the device."""
+
+
+class WorkerChannel:
+    """A channel to a worker process; implements `autofit.probing.messages.Channel`.
+
+    Args:
+        workload: what is trained; this process only writes it to a file.
+        strategies: those that may have settings in a plan.
+        device: "cuda", "cuda:1", "cpu" or None: cuda where there is one.
+        seed: for everything random.
+
+    Attributes:
+        payload: path of the workload's file, which vanishes with the channel.
+
+    Raises:
+        InvalidRequest: the workload cannot be pickled.
+        WorkerFailed: there is no room for the workload's file.
+    """
+
+    is_replaceable = True
+
+    def __init__(
+        self,
+        workload: Workload,
+        strategies: Sequence[Strategy] = (),
+        *,
+        device: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._process: WorkerProcess | None = None
+        self._device: DeviceFacts | None = None
+        self._file = nameless_file()
+        self.payload = Path(f"/dev/fd/{self._file.fileno()}")
+        self._opening = {
+            "payload": str(self.payload),
+            "device": str(device) if device else None,  # a torch.device cannot be sent as JSON
+            "seed": seed,
+        }
+        try:
+            write_payload(Payload(workload, strategies), self.payload)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker; None where there is none now."""
+        return None if self._process is None else self._process.pid
+
+    def open(self) -> DeviceFacts:
+        """Start a worker where there is none, and have it open the device."""
+        if self._process is None or self._device is None:
+            self._process = WorkerProcess(self._file.fileno())
+            try:
+                opened = self._exchange({"open": self._opening}, START_TIMEOUT_S)
+            except NoReply as lost:
+                raise WorkerFailed(lost.detail) from None
+            if opened["exception"] is not None:
+                self.drop()
+                error = exception_from_dict(opened["exception"])
+                fault = fault_of(error)
+                raise _full(fault.detail) if fault.outcome is Outcome.OOM else error
+            self._device = DeviceFacts(**opened["device"])
+        return self._device
+
+    def call(self, request: Request, *, timeout_s: float) -> Reply:
+        """Send a request; a worker that does not answer is ended."""
+        return reply_from_dict(self._exchange(request_to_dict(request), timeout_s))
+
+    def drop(self) -> None:
+        """End the worker; the next one is started by `open`."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the worker, and let the workload's file go."""
+        with interrupts_deferred():
+            self.drop()
+            self._file.close()
+
+    def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self._process is not None  # a prober opens before it calls
+        try:
+            return self._process.ask(message, timeout_s=timeout_s)
+        except BaseException:  # after a Ctrl-C it may answer later, to nobody
+            self.drop()
+            raise
+
+
+def _full(detail: str) -> DeviceFull:
+    return DeviceFull(
+        f"the device has no room for a worker: {detail}. Other processes hold nearly all of it: "
+        "end them, or choose another device"
+    )
+
+
+_BOOTSTRAP = """
+import json, sys
+told = json.loads(sys.argv[1])
+sys.path[:] = told["sys_path"]
+sys.argv[:] = [told["argv0"]]
+from autofit.probing.process_lifetime import die_with_parent
+die_with_parent(*told["lifeline"])  # before torch is imported, which takes seconds
+from autofit.probing.worker import main
+main(*told["pipes"])
+"""
+
+
+def start_worker(
+    told: Mapping[str, Any], inherited: Sequence[int], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a worker in a session of its own; the one place where such a process is made.
+
+    Args:
+        told: what `_BOOTSTRAP` reads: `sys_path`, `argv0`, `lifeline` and `pipes`.
+        inherited: descriptors that the worker keeps.
+        environment: of the worker.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(told)],  # -u: its last words count
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=inherited,
+        start_new_session=True,
+        env=environment,
+    )
+
+
+_TAIL_BYTES = 64 * 2**10
+_REAP_SECONDS = 10.0
+_STACK_SECONDS = 2.0
+_STACK_LINES = 12
+_STACK_MARK = b"(most recent call first):"
+
+
+class WorkerProcess:
+    """A worker process with pipes for requests, replies and its life.
+
+    Args:
+        payload: descriptor of a file that the worker may open as `/dev/fd/N`; None: none.
+
+    Raises:
+        WorkerFailed: it could not be started.
+    """
+
+    def __init__(self, payload: int | None = None) -> None:
+        requests_read, requests_write = os.pipe()
+        replies_read, replies_write = os.pipe()
+        lifeline_read, self._lifeline = os.pipe()
+        inherited = (requests_read, replies_write, lifeline_read)
+        told = {
+            # For imports by name to mean the same in the worker
+            "sys_path": list(sys.path),
+            "argv0": sys.argv[0] if sys.argv else "",
+            "lifeline": [os.getpid(), lifeline_read],
+            "pipes": [requests_read, replies_write],
+        }
+        self._mark = new_mark()
+        kept = inherited if payload is None else (*inherited, payload)
+        try:
+            self._process = start_worker(told, kept, os.environ | self._mark)
+        except OSError as error:
+            for descriptor in (requests_write, replies_read, self._lifeline):
+                os.close(descriptor)
+            raise WorkerFailed(f"the worker process could not be started: {error}") from error
+        finally:
+            for descriptor in inherited:
+                os.close(descriptor)
+        self._requests = os.fdopen(requests_write, "w")
+        self._answers = os.fdopen(replies_read, errors="replace")
+        self._asked = 0
+        self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._tail = b""
+        self._listener = _thread(self._listen)
+        self._threads = [self._listener, _thread(self._drain), _thread(self._watch)]
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def ask(self, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Send a request and wait for the reply.
+
+        Raises:
+            NoReply: it ended instead, or did not answer in time; it has been killed.
+        """
+        kills = oom_kills()
+        self._asked += 1
+        try:
+            send(self._requests, {**message, "number": self._asked})
+            reply = self._reply(timeout_s)
+        except (BrokenPipeError, ValueError):
+            reply = None
+        except queue.Empty:
+            stack = self._stack()
+            self.kill()
+            words = f"no answer within {format_seconds(timeout_s)}; it hung here:\n{stack}"
+            raise NoReply(Outcome.TIMEOUT, words) from None
+        if reply is None:
+            returncode = self._reap()
+            self.kill()  # now everything that it printed has been read
+            words = words_of_death(returncode, self._last_words())
+            raise NoReply(outcome_of_death(returncode, kills), words)
+        return reply
+
+    def _reply(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the reply to the last request, past anything else on the pipe; None: it ended."""
+        end = time.monotonic() + timeout_s
+        while (line := self._replies.get(timeout=max(end - time.monotonic(), 0.0))) is not None:
+            if (reply := reply_to(self._asked, line)) is not None:
+                return reply
+        return None
+
+    def kill(self) -> None:
+        """End it and all that it started at once, and wait for it (within bounds)."""
+        with interrupts_deferred():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_marked(self._mark)
+            self._reap()
+            self._close_pipes()
+
+    def _reap(self) -> int | None:
+        try:
+            return self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:  # in an uninterruptible call of the driver: leave it
+            return None
+
+    def _close_pipes(self) -> None:
+        with contextlib.suppress(OSError):
+            self._requests.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def _last_words(self) -> str:
+        """Return where it crashed, if Python could still print that; else its last lines."""
+        before, mark, stack = self._tail.rpartition(_STACK_MARK)
+        if not mark:
+            return _last_lines(self._tail, 5)
+        error = _last_lines(before.rpartition(b"\n")[0], 1)
+        return f"{error}\n{_first_lines(stack)}"
+
+    def _stack(self) -> str:
+        """Return where it hangs: it prints its stack at a signal, even when Python is stuck."""
+        before = self._tail
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, STACK_SIGNAL)
+        end = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            _, mark, stack = self._tail.rpartition(_STACK_MARK)
+            if mark and self._tail != before:
+                return _first_lines(stack)
+        return "it did not say where: it is stopped, or inside a call of the driver"
+
+    def _listen(self) -> None:
+        with self._answers:
+            for line in self._answers:
+                self._replies.put(line)
+        self._replies.put(None)
+
+    def _drain(self) -> None:
+        """Keep the end of what it prints, however much that is and however long its lines."""
+        output: IO[bytes] | None = self._process.stdout
+        assert output is not None  # it was asked for as a pipe
+        with output:
+            while chunk := os.read(output.fileno(), _TAIL_BYTES):
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+
+    def _watch(self) -> None:
+        """Its end is known even where a child of its own still holds the pipes open."""
+        self._process.wait()
+        self._listener.join(1.0)
+        self._replies.put(None)
+
+
+def outcome_of_death(returncode: int | None, kills_before: int | None) -> Outcome:
+    """Return the outcome that a worker's end stands for.
+
+    Args:
+        returncode: negative for a signal.
+        kills_before: `oom_kills()` when the request was sent.
+    """
+    if returncode != -signal.SIGKILL:
+        return Outcome.CRASHED
+    kills = oom_kills()
+    is_known = kills is not None and kills_before is not None
+    return Outcome.CRASHED if is_known and kills == kills_before else Outcome.HOST_OOM
+
+
+def words_of_death(returncode: int | None, printed: str) -> str:
+    """Return how a worker ended, and what it printed last."""
+    if returncode is None:
+        how = "did not end when it was killed: it is inside a call of the driver"
+    elif returncode < 0:
+        how = f"was ended by {signal.Signals(-returncode).name}"
+    else:
+        how = f"exited with {returncode}"
+    return f"the worker {how}" + (f"; it printed last:\n{printed}" if printed else "")
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the kernel has killed to free host memory; None: unknown."""
+    try:
+        counters = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    counts = [int(line.split()[1]) for line in counters if line.startswith("oom_kill ")]
+    return counts[0] if counts else None
+
+
+def _thread(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _first_lines(stack: bytes) -> str:
+    return "\n".join(stack.decode(errors="replace").strip("\n").splitlines()[:_STACK_LINES])
+
+
+def _last_lines(output: bytes, lines: int) -> str:
+    text = output.decode(errors="replace").strip()
+    return "\n".join(line[:2000] for line in text.splitlines()[-lines:])
