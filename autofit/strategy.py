@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Capabilities",
+    "Comparison",
     "Context",
     "Dimension",
     "Numerics",
@@ -35,9 +36,11 @@ class Phase(IntEnum):
     """When a strategy is applied: MODEL first, COMPILE last; undone in the opposite order."""
 
     MODEL = 0
-    OPTIMIZER = 1
-    STEP = 2
-    COMPILE = 3
+    PARALLEL = 1
+    """Before the optimizer is made, for what replaces parameters (sharding)."""
+    OPTIMIZER = 2
+    STEP = 3
+    COMPILE = 4
 
 
 class Numerics(IntEnum):
@@ -75,8 +78,55 @@ class Capabilities:
     compute_capability: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How far a second training step is from a first one over the same samples.
+
+    Attributes:
+        loss: |second - first| / |first|.
+        gradient: norm of the difference of all gradients over the norm of the first's.
+        tolerance: the most that roundings, or the noise of the device, explain of either.
+        modules: names of the modules that cause a difference: those that normalize over the batch,
+            else the owners of the parameters whose gradients differ most.
+        normalizes_over_batch: `modules` are those that normalize over the batch; no weighting of
+            losses makes a split batch equal to a whole one there.
+        differences: names of the values that differ by more than the device's noise: "the loss",
+            "the gradient of encoder.weight", "buffer norm.running_mean", "Python's random state".
+        is_repeatable: False: the first step differs from itself, by what `differences` says.
+        changes: what the first step changes and a recomputation has to find as it was: dotted names
+            of buffers, "Python's random state", "numpy's random state".
+        ran: names of the modules that ran in either step; a comparison says nothing of others.
+    """
+
+    loss: float
+    gradient: float
+    tolerance: float
+    modules: tuple[str, ...] = ()
+    normalizes_over_batch: bool = False
+    differences: tuple[str, ...] = ()
+    is_repeatable: bool = True
+    changes: frozenset[str] = frozenset()
+    ran: frozenset[str] = frozenset()
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs by more than the tolerance."""
+        within = self.gradient <= self.tolerance and self.loss <= self.tolerance
+        return within and not self.differences
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, for a report; it leaves out what only strategies need."""
+        names = ("loss", "gradient", "tolerance", "normalizes_over_batch")
+        return {name: getattr(self, name) for name in names} | {"modules": list(self.modules)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Comparison:
+        """Return the comparison that `to_dict` wrote."""
+        return cls(**(data | {"modules": tuple(data["modules"])}))
+
+
 class Context(Protocol):
-    """What a strategy sees when it is asked for its dimensions, in the worker."""
+    """A model on a device, in the worker, for which a strategy finds its dimensions."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -91,9 +141,43 @@ class Context(Protocol):
         """What that device can do natively."""
 
     def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
-        """What `run(training, batch)` returns for a plain training of a fresh model copy.
+        """Return `run(training, batch)` of a plain training of a fresh copy of the model.
 
         `batch` has `micro_batch` samples and lies on the device; the training is undone after.
+        """
+
+    def compare(
+        self,
+        settings: Mapping[str, Scalar],
+        payloads: Mapping[str, Any],
+        strategy: Strategy,
+        *,
+        reference: tuple[Mapping[str, Scalar], Mapping[str, Any]] = ({}, {}),
+        micro_batch: int = 2,
+        seed: int = 0,
+        update: bool = False,
+    ) -> Comparison:
+        """Return whether one training step with these settings agrees with the plain one.
+
+        Both start from the same weights, state and random numbers. Loss, gradients, buffers,
+        modules' attributes, random states and counters beside the model are compared, each no more
+        strictly than two plain steps agree with each other: to the bit on a CPU.
+
+        Args:
+            settings, payloads: as for the strategy's `apply`; without settings, plain training is
+                compared with itself.
+            strategy: the one that applies them to a training that is live already.
+            reference: settings and payloads to compare with in place of plain training, where a
+                plain step does not fit into memory.
+            micro_batch: samples of the step.
+            seed: of torch's, Python's and numpy's random numbers.
+            update: run the optimizer too, and compare the parameters after it.
+
+        Raises:
+            InvalidRequest: on the meta device, which has no values to compare.
+            torch.OutOfMemoryError: one of the steps does not fit into memory.
+            Exception: whatever else the reference step raises. If the other step raises, that is a
+                difference.
         """
 
     def note(self, text: str) -> None:
@@ -101,7 +185,7 @@ class Context(Protocol):
 
 
 class TrainingView(Protocol):
-    """What a strategy sees of a training while its settings are applied."""
+    """The part of a training that a strategy may use to apply its settings."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -109,7 +193,14 @@ class TrainingView(Protocol):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, or a mapping of them where the user's `train_step` has several."""
+        """The optimizer, or a mapping of them where the user's `train_step` has several.
+
+        A strategy may set another one over the same parameters, and must set it back. None in
+        `Phase.MODEL` and `Phase.PARALLEL` of a plan with a parallel strategy: it is made after.
+        """
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None: ...
 
     @property
     def device(self) -> torch.device:
@@ -125,18 +216,21 @@ class TrainingView(Protocol):
     def wrap_forward(
         self, context: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[], None]:
-        """Enter `context()` around every forward and loss; returns the function that undoes it."""
+        """Enter `context()` around every forward and loss; return the function that undoes it.
+
+        What was wrapped last is entered last.
+        """
 
     def wrap_optimizer_step(
         self, wrapper: Callable[[Callable[[], None]], None]
     ) -> Callable[[], None]:
-        """Call `wrapper(step)` in place of the update; returns the function that undoes it."""
+        """Call `wrapper(step)` in place of the update; return the function that undoes it."""
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Forward and loss of one micro-batch, under the forward contexts in force."""
+        """Run forward and loss of one micro-batch, under the forward contexts in force."""
 
     def step(self, batch: Any) -> torch.Tensor:
-        """One optimizer step, the user's own where there is one; the detached loss."""
+        """Run one optimizer step, the user's own where there is one; return the detached loss."""
 
 
 @runtime_checkable

@@ -16,7 +16,9 @@ from autofit import registry
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Scalar
 from autofit.registry import collect_dimensions, installed_names, load_strategies
-from autofit.strategy import Capabilities, Context, Numerics, Phase, TrainingView
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.testing import PlainContext
+from autofit.training.workload import Workload
 
 
 class Doubling:
@@ -44,16 +46,8 @@ class Doubling:
         return []
 
 
-class _Context:
-    model = torch.nn.Linear(1, 1)
-    device = torch.device("cpu")
-    capabilities = Capabilities("cpu")
-
-    def note(self, text: str) -> None:
-        raise AssertionError("there is nothing to say")
-
-    def profile(self, run: Any, micro_batch: int) -> Any:
-        raise NotImplementedError
+def _context() -> PlainContext:
+    return PlainContext(lambda: Workload(torch.nn.Linear(1, 1), torch.zeros(2, 1)))
 
 
 def test_all_strategies_come_in_phase_order() -> None:
@@ -188,7 +182,7 @@ def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.Mo
 
 
 def test_dimensions_are_collected_from_all() -> None:
-    assert list(collect_dimensions([Doubling()], _Context())) == ["doubling.on"]
+    assert list(collect_dimensions([Doubling()], _context())) == ["doubling.on"]
 
 
 @pytest.mark.parametrize(
@@ -201,10 +195,10 @@ def test_dimensions_are_collected_from_all() -> None:
 )
 def test_broken_dimensions_are_refused(offered: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"'doubling' .*{message}"):
-        collect_dimensions([Doubling(offered)], _Context())
+        collect_dimensions([Doubling(offered)], _context())
 
 
 def test_a_users_exception_keeps_its_type_and_names_the_strategy() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        collect_dimensions([Doubling(ZeroDivisionError())], _Context())
+        collect_dimensions([Doubling(ZeroDivisionError())], _context())
     assert "'doubling'" in caught.value.__notes__[0]

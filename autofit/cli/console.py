@@ -1,4 +1,4 @@
-"""The commands as processes: standard output, signals and exit codes."""
+"""What the commands print on standard output, and the exit code that a probe's outcome means."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from autofit.report.report import Report
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
-"""Outcomes that another device or worker would not change."""
+"""Endings that another device or worker would not change."""
 
 
 def show_report(report: Report, as_json: bool) -> None:
-    """Print the report as JSON, or as text as wide as the terminal."""
+    """The report file's content, or text as wide as the terminal."""
     if as_json:
         print_result(json.dumps(report.to_dict(), indent=1))
     elif sys.stdout.isatty():
@@ -35,7 +35,7 @@ def show_report(report: Report, as_json: bool) -> None:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """Return the exit code for a probe with this outcome."""
+    """Of a probe that ended like this."""
     if outcome is Outcome.OK:
         return 0
     if outcome.about_memory:
@@ -44,7 +44,7 @@ def exit_code(outcome: Outcome) -> int:
 
 
 def trial_line(trial: Trial) -> str:
-    """Format a trial on one line: memory and speed, or its outcome."""
+    """What a plan needs and how fast it is, or how it ended, on one line."""
     measured = trial.measurement
     if not trial.ok:
         return f"{trial.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
@@ -59,7 +59,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def trial_to_dict(trial: Trial) -> dict[str, Any]:
-    """Return the JSON form of a probe's result."""
+    """A probe's result as JSON has it."""
     return {
         "plan": trial.plan.to_dict(),
         "samples_per_second": trial.samples_per_second,
@@ -68,20 +68,22 @@ def trial_to_dict(trial: Trial) -> dict[str, Any]:
 
 
 def print_result(text: str) -> None:
-    """Print to standard output, which carries results only."""
+    """On standard output, which nothing else is written to."""
     typer.echo(text.rstrip("\n"))
 
 
+# A command as a process: what is on its standard output, how it is interrupted, its exit code.
+
 _INTERRUPTED = 130
-"""The exit code of a process ended by Ctrl-C; typer turns a KeyboardInterrupt into it."""
+"""What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
 
 @contextmanager
 def ended_like_interrupted() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that a scheduler's stop still yields a report."""
+    """A scheduler's SIGTERM is a Ctrl-C: what was measured by then is shown."""
 
     def interrupt(*_: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends in "&"
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
@@ -94,14 +96,14 @@ def ended_like_interrupted() -> Iterator[None]:
 
 @contextmanager
 def stdout_for_results_only() -> Iterator[None]:
-    """Send what the user's own code prints to standard error, so that results can be piped."""
+    """What the user's own code prints goes to standard error, so that results can be piped."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn errors into messages and exit codes; show tracebacks of user code and bugs only."""
+    """Errors as messages and exit codes; a traceback only for the user's own code and for bugs."""
     try:
         yield
     except AutofitError as error:
@@ -117,7 +119,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _show_traceback(error: Exception) -> None:
-    """Show the traceback of the user's code without the frames between the probe and here."""
+    """Where the user's code raised it; the way from a probe to here would only bury that."""
     from autofit.probing.messages import WorkerTraceback
 
     if is_users(error) and isinstance(error.__cause__, WorkerTraceback):

@@ -1,7 +1,7 @@
 """The command line. Progress goes to standard error, the result to standard output.
 
 Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
-4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe).
+4 the device or the worker failed; 5 could not be told.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def search(
     device: DeviceName = None,
     strategies: StrategyNames = None,
     numerics: Annotated[
-        str,
-        typer.Option(help="exact, rounding or reduced_precision: how far plans may go"),
+        str, typer.Option(help="exact, rounding or reduced_precision: how far plans may go")
     ] = "reduced_precision",
     allow_resplit: Annotated[
         bool, typer.Option(help="change the accumulation even where that changes the gradients")
@@ -103,9 +102,7 @@ def search(
     with stdout_for_results_only():
         from autofit.cli.target import load_target
 
-        workload = load_target(
-            target
-        )  # first, so that a mistyped one is refused before the slow imports
+        workload = load_target(target)  # a mistyped one is told before the rest is imported
         from autofit.searching.search import search as run
 
         if global_batch is not None:
@@ -133,7 +130,7 @@ def search(
     try:
         for path in out or ():
             report.save(path)
-    finally:  # a full disk must not cost the answer
+    finally:  # a disk that has filled up meanwhile must not cost the answer
         show_report(report, as_json)
 
 
@@ -152,7 +149,7 @@ def probe(
     isolation: Isolation = "process",
     as_json: AsJson = False,
 ) -> None:
-    """Run one plan and print its memory and speed."""
+    """Run one plan, and say what it needs and how fast it is."""
     options = PlanOptions(
         micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
@@ -190,7 +187,7 @@ def report(
 def soak(
     path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
     target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="default: the target of the report")
+        str | None, typer.Argument(metavar="[TARGET]", help="default: what the report was made of")
     ] = None,
     steps: Annotated[int, typer.Option(min=8, help="optimizer steps to train")] = 200,
     device: DeviceName = None,
@@ -203,7 +200,7 @@ def soak(
     report = load(path)
     searched = target or report.record.workload.get("target")
     if searched is None:
-        raise InvalidRequest(f"{path} does not name its target: give TARGET")
+        raise InvalidRequest(f"{path} does not say what it was made of: give TARGET")
     with stdout_for_results_only():
         from autofit.cli.target import load_target
 
@@ -222,7 +219,7 @@ def strategies() -> None:
     for name in installed_names():
         try:
             (strategy,) = load_strategies([name])
-        except InvalidRequest as error:  # list the others all the same
+        except InvalidRequest as error:  # the others can be listed all the same
             broken = error
             continue
         summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]
@@ -233,7 +230,7 @@ def strategies() -> None:
 
 @app.command()
 def doctor(device: DeviceName = None) -> None:
-    """Show versions, device, memory and strategies as autofit sees them."""
+    """Say what autofit finds here: versions, device, memory, strategies."""
     import importlib.metadata
 
     from autofit.devices.open import open_device

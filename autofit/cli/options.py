@@ -1,4 +1,4 @@
-"""The options shared by commands, and the parsing of their text."""
+"""The options of the command line, and how their text is read."""
 
 from __future__ import annotations
 

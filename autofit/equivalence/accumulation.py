@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from autofit.equivalence.gradients import (
     SAMPLES_OF_A_COMPARISON,
-    Comparison,
     compare_passes,
     compare_plans,
 )
 from autofit.errors import release_exception
 from autofit.plan import Plan, ResolvedPlan
+from autofit.strategy import Comparison
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
@@ -85,8 +85,8 @@ def _split_against_whole(bench: TrainingBuilder) -> Comparison:
 def _whole_against_whole(bench: TrainingBuilder) -> Comparison:
     """The same samples with other random numbers: what differs is the model's own noise."""
     whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
-    seeds = (bench.seed, bench.seed + 1)
-    return compare_passes(bench, [(whole, seed) for seed in seeds], SAMPLES_OF_A_COMPARISON)
+    passes = (whole, bench.seed), (whole, bench.seed + 1)
+    return compare_passes(bench, passes, SAMPLES_OF_A_COMPARISON)
 
 
 def _note(comparison: Comparison, workload: Workload) -> str:

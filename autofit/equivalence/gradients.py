@@ -1,24 +1,24 @@
-"""Two plans on the same samples: how far do loss and gradients differ?
+"""Compare loss and gradients of two plans of one workload on the same samples.
 
-Randomness would hide what is looked for, so the model runs in eval mode, except for the modules
-that normalize over the batch: those keep the mode they are in, because they are what often makes
-a split batch differ from a whole one.
+Random numbers would hide the difference, so the model runs in eval mode, except for the modules
+that normalize over the batch: those keep their mode, because they are what often makes a split
+batch differ from a whole one.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase  # the one class behind all batch normalizations
 from torch.nn.modules.module import register_module_forward_hook
 
+from autofit.equivalence.comparison import StepTrace, compare
 from autofit.errors import InvalidRequest, release_exception
 from autofit.plan import ResolvedPlan
+from autofit.strategy import Comparison
 from autofit.training.batch import Batch, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
@@ -26,63 +26,54 @@ from autofit.training.training import Training
 SAMPLES_OF_A_COMPARISON = 5
 """An odd number in two micro-batches: their sizes differ, and neither is a single sample."""
 
+Pass: TypeAlias = tuple[ResolvedPlan, int]
+"""A plan and a seed."""
 
-@dataclass(frozen=True)
-class Gradients:
-    """One pass over some samples, kept on the host: the model behind it may be gone.
 
-    Attributes:
-        loss: the mean loss.
-        by_name: the gradient of each parameter that got one, in its own type.
-        tolerance: the most that roundings explain, in the types of parameters and activations.
-        normalizing: the modules that normalized over the batch.
+def compare_plans(
+    bench: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
+) -> Comparison:
+    """Return how loss and gradients of the second plan differ from the first's.
+
+    Raises:
+        InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
+        Exception: whatever the model or the device raises.
     """
-
-    loss: float
-    by_name: dict[str, torch.Tensor]
-    tolerance: float
-    normalizing: tuple[str, ...] = ()
+    if bench.fresh_workload().train_step is not None:
+        raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
+    return compare_passes(bench, ((first, bench.seed), (second, bench.seed)), samples)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How far a second pass is from a first, as fractions.
+def compare_passes(bench: TrainingBuilder, passes: tuple[Pass, Pass], samples: int) -> Comparison:
+    """Return how two passes over the same samples differ; raises as `compare_plans` does."""
+    batch = bench.fresh_workload().batch(samples)  # once: a function may make another each time
 
-    Attributes:
-        loss: |loss2 - loss1| / |loss1|.
-        gradient: norm of the difference of all gradients over the norm of the first's.
-        tolerance: the most that roundings of these dtypes explain.
-        modules: the modules behind it: those that normalize over the batch, else the owners of
-            the parameters whose gradients differ most.
-        normalizes_over_batch: whether `modules` are those that normalize over the batch: no
-            weighting of losses makes a split batch equal to a whole one there.
-    """
+    def compared(*, calm: bool) -> Comparison:
+        first, second = (_pass(bench, *each, batch, calm=calm) for each in passes)
+        return compare(first, second)
 
-    loss: float
-    gradient: float
-    tolerance: float
-    modules: tuple[str, ...] = ()
-    normalizes_over_batch: bool = False
-
-    @property
-    def equal(self) -> bool:
-        """Equal up to rounding."""
-        return self.gradient <= self.tolerance and self.loss <= self.tolerance
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return asdict(self) | {"modules": list(self.modules)}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Comparison:
-        """The comparison that `to_dict` wrote."""
-        return cls(**(data | {"modules": tuple(data["modules"])}))
+    try:
+        return compared(calm=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # some models have a loss in training mode only
+        release_exception(error)
+    return compared(calm=False)
 
 
-def gradients(training: Training, batch: Batch, *, seed: int, calm: bool = True) -> Gradients:
-    """Loss and gradients of one accumulation over the batch; the training is not stepped.
+def _pass(
+    bench: TrainingBuilder, resolved: ResolvedPlan, seed: int, batch: Batch, *, calm: bool
+) -> StepTrace:
+    bench.reclaim()
+    with bench.training(bench.fresh_workload(), resolved) as training:
+        return accumulated(training, batch, seed=seed, calm=calm)
 
-    `calm=False` leaves every module in its mode, for models whose loss exists in training only.
+
+def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = True) -> StepTrace:
+    """Return loss and gradients of one accumulation over the batch; the training is not stepped.
+
+    They lie on the host, so the model may go. `calm=False` leaves every module in its mode, for
+    models whose loss exists in training mode only.
     """
     model = training.model
     with _calm(model) if calm else nullcontext(), _types_of_outputs() as types:
@@ -97,42 +88,17 @@ def gradients(training: Training, batch: Batch, *, seed: int, calm: bool = True)
     training.zero_grad()
     types.update(parameter.dtype for parameter in model.parameters())
     tolerance = max((_tolerance(dtype, training.device.type) for dtype in types), default=0.0)
-    return Gradients(loss, by_name, tolerance, normalizing)
-
-
-def compare(first: Gradients, second: Gradients) -> Comparison:
-    """How far the second pass is from the first."""
-    differences = {
-        name: _distance(first.by_name.get(name), second.by_name.get(name))
-        for name in first.by_name | second.by_name
-    }
-    whole = math.hypot(*(_distance(value, None) for value in first.by_name.values()))
-    comparison = Comparison(
-        loss=_relative(abs(second.loss - first.loss), abs(first.loss)),
-        gradient=_relative(math.hypot(*differences.values()), whole),
-        tolerance=max(first.tolerance, second.tolerance),
-    )
-    if comparison.equal:
-        return comparison
-    if first.normalizing:
-        return replace(comparison, modules=first.normalizing, normalizes_over_batch=True)
-    return replace(comparison, modules=_owners_of_largest(differences))
+    return StepTrace(loss, by_name, tolerance, normalizing)
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:
-    """Names of the modules that normalize over the batch as they stand."""
+    """Return the names of the modules that normalize over the batch in their present mode."""
     return [name for name, module in model.named_modules() if _normalizes_over_batch(module)]
 
 
 def _normalizes_over_batch(module: torch.nn.Module) -> bool:
     instance = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
     return isinstance(module, _NormBase) and module.training and not instance
-
-
-def _owners_of_largest(differences: dict[str, float]) -> tuple[str, ...]:
-    """Modules by name; a parameter of the model's own stands for itself."""
-    largest = sorted(differences, key=lambda name: -differences[name])[:3]
-    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in largest))
 
 
 def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
@@ -175,7 +141,7 @@ def _calm(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _types_of_outputs() -> Iterator[set[torch.dtype]]:
-    """The types that modules return: under the user's own autocast they are not the parameters'."""
+    """Collect the types that modules return: under the user's autocast not the parameters' own."""
     types: set[torch.dtype] = set()
 
     def note(module: Any, inputs: Any, output: Any) -> None:
@@ -189,7 +155,7 @@ def _types_of_outputs() -> Iterator[set[torch.dtype]]:
 
 
 def _tolerance(dtype: torch.dtype, device_type: str) -> float:
-    """Roundings add up: a few thousand units in the last place, but a few where those are coarse.
+    """Return the sum of roundings: some thousand units in the last place, or a few coarse ones.
 
     On a GPU float32 counts as TF32, in which cuDNN convolves unless told otherwise.
     """
@@ -202,57 +168,6 @@ def _tolerance(dtype: torch.dtype, device_type: str) -> float:
 
 
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Dense and real, in host memory."""
+    """Return the gradient dense and real, in host memory."""
     dense = gradient.detach().to("cpu").to_dense()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-
-
-def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
-    """The norm of the difference; None is all zeros."""
-    values = [value.double() for value in (first, second) if value is not None]
-    difference = values[0] if len(values) == 1 else values[0] - values[1]
-    return float(torch.linalg.vector_norm(difference))
-
-
-def _relative(difference: float, reference: float) -> float:
-    return difference / reference if reference else (0.0 if difference == 0 else math.inf)
-
-
-# Two plans of one workload, run on the same samples on its device, one after the other.
-
-Pass: TypeAlias = tuple[ResolvedPlan, int]
-"""A plan and a seed."""
-
-
-def compare_plans(
-    bench: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
-) -> Comparison:
-    """Loss and gradients of two plans on the same samples.
-
-    Raises:
-        InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
-        Exception: whatever the model or the device raises.
-    """
-    if bench.fresh_workload().train_step is not None:
-        raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
-    return compare_passes(bench, [(plan, bench.seed) for plan in (first, second)], samples)
-
-
-def compare_passes(bench: TrainingBuilder, passes: Sequence[Pass], samples: int) -> Comparison:
-    """Loss and gradients of two passes over the same samples; raises as `compare_plans` does."""
-    batch = bench.fresh_workload().batch(samples)  # once: a function may make another each time
-    try:
-        return compare(*(_pass(bench, *each, batch, calm=True) for each in passes))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # some models have a loss in training mode only
-        release_exception(error)
-    return compare(*(_pass(bench, *each, batch, calm=False) for each in passes))
-
-
-def _pass(
-    bench: TrainingBuilder, resolved: ResolvedPlan, seed: int, batch: Batch, *, calm: bool
-) -> Gradients:
-    bench.reclaim()
-    with bench.training(bench.fresh_workload(), resolved) as training:
-        return gradients(training, batch, seed=seed, calm=calm)

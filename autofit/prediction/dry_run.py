@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import AutofitError, CannotTell, InvalidRequest
 from autofit.memory.replay import Recording
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
@@ -30,7 +31,6 @@ from autofit.snapshot.snapshot import preserved
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.builder import TrainingBuilder
-from autofit.training.strategy_context import StrategyContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 

@@ -1,7 +1,7 @@
 """A channel to a session in the user's own process, for what cannot be pickled.
 
 Model and optimizer are trained in place and put back from a snapshot, before each request and at
-the end. This process does not survive a hang, a crash or a poisoned device context; a search with a
+the end. A hang, a crash or a poisoned device context here ends the whole process's training; a
 worker process (`autofit.probing.worker_channel`) survives all three.
 """
 
@@ -48,11 +48,10 @@ class InProcessChannel:
         self._workload = workload
         self._device_fault: str | None = None
         self._answered = 0
-        opened = self._device = open_device(device)
+        self._device = open_device(device)
         self._borrowed = ExitStack()  # each goes back, whatever becomes of the others
         self._borrowed.callback(self._leave_device)
         try:
-            self._facts = DeviceFacts(opened.total_bytes, opened.free_bytes, opened.exclusive_key)
             self._borrowed.enter_context(_plain_modes())
             self._snapshot = Snapshot.take(live_objects(workload))
             self._session = Session(self._restored, strategies, self._device, seed=seed)
@@ -65,8 +64,9 @@ class InProcessChannel:
             raise
 
     def open(self) -> DeviceFacts:
-        """Return the facts of the device as it was when this channel opened it."""
-        return self._facts
+        """Return the facts of the device, which is open."""
+        device = self._device
+        return DeviceFacts(device.total_bytes, device.free_bytes, device.exclusive_key)
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Answer here, however long that takes, and put the user's objects back."""
@@ -121,17 +121,17 @@ class InProcessChannel:
 
 @contextmanager
 def _plain_modes() -> Iterator[None]:
-    """Enter the modes of a worker: a search may be called under `torch.no_grad` or autocast."""
+    """The modes of a worker's thread: a search may be called under `torch.no_grad` or autocast."""
     with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         yield
 
 
 @contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Leave every autocast that the caller is in, and enter it again at the end.
+    """Outside every autocast, also where the caller is in one.
 
-    `torch.autocast(enabled=False)` is not enough: the cache of cast weights is dropped only with
-    the outermost autocast, so a training inside another one would read outdated weights.
+    Entering `torch.autocast(enabled=False)` would not do: the cache of cast weights is dropped when
+    the outermost autocast is left, so a training inside another one would read weights of the past.
     """
     depth = torch.autocast_increment_nesting() - 1
     enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from autofit.devices.base import budget_bytes, check_budget
 from autofit.devices.lock import DeviceLock
 from autofit.devices.open import device_meant
-from autofit.equivalence.gradients import Comparison, compare_plans
+from autofit.equivalence.gradients import compare_plans
 from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan, VariantKey
@@ -36,7 +36,7 @@ from autofit.probing.messages import (
 )
 from autofit.probing.survey import Survey, note_own_copy, take_survey
 from autofit.probing.worker_channel import WorkerChannel
-from autofit.strategy import Strategy
+from autofit.strategy import Comparison, Strategy
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ class Prober(AbstractContextManager["Prober"]):
         self.strategies = strategies
         self._channel, self._workload = channel, workload
         self._deadlines = deadlines or Deadlines()
-        self._workers_lost: Counter[Plan] = Counter()
-        self._set_aside: dict[VariantKey, Measurement] = {}
+        self._lost = _LostWorkers()
         self._lock: DeviceLock | None = None
         self._survey: Survey | None = None
         self._gone: str | None = None
@@ -187,9 +186,9 @@ class Prober(AbstractContextManager["Prober"]):
         whose end its size does not explain. A plan that has cost three workers does not get a
         fourth, and neither does its variant.
         """
-        variant = request.plan.variant
-        if variant in self._set_aside:
-            return ProbeResult(self._set_aside[variant])
+        aside = self._lost.set_aside_as(request.plan)
+        if aside is not None:
+            return ProbeResult(aside)
         budget = request.vram_budget_bytes or self.vram_budget_bytes
         request = replace(request, vram_budget_bytes=budget)
         timeout_s = self._deadlines.of(request)
@@ -212,7 +211,7 @@ class Prober(AbstractContextManager["Prober"]):
             reply = Reply(seen, spent=True)
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
         if reply.spent and self._channel.is_replaceable and seen.outcome in _COST_A_WORKER:
-            self._note_lost_worker(request.plan, seen)
+            self._lost.note(request.plan, seen)
         return ProbeResult(seen, reply.users_exception())
 
     def compare(
@@ -265,15 +264,6 @@ class Prober(AbstractContextManager["Prober"]):
         finally:
             if self._lock is not None:
                 self._lock.release()
-
-    def _note_lost_worker(self, plan: Plan, measurement: Measurement) -> None:
-        self._workers_lost[plan] += 1
-        if self._workers_lost[plan] >= MOST_WORKERS_PER_PLAN:
-            reason = (
-                f"set aside: {MOST_WORKERS_PER_PLAN} workers were lost to {plan}, the last one: "
-                f"{measurement.detail}"
-            )
-            self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
 
     def _ask(self, request: Request, timeout_s: float) -> Reply:
         if self._gone is not None:
@@ -342,3 +332,25 @@ def _compare(
     session: Session, first: ResolvedPlan, second: ResolvedPlan, samples: int
 ) -> Comparison:
     return compare_plans(session.builder, first, second, samples)
+
+
+@dataclass
+class _LostWorkers:
+    """The workers that plans have cost; a variant with a plan that cost three is set aside."""
+
+    _lost: Counter[Plan] = field(default_factory=Counter)
+    _set_aside: dict[VariantKey, Measurement] = field(default_factory=dict)
+
+    def note(self, plan: Plan, measurement: Measurement) -> None:
+        """Note that a probe of `plan` ended like this and cost its worker."""
+        self._lost[plan] += 1
+        if self._lost[plan] >= MOST_WORKERS_PER_PLAN:
+            reason = (
+                f"set aside: {MOST_WORKERS_PER_PLAN} workers were lost to {plan}, the last one: "
+                f"{measurement.detail}"
+            )
+            self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
+
+    def set_aside_as(self, plan: Plan) -> Measurement | None:
+        """Return the measurement of a plan whose variant is set aside; None: run it."""
+        return self._set_aside.get(plan.variant)

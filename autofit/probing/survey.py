@@ -16,17 +16,17 @@ import torch
 
 from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import decide_resplit
-from autofit.equivalence.gradients import Comparison
+from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import collect_dimensions
 from autofit.snapshot import process
 from autofit.space import Space
+from autofit.strategy import Comparison
 from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
-from autofit.training.strategy_context import StrategyContext
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
 

@@ -68,6 +68,11 @@ def restore(values: Mapping[str, Any]) -> None:
         raise ExceptionGroup("some of the process's state could not be put back", failures)
 
 
+def random_states() -> Mapping[str, Any]:
+    """Return the states of Python's, numpy's and torch's own random number generators."""
+    return {flag.name: flag.value() for flag in _random_states()}
+
+
 def computing() -> Mapping[str, Any]:
     """What decides how torch computes, now: a worker computes as its parent would."""
     return {flag.name: flag.value() for flag in _computing_flags()}

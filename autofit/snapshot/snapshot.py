@@ -14,7 +14,7 @@ import ctypes
 import hashlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -48,13 +48,19 @@ class Snapshot:
         self._process = process
 
     @classmethod
-    def take(cls, objects: Mapping[str, object]) -> Snapshot:
+    def take(cls, objects: Mapping[str, object], *, but: Iterable[object] = ()) -> Snapshot:
         """Record the objects, by name, and the process.
 
         Tensor values are copied to the host: a snapshot takes no device memory.
+
+        Args:
+            objects: model and optimizer, for example; all that they hold is recorded.
+            but: those of the objects in them that are not.
         """
-        nodes = [node for name, root in objects.items() for _, node in walk(root, name)]
-        return cls([record(node) for node in _once(nodes)], process.take())
+        known = set(map(id, but))
+        nodes = {id(node): node for name, root in objects.items() for _, node in walk(root, name)}
+        records = [record(node) for key, node in nodes.items() if key not in known]
+        return cls(records, process.take())
 
     def restore(self) -> None:
         """Put everything back in place; a Ctrl-C that comes meanwhile is handled afterwards.
@@ -106,10 +112,6 @@ def differences(before: Digest, after: Digest) -> list[str]:
         for name in names
         if before.get(name) != after.get(name)
     ]
-
-
-def _once(nodes: list[object]) -> list[object]:
-    return list({id(node): node for node in nodes}.values())
 
 
 def _facts(place: str, node: object) -> Iterator[tuple[str, str]]:

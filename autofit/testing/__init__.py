@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autofit.equivalence.strategy_context import PlainContext
     from autofit.testing.conformance import NotConformant, check_strategy
     from autofit.testing.simulated import SimulatedProber
-    from autofit.training.strategy_context import PlainContext
 
 __all__ = ["NotConformant", "PlainContext", "SimulatedProber", "check_strategy"]
 
 _HOMES = {
     "NotConformant": "autofit.testing.conformance",
-    "PlainContext": "autofit.training.strategy_context",
+    "PlainContext": "autofit.equivalence.strategy_context",
     "SimulatedProber": "autofit.testing.simulated",
     "check_strategy": "autofit.testing.conformance",
 }

@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
-from autofit.equivalence.runs import Run, copies, differences_between, gradients_of
+from autofit.equivalence.comparison import NoiseFloor, StepTrace, compare
+from autofit.equivalence.steps import gradients_noted
+from autofit.equivalence.strategy_context import PlainContext
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.snapshot.snapshot import Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing.samples import attention, convolutions
 from autofit.training.optimizers import Optimizers
-from autofit.training.strategy_context import PlainContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -122,11 +123,15 @@ class Case:
     ) -> Iterator[str]:
         run = self._steps(settings, payloads)
         numerics = Numerics.EXACT if is_plain else self._strategy.numerics
-        if not all(loss.isfinite() for loss in run.losses):
-            yield f"losses are not finite: {run.losses}"
+        if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
+            yield f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
         elif numerics < Numerics.REDUCED_PRECISION:
-            tolerance = 0.0 if numerics is Numerics.EXACT else _ROUNDING_TOLERANCE
-            yield from differences_between(self._plain, run, tolerance)
+            allowed = NoiseFloor(0.0 if numerics is Numerics.EXACT else _ROUNDING_TOLERANCE)
+            for number, (plain, trace) in enumerate(zip(self._plain, run, strict=True), start=1):
+                if where := compare(plain, trace, allowed).differences:
+                    when = f"in step {number}" if trace.gradients else "after the last step"
+                    yield f"{where[0]} differs {when}"
+                    return
 
     def _leaving_problems(
         self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -155,30 +160,22 @@ class Case:
             left = differences(before, _state(model, optimizer))
         return [line for line in left if not line.endswith(_EMPTIED)]
 
-    def _steps(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> Run:
+    def _steps(
+        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> list[StepTrace]:
+        """Return what each of some steps left, and the parameters and buffers after the last."""
         workload, model, optimizer = self._fresh()
         plan = Plan(workload.sample_batch_size, settings=settings)
-        losses: list[torch.Tensor] = []
-        gradients: list[dict[str, torch.Tensor]] = []
-
-        def recorded(step: Callable[[], None]) -> None:
-            gradients.append(gradients_of(model))
-            step()
-
-        training = Training(
-            model,
-            optimizer,
-            workload.recipe,
-            ResolvedPlan(plan, payloads, (self._strategy,)),
-            device=self._device,
-        )
-        with training:
-            undo = training.wrap_optimizer_step(recorded)
+        resolved = ResolvedPlan(plan, payloads, (self._strategy,))
+        traces: list[StepTrace] = []
+        with Training(model, optimizer, workload.recipe, resolved, device=self._device) as training:
             torch.manual_seed(1)
             for _ in range(_STEPS_COMPARED):
-                losses.append(training.step(workload.batch(workload.sample_batch_size)))
-            undo()
-        return Run(losses, gradients, copies(model.state_dict()))
+                with gradients_noted(training, update=True) as gradients:
+                    loss = training.step(workload.batch(workload.sample_batch_size))
+                traces.append(StepTrace(loss, gradients))
+        left = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        return [*traces, StepTrace(0.0, {}, state=left)]
 
     def _fresh(self) -> tuple[Workload, torch.nn.Module, Optimizers]:
         workload = self._build()

@@ -1,4 +1,4 @@
-"""Has chosen units of a live model checkpointed, and takes that back without a trace.
+"""Checkpoint chosen units of a live model, exactly, and take that back without a trace.
 
 A module's `forward` is covered by a bound method in its instance `__dict__`. So names in the
 state dict, types, hooks and parameters stay what they are, a deep copy runs its own weights, the
@@ -8,12 +8,14 @@ because pickle looks a bound method up by that name: a model loaded from a file 
 
 from __future__ import annotations
 
+import random
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,16 +23,130 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidRequest
 
-from .state import NUMPY, PYTHON, Rewind, StatePath
 from .tensor_tree import put_tensors, take_tensors
 from .units import Unit
 
-# Runs a function now, keeps its inputs alone, and runs it again in the backward pass.
-#
-# This is `torch.utils.checkpoint` in its non-reentrant form, made exact where that one is silently
-# not: state that a forward changes (running statistics, moving averages, spectral norm's vectors,
-# counts and caches in attributes) is shown to the second run as it was before the first, and is
-# left alone by it.
+StatePath: TypeAlias = tuple[str, str]
+"""Dotted name of a module below the one that is run, and its buffer's or a random state's name."""
+
+_PYTHON, _NUMPY = "Python's random state", "numpy's random state"
+_FORWARD = "_autofit_forward"
+_RUNS = "_autofit_runs"
+_STATE = "_autofit_state"
+_ADDED = ("forward", _FORWARD, _RUNS, _STATE)
+_ABSENT = object()
+
+
+@contextmanager
+def checkpointed(
+    model: nn.Module, units: Iterable[str], state: Collection[str] = ()
+) -> Iterator[None]:
+    """Recompute these units' activations in the backward pass, for as long as this is entered.
+
+    Args:
+        model: changed in place, and given back as it was.
+        units: names as `Unit` writes them; no unit may lie within another.
+        state: what a forward may change and the second one must find as it was: dotted names of
+            buffers, "Python's random state", "numpy's random state" (torch's is always kept).
+
+    Raises:
+        InvalidRequest: the model has no such unit or buffer, or another training has it
+            checkpointed.
+    """
+    patched: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for holder, runs in _by_holder(model, units):
+            patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
+            _cover(holder, runs, _state_below(model, holder, set(state)))
+        yield
+    finally:
+        for holder, before in reversed(patched):
+            _uncover(holder, before)
+
+
+def _by_holder(
+    model: nn.Module, units: Iterable[str]
+) -> list[tuple[nn.Module, tuple[tuple[int, int], ...]]]:
+    """Return each module to cover, with the runs of children to checkpoint in it; (): all of it."""
+    parsed = [Unit.parse(name) for name in units]
+    holders: dict[str, nn.Module] = {unit.module: unit.find(model) for unit in parsed}
+    return [
+        (holder, tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)))
+        for name, holder in holders.items()
+    ]
+
+
+def _state_below(
+    model: nn.Module, holder: nn.Module, names: Collection[str]
+) -> tuple[StatePath, ...]:
+    """Return where this state of the model lies, as seen from a module of it."""
+    path_of = {module: path for path, module in holder.named_modules()}
+    owners = [(owner_of(model, name), name) for name in sorted(names)]
+    below = [(path_of[owner], name) for owner, name in owners if owner in path_of]
+    anywhere = [("", name) for owner, name in owners if owner is None]
+    return (*((path, name.rpartition(".")[2]) for path, name in below), *anywhere)
+
+
+def owner_of(model: nn.Module, state: str) -> nn.Module | None:
+    """Return the module that holds this buffer of the model; None for a random state.
+
+    Raises:
+        InvalidRequest: the model has no such buffer.
+    """
+    if state in (_PYTHON, _NUMPY):
+        return None
+    path, _, name = state.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError:
+        owner = None
+    if owner is None or name not in owner._buffers:
+        raise InvalidRequest(
+            f"the model has no buffer {state!r} to put back before a recomputation: the plan was "
+            "made for another model, or by a version that put attributes back; search again"
+        )
+    return owner
+
+
+def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
+    if _FORWARD in holder.__dict__:
+        raise InvalidRequest(
+            f"the model's {type(holder).__name__} is checkpointed by another training that has not "
+            "ended: leave that first, by its `with` block or its undo()"
+        )
+    plain = holder.forward
+    holder.__dict__[_FORWARD] = plain
+    holder.__dict__[_RUNS] = runs
+    holder.__dict__[_STATE] = paths
+    holder.__dict__["forward"] = MethodType(forward, holder)
+
+
+def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
+    for key, value in before.items():
+        if value is _ABSENT:
+            holder.__dict__.pop(key, None)
+        else:
+            holder.__dict__[key] = value
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a covered module."""
+    plain, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
+    if not self.__dict__[_RUNS]:
+        return recomputed(plain, self, state, args, kwargs)
+    children = list(self._modules.values())  # children() drops one that stands twice
+    value, position = args[0] if args else kwargs["input"], 0
+    for start, stop in self.__dict__[_RUNS]:
+        value = _in_turn(children[position:start], value)
+        value = recomputed(partial(_in_turn, children[start:stop]), self, state, (value,), {})
+        position = stop
+    return _in_turn(children[position:], value)
+
+
+def _in_turn(modules: Sequence[Any], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value
 
 
 def recomputed(
@@ -40,7 +156,11 @@ def recomputed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """`function(*args, **kwargs)`, its activations dropped and computed again when needed.
+    """Run the function, keep its inputs alone, and run it again in the backward pass.
+
+    This is the non-reentrant `torch.utils.checkpoint`, made exact where that is silently not: the
+    second run finds buffers (running statistics, moving averages, spectral norm's vectors) and
+    random states as the first one did, and leaves the live ones alone.
 
     Args:
         function: runs `holder`, or a part of it.
@@ -67,7 +187,7 @@ def recomputed(
 
 
 def _hooks_allowed() -> bool:
-    """Whether autograd lets saved tensors be replaced; under `torch.func` it does not."""
+    """Return whether autograd lets saved tensors be replaced; under `torch.func` it does not."""
     autograd: Any = torch._C._autograd  # torch annotates only part of it
     if autograd._saved_tensors_hooks_is_enabled():
         return True
@@ -82,107 +202,49 @@ def _hooks_allowed() -> bool:
 def _contexts(
     holder: nn.Module, state: Sequence[StatePath]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What the first run and the second run are done under."""
-    return nullcontext(), Rewind(holder, state) if state else nullcontext()
+    """Return the contexts of the first run and of the second run."""
+    return nullcontext(), _Rewind(holder, state) if state else nullcontext()
 
 
-_FORWARD = "_autofit_forward"
-_RUNS = "_autofit_runs"
-_STATE = "_autofit_state"
-_ADDED = ("forward", _FORWARD, _RUNS, _STATE)
-_ABSENT = object()
+class _Rewind:
+    """Shows state as it is when this is made; the live state comes back after."""
+
+    def __init__(self, holder: nn.Module, state: Sequence[StatePath]) -> None:
+        self._places = [_place(holder, *path) for path in state]
+        self._then = _cloned([get() for get, _ in self._places])
+        self._live: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._live = [get() for get, _ in self._places]
+        self._show(_cloned(self._then))  # a second backward needs `then` once more
+
+    def __exit__(self, *error: object) -> None:
+        self._show(self._live)
+        self._live = []
+
+    def _show(self, values: Sequence[Any]) -> None:
+        for (_, put), value in zip(self._places, values, strict=True):
+            put(value)
 
 
-@contextmanager
-def checkpointed(
-    model: nn.Module, units: Iterable[str], state: Collection[str] = ()
-) -> Iterator[None]:
-    """Recompute these units' activations in the backward pass, for as long as this is entered.
-
-    Args:
-        model: changed in place, and given back as it was.
-        units: names as `Unit` writes them; no unit may lie within another.
-        state: what a forward may change and the second one must find as it was: dotted names of
-            buffers and attributes of the model's modules, and random states as `rewind` names them.
-
-    Raises:
-        InvalidRequest: the model has no such unit, or another training has it checkpointed.
-    """
-    patched: list[tuple[nn.Module, dict[str, Any]]] = []
-    try:
-        for holder, runs in _by_holder(model, units):
-            patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
-            _cover(holder, runs, _state_below(model, holder, set(state)))
-        yield
-    finally:
-        for holder, before in reversed(patched):
-            _uncover(holder, before)
+def _place(
+    holder: nn.Module, module: str, name: str
+) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return how to get and set a buffer or a random state."""
+    if name == _PYTHON:
+        return random.getstate, random.setstate
+    if name == _NUMPY:
+        numpy = sys.modules["numpy"].random
+        return numpy.get_state, numpy.set_state
+    buffers = holder.get_submodule(module)._buffers
+    return partial(buffers.get, name), partial(buffers.__setitem__, name)
 
 
-def _by_holder(
-    model: nn.Module, units: Iterable[str]
-) -> list[tuple[nn.Module, tuple[tuple[int, int], ...]]]:
-    """Each module to cover, with the runs of children to checkpoint in it; (): all of it."""
-    parsed = [Unit.parse(name) for name in units]
-    holders: dict[str, nn.Module] = {unit.module: unit.find(model) for unit in parsed}
-    return [
-        (holder, tuple(sorted(u.run for u in parsed if u.module == name and u.run is not None)))
-        for name, holder in holders.items()
-    ]
-
-
-def _state_below(
-    model: nn.Module, holder: nn.Module, names: Collection[str]
-) -> tuple[StatePath, ...]:
-    """Where this state of the model lies, as seen from a module of it."""
-    path_of = {module: path for path, module in holder.named_modules()}
-    owners = [(owner_of(model, name), name) for name in sorted(names)]
-    below = [(path_of[owner], name) for owner, name in owners if owner in path_of]
-    anywhere = [("", name) for owner, name in owners if owner is None]
-    return (*((path, name.rpartition(".")[2]) for path, name in below), *anywhere)
-
-
-def owner_of(model: nn.Module, state: str) -> nn.Module | None:
-    """The module that holds this buffer or attribute of the model; None: a random state."""
-    return None if state in (PYTHON, NUMPY) else model.get_submodule(state.rpartition(".")[0])
-
-
-def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
-    if _FORWARD in holder.__dict__:
-        raise InvalidRequest(
-            f"the model's {type(holder).__name__} is checkpointed by another training that has not "
-            "ended: leave that first, by its `with` block or its undo()"
-        )
-    plain = holder.forward
-    holder.__dict__[_FORWARD] = plain
-    holder.__dict__[_RUNS] = runs
-    holder.__dict__[_STATE] = paths
-    holder.__dict__["forward"] = MethodType(forward, holder)
-
-
-def _uncover(holder: nn.Module, before: dict[str, Any]) -> None:
-    for key, value in before.items():
-        if value is _ABSENT:
-            holder.__dict__.pop(key, None)
-        else:
-            holder.__dict__[key] = value
-
-
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a covered module runs."""
-    plain, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
-    if not self.__dict__[_RUNS]:
-        return recomputed(plain, self, state, args, kwargs)
-    children = list(self._modules.values())  # children() drops one that stands twice
-    value, position = args[0] if args else kwargs["input"], 0
-    for start, stop in self.__dict__[_RUNS]:
-        value = _in_turn(children[position:start], value)
-        value = recomputed(partial(_in_turn, children[start:stop]), self, state, (value,), {})
-        position = stop
-    return _in_turn(children[position:], value)
-
-
-def _in_turn(modules: Sequence[Any], value: Any) -> Any:
-    for module in modules:
-        value = module(value)
-    return value
+def _cloned(values: Sequence[Any]) -> list[Any]:
+    """Return tensors of their own; a buffer with two names keeps both."""
+    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    clones = {
+        key: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for key, tensor in tensors.items()
+    }
+    return [clones.get(id(value), value) for value in values]

@@ -1,101 +1,95 @@
-"""The parity gate: units that train otherwise when checkpointed are found and left out.
+"""The parity gate: find the units that train differently when they are checkpointed.
 
-The user's own step runs on a tiny batch, plainly and with units checkpointed, from the same state
-and seeds; then loss, gradients, parameters, buffers, what Python sees in the modules, and random
-states are compared, to the bit wherever two plain runs agree to the bit. Units are tried many at
-a time, and halved where something differs, so a model with nothing wrong costs a few steps.
+Steps on a tiny batch are compared, plainly and with units checkpointed. Units are tried many at a
+time, and halved where something differs, so a model with nothing wrong costs a few steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from autofit.strategy import TrainingView
+from autofit.strategy import Comparison, Context
 
-from .checkpointed import checkpointed
-from .state import ATTRIBUTE, State, altered, has_tensors, moved_since, seed_everything, traces
-from .step_diff import LOSS, Noise, NotRepeatable, Remains, first_difference, gradients_into
 from .units import Unit, make_of
 
 SEEDS = (0, 1, 2)
-MOST_STEPS = 300
-"""A model in which so many units differ is not worth more steps; the untried ones are left out."""
-
-NO_OTHERS: Mapping[str, Any] = MappingProxyType({})
+MOST_COMPARISONS = 150
+"""A model in which so many units differ is not worth more steps; the rest is left out untried."""
 
 _NEVER_RUN = "not tried: no step on a few samples ran it, or anything like it that may run twice"
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
 
 
+class Compare(Protocol):
+    """Compares a step with these units checkpointed with one that has those of `reference`."""
+
+    def __call__(
+        self, units: Collection[str], reference: Collection[str], state: Collection[str], seed: int
+    ) -> Comparison: ...
+
+
 @dataclass
 class Parity:
-    """What the gate found.
+    """Result of the gate.
 
     Attributes:
-        left_out: unit -> what its recomputation changes.
-        state: what a forward pass changes and a second run must find as it was, as `checkpointed`
-            takes it.
+        left_out: unit -> how its recomputation changes the training.
+        state: what a forward pass changes and its recomputation has to find as it was, as
+            `checkpointed` takes it.
     """
 
     left_out: dict[str, str] = field(default_factory=dict)
     state: set[str] = field(default_factory=set)
 
 
-def check_parity(training: TrainingView, batch: Any, layers: Sequence[Sequence[str]]) -> Parity:
+class NotRepeatable(Exception):
+    """Two plain steps from the same state differ."""
+
+
+def find_parity(context: Context, compare: Compare, layers: Sequence[Sequence[str]]) -> Parity:
     """Compare each unit of these lists with and without checkpointing.
 
     Args:
-        training: a plain one, whose model may be run; it is put back after.
-        batch: a few samples, on the device.
+        context: holds the model.
+        compare: compares steps of it.
         layers: units; no list has nested ones.
+
+    Raises:
+        torch.OutOfMemoryError: no step fits into memory.
     """
-    gate = _Gate(training, batch)
-    threads = torch.get_num_threads()
+    gate = _Gate(context, compare)
     try:
-        if training.device.type == "cpu":
-            torch.set_num_threads(1)  # several add in any order; one repeats to the bit
-        try:
-            gate.compare(layers)
-        except torch.OutOfMemoryError:
-            if not layers:
-                raise
+        if not gate.fits_plainly(layers):
             gate.compare_within(layers)
     except NotRepeatable as why:
         gate.parity.left_out = dict.fromkeys((unit for layer in layers for unit in layer), str(why))
-    finally:
-        torch.set_num_threads(threads)
-        gate.finish()
     return gate.parity
 
 
 class _Gate:
-    def __init__(self, training: TrainingView, batch: Any) -> None:
+    def __init__(self, context: Context, compare: Compare) -> None:
         self.parity = Parity()
-        self._training = training
-        self._batch = batch
-        self._state = State(training.model)
+        self._context = context
+        self._compare_steps = compare
         self._seed = 0
-        self._steps = 0
+        self._comparisons = 0
         self._always: frozenset[str] = frozenset()
-        self._called: set[nn.Module] = set()
-        self._plain: Remains = {}
-        self._noise = Noise(is_device_exact=training.device.type == "cpu")
+        self._ran: set[str] = set()
 
-    def compare(self, layers: Sequence[Sequence[str]]) -> None:
-        """Search all layers, from several seeds."""
-        self.find_state()
-        for seed in SEEDS:
-            self.start(seed)
-            for layer in layers:
-                self.search([unit for unit in layer if unit not in self.parity.left_out])
-        self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
+    def fits_plainly(self, layers: Sequence[Sequence[str]]) -> bool:
+        """Compare with plain steps, and return whether these fit into memory."""
+        try:
+            self.compare(layers)
+        except torch.OutOfMemoryError:
+            if not layers:
+                raise
+            return False
+        return True
 
     def compare_within(self, layers: Sequence[Sequence[str]]) -> None:
         """Where a plain step does not fit: all outermost units against all but some of them."""
@@ -105,31 +99,17 @@ class _Gate:
         too_large = "not tried: a step without checkpointing does not fit into memory"
         self.parity.left_out |= {unit: too_large for layer in inner for unit in layer}
 
-    def find_state(self) -> None:
-        """Note what the second of two steps changes: what the first one makes once is no state.
-
-        Tensors that a step leaves in attributes are state where it reads them, too: where it does
-        otherwise if they are others. A copy of what is only written would be memory for nothing.
-        """
-        model = self._training.model
-        self._run(())
-        between = State(model, with_parameters=False)
-        plain = self._step((), between)
-        self.parity.state |= between.changed_buffers() | moved_since(self._seed)
-        changed = between.changed_attributes()
-        large = {name: value for name, value in changed.items() if has_tensors(value)}
-        self.parity.state |= changed.keys() - large.keys()
-        if large and self._reads(large, between, plain):
-            self.parity.state |= large.keys()
-
-    def start(self, seed: int) -> None:
-        """Run the steps of this seed against which units are compared."""
-        self._seed = seed
-        self._plain = self._run(())
-        self.parity.state |= self._state.changed_buffers()
+    def compare(self, layers: Sequence[Sequence[str]]) -> None:
+        """Search all layers, from several seeds."""
+        for seed in SEEDS:
+            self._seed = seed
+            self._compare(())
+            for layer in layers:
+                self.search([unit for unit in layer if unit not in self.parity.left_out])
+        self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
 
     def search(self, units: Sequence[str]) -> None:
-        """Note those of the units that train otherwise when checkpointed."""
+        """Note those of the units that train differently when checkpointed."""
         reason = self._difference(units) if units else None
         if reason is None:
             return
@@ -140,96 +120,60 @@ class _Gate:
         middle = len(units) // 2
         self.search(units[:middle])
         self.search(units[middle:])
-        is_new = len(self.parity.left_out) == known
-        if is_new and reason != _TOO_LARGE:  # harmless apart, harmful together
+        none_alone = len(self.parity.left_out) == known
+        if none_alone and reason != _TOO_LARGE:  # harmless apart, harmful together
             together = f"{reason}, together with others"
             self.parity.left_out |= dict.fromkeys(units[middle:], together)
 
-    def finish(self) -> None:
-        """Put the model and the random states back."""
-        self._state.restore()
-
-    def _never_run(self, layers: Sequence[Sequence[str]]) -> set[str]:
-        """Units that every step skipped at random, unless one of their make was found harmless."""
-        model, units = self._training.model, [unit for layer in layers for unit in layer]
-        makes = {unit: make_of(unit, model) for unit in units}
-        ran = {unit for unit in units if self._called.intersection(_parts(unit, model))}
-        harmful = {makes[unit] for unit in self.parity.left_out}
-        harmless = {makes[unit] for unit in ran} - harmful
-        return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
-
     def _difference(self, units: Sequence[str]) -> str | None:
-        """What a step with these units checkpointed does otherwise; None: nothing."""
-        if self._steps >= MOST_STEPS:
+        """Return how a step with these units checkpointed differs; None: it does not."""
+        if self._comparisons >= MOST_COMPARISONS:
             return "not tried: too many parts of this model differ when they run twice"
         try:
-            remains = self._run(units)
+            found = self._compare(units)
         except torch.OutOfMemoryError:
             if not self._always:
                 raise
             return _TOO_LARGE
-        except Exception as error:  # whatever a recomputation raises speaks against the unit
-            return f"it cannot run twice ({type(error).__name__}: {_first_line(error)})"
-        reason = first_difference(self._plain, remains, self._noise)
-        if reason is not None and self._noise.learn(self._plain, self._run(())):
-            reason = first_difference(self._plain, remains, self._noise)
-        return reason
-
-    def _reads(self, attributes: Mapping[str, Any], before: State, plain: Remains) -> bool:
-        """Whether a step does otherwise where these attributes are others before it."""
-        try:
-            others = {name: altered(value) for name, value in attributes.items()}
-            remains = self._step((), before, others)
-        except Exception:  # such as an index that is too large now
-            return True
-        beside = [name for name in plain if not name.startswith(ATTRIBUTE)]
-        found = {name: remains.get(name) for name in beside}
+        if found.equal:
+            return None
+        (first, *_) = found.differences
         return (
-            first_difference({name: plain[name] for name in beside}, found, self._noise) is not None
+            f"it cannot run twice ({first})"
+            if first.startswith("it raises")
+            else (f"it changes {first}")
         )
 
-    def _run(self, units: Collection[str]) -> Remains:
-        return self._step(units, self._state)
+    def _compare(self, units: Collection[str]) -> Comparison:
+        """Compare a step with these units checkpointed, or left out of those that always are.
 
-    def _step(
-        self, units: Collection[str], before: State, attributes: Mapping[str, Any] = NO_OTHERS
-    ) -> Remains:
-        self._steps += 1
-        before.restore()
-        for name, value in attributes.items():
-            path, _, attribute = name.rpartition(".")
-            vars(self._training.model.get_submodule(path))[attribute] = value
-        seed_everything(self._seed)
-        training, remains = self._training, Remains()
-        placed = self._always ^ set(units)
-        with (
-            checkpointed(training.model, placed, self.parity.state),
-            gradients_into(training, remains),
-            _calls_into(self._called, training.model),
-        ):
-            remains[LOSS] = training.step(self._batch).detach().clone()
-        remains.update(traces(training.model))
-        return remains
+        Raises:
+            NotRepeatable: a step without them differs from itself.
+        """
+        self._comparisons += 1
+        found = self._compare_steps(
+            self._always ^ set(units),
+            reference=self._always,
+            state=self.parity.state,
+            seed=self._seed,
+        )
+        if not found.is_repeatable:
+            raise NotRepeatable(*found.differences)
+        self.parity.state |= found.changes
+        self._ran |= found.ran
+        return found
+
+    def _never_run(self, layers: Sequence[Sequence[str]]) -> set[str]:
+        """Return units that every step skipped, unless one of their make was found harmless."""
+        model = self._context.model
+        units = [unit for layer in layers for unit in layer]
+        makes = {unit: make_of(unit, model) for unit in units}
+        called = set(map(model.get_submodule, self._ran))
+        ran = {unit for unit in units if called.intersection(_parts(unit, model))}
+        harmful = {makes[unit] for unit in self.parity.left_out}
+        harmless = {makes[unit] for unit in ran} - harmful
+        return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
 
 
 def _parts(unit: str, model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(part) for part in Unit.parse(unit).parts(model)]
-
-
-@contextmanager
-def _calls_into(called: set[nn.Module], model: nn.Module) -> Iterator[None]:
-    """Note the modules that run."""
-
-    def note(module: nn.Module, inputs: Any) -> None:
-        called.add(module)
-
-    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:160]

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from autofit.plan import Dimension, Hint, Scalar
-from autofit.strategy import Context, Numerics, Phase, TrainingView
+from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
 from .checkpointed import checkpointed, owner_of
-from .parity import Parity, check_parity
+from .parity import Parity, find_parity
 from .placement import Placement, frontier, spread, thinned
 from .profile import Survey, Times, brought_by_samples, survey, time_parts
 from .saved_tensors import NeedsSavedTensors
@@ -128,7 +128,7 @@ class Checkpointing:
             context.model, brought_by_samples(small, large), small.checkpointed_itself
         )
         try:
-            parity = self._parity(context, layers(found.timeline))
+            parity = self.check_parity(context, layers(found.timeline))
         except torch.OutOfMemoryError:
             context.note("checkpointing left out: there is no memory to compare a step with it")
             return _PLAIN
@@ -167,12 +167,34 @@ class Checkpointing:
             "with checkpointed(model, units, state):  # around the training loop",
         ]
 
-    def _parity(self, context: Context, layers: list[list[str]]) -> Parity:
-        def run(training: TrainingView, batch: Any) -> Parity:
-            return check_parity(training, batch, layers)
+    def check_parity(self, context: Context, layers: Sequence[Sequence[str]]) -> Parity:
+        """Compare each unit of these lists with and without checkpointing; none has nested ones.
 
-        parity: Parity = context.profile(run, SMALL)
-        return parity
+        Raises:
+            torch.OutOfMemoryError: no step of a few samples fits into memory.
+        """
+
+        def compare(
+            units: Collection[str], reference: Collection[str], state: Collection[str], seed: int
+        ) -> Comparison:
+            return context.compare(
+                *_placed(units, state),
+                self,
+                reference=_placed(reference, state),
+                micro_batch=SMALL,
+                seed=seed,
+            )
+
+        return find_parity(context, compare, layers)
+
+
+def _placed(
+    units: Collection[str], state: Collection[str]
+) -> tuple[dict[str, Scalar], dict[str, Any]]:
+    """Return settings and payloads that checkpoint these units."""
+    if not units:
+        return {}, {}
+    return {SETTING: 1}, {SETTING: {"units": sorted(units), "state": sorted(state)}}
 
 
 def _state_of(payload: Mapping[str, Any]) -> Any:

@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.gradients import (
-    Comparison,
-    Gradients,
-    batch_normalizing,
-    compare,
-    gradients,
-)
+from autofit.equivalence.comparison import StepTrace, compare
+from autofit.equivalence.gradients import accumulated, batch_normalizing
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
+from autofit.strategy import Comparison
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 
@@ -26,12 +22,12 @@ CPU = torch.device("cpu")
 
 def _pass(
     model: nn.Module, batch: Any, micro_batch: int, *, calm: bool = True, **recipe: Any
-) -> Gradients:
+) -> StepTrace:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = Training(
         model, optimizer, Recipe(**recipe), ResolvedPlan(Plan(micro_batch)), device=CPU
     )
-    return gradients(training, batch, seed=0, calm=calm)
+    return accumulated(training, batch, seed=0, calm=calm)
 
 
 def _split_against_whole(model: nn.Module, batch: Any, **recipe: Any) -> Comparison:
@@ -146,19 +142,19 @@ def test_sparse_and_complex_gradients_are_compared_too() -> None:
 
 
 def test_a_gradient_that_only_one_pass_has_counts() -> None:
-    first = Gradients(1.0, {"a.weight": torch.ones(4)}, tolerance=1e-3)
-    second = Gradients(1.0, {"a.weight": torch.ones(4), "b.weight": torch.ones(4)}, 1e-3)
+    first = StepTrace(1.0, {"a.weight": torch.ones(4)}, tolerance=1e-3)
+    second = StepTrace(1.0, {"a.weight": torch.ones(4), "b.weight": torch.ones(4)}, 1e-3)
     assert compare(first, second).gradient == pytest.approx(1.0)
-    assert compare(first, second).modules == ("b", "a")
+    assert compare(first, second).modules == ("b",)
     assert compare(second, first).gradient == pytest.approx(2**-0.5)
-    own = Gradients(1.0, {"scale": torch.ones(1)}, 1e-3)
-    assert compare(own, Gradients(1.0, {}, 1e-3)).modules == ("scale",)
+    own = StepTrace(1.0, {"scale": torch.ones(1)}, 1e-3)
+    assert compare(own, StepTrace(1.0, {}, 1e-3)).modules == ("scale",)
 
 
 def test_from_nothing_to_something_is_infinitely_far() -> None:
-    nothing = Gradients(0.0, {"w": torch.zeros(3)}, 1e-3)
+    nothing = StepTrace(0.0, {"w": torch.zeros(3)}, 1e-3)
     assert compare(nothing, nothing).equal
-    assert compare(nothing, Gradients(1.0, {"w": torch.ones(3)}, 1e-3)).gradient == float("inf")
+    assert compare(nothing, StepTrace(1.0, {"w": torch.ones(3)}, 1e-3)).gradient == float("inf")
 
 
 def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
@@ -168,7 +164,7 @@ def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     recipe = Recipe(loss_fn=lambda m, b: mixed[0](b).mean())
     training = Training(model, optimizer, recipe, ResolvedPlan(Plan(5)), device=CPU)
-    assert gradients(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
+    assert accumulated(training, X, seed=0).tolerance == pytest.approx(2**-23 * 8192)
     coarse = Training(
         mixed,
         torch.optim.SGD(mixed.parameters()),
@@ -176,7 +172,7 @@ def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:
         ResolvedPlan(Plan(5)),
         device=CPU,
     )
-    assert gradients(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
+    assert accumulated(coarse, X, seed=0).tolerance == pytest.approx(2**-7 * 4)
 
 
 def _in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -214,7 +210,7 @@ def test_float16_is_compared_at_a_scale_that_does_not_overflow() -> None:
     with Training(
         model, optimizer, Recipe(), ResolvedPlan(plan, strategies=strategies), device=CPU
     ) as training:
-        half = gradients(training, X, seed=0)
+        half = accumulated(training, X, seed=0)
         assert training.scaler is not None
         assert training.scaler.get_scale() < 2**16
     found = compare(_pass(model, X, 5), half)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.cpu import CpuDevice
-from autofit.equivalence.gradients import Comparison, compare_plans
+from autofit.equivalence.gradients import compare_plans
 from autofit.errors import InvalidRequest
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
@@ -20,6 +20,7 @@ from autofit.probing.messages import Call, ProbeRequest, Reply
 from autofit.probing.session import Session
 from autofit.probing.survey import take_survey
 from autofit.registry import load_strategies
+from autofit.strategy import Comparison
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 

@@ -11,9 +11,11 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.strategy import Capabilities, Strategy
+from autofit.strategy import Strategy
+from autofit.testing import PlainContext
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 SETTINGS = {"memory_format.layout": "channels_last"}
 
@@ -21,20 +23,6 @@ SETTINGS = {"memory_format.layout": "channels_last"}
 @pytest.fixture
 def memory_format() -> Strategy:
     return load_strategies(["memory_format"])[0]
-
-
-class _Context:
-    device = torch.device("cpu")
-    capabilities = Capabilities("cpu")
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def note(self, text: str) -> None:
-        raise AssertionError("there is nothing to say")
-
-    def profile(self, run: Any, micro_batch: int) -> Any:
-        raise AssertionError("a memory format needs no profile")
 
 
 def _training(strategy: Strategy, model: nn.Module, optimizer: Any = None) -> Training:
@@ -75,7 +63,8 @@ def _laid_out(model: nn.Module) -> nn.Module:
 def test_it_is_offered_where_there_is_something_to_lay_out(
     memory_format: Strategy, model: nn.Module, offered: bool
 ) -> None:
-    (layouts,) = memory_format.dimensions(_Context(model)).values()
+    context = PlainContext(lambda: Workload(model, torch.zeros(2, 4)))
+    (layouts,) = memory_format.dimensions(context).values()
     assert list(layouts.values) == ["as_is", *["channels_last"] * offered]
 
 

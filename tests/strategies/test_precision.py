@@ -12,8 +12,10 @@ from torch import nn
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Capabilities, Strategy
+from autofit.testing import PlainContext
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 EVERYTHING = Capabilities("cuda", bfloat16=True, float16=True, tf32=True)
 
@@ -23,21 +25,11 @@ def precision() -> Strategy:
     return load_strategies(["precision"])[0]
 
 
-class _Context:
-    def __init__(self, model: nn.Module, capabilities: Capabilities) -> None:
-        self.model = model
-        self.device = torch.device("cpu")
-        self.capabilities = capabilities
-
-    def note(self, text: str) -> None:
-        raise AssertionError("there is nothing to say")
-
-    def profile(self, run: Any, micro_batch: int) -> Any:
-        raise AssertionError("precision needs no profile")
-
-
 def _values(strategy: Strategy, model: nn.Module, capabilities: Capabilities) -> list[Any]:
-    return list(strategy.dimensions(_Context(model, capabilities))["precision.dtype"].values)
+    weights = [torch.zeros(1, requires_grad=True)]  # a model may have none
+    workload = Workload(model, torch.zeros(2, 4), optimizer=lambda _: torch.optim.SGD(weights))
+    context = PlainContext(lambda: workload, capabilities=capabilities)
+    return list(strategy.dimensions(context)["precision.dtype"].values)
 
 
 @pytest.mark.parametrize(

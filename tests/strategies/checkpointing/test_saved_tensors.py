@@ -56,7 +56,7 @@ class Outer(nn.Module):
 
 def _record(part: Callable[[str], Any], model: nn.Module, *, keep: bool, steps: int = 1) -> Any:
     batch = torch.randn(BATCH, WIDTH)
-    recorder = part("recorder").Recorder(model, [batch], keep=keep)
+    recorder = part("saved_tensors").Recorder(model, [batch], keep=keep)
     with recorder.watching():
         for _ in range(steps):
             loss = model(batch)
@@ -87,7 +87,7 @@ def test_letting_go_needs_no_memory_for_activations(part: Callable[[str], Any]) 
     batch = torch.randn(BATCH, WIDTH)
     for keep in (True, False):
         tracer = MemoryTracer()
-        recorder = part("recorder").Recorder(model, [batch], keep=keep)
+        recorder = part("saved_tensors").Recorder(model, [batch], keep=keep)
         with tracer, recorder.watching():
             model(batch)
             alive.append(tracer.allocator.peak_allocated_bytes)
@@ -102,7 +102,7 @@ def test_a_forward_that_needs_what_it_saved_is_told_apart(part: Callable[[str], 
             (slope,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
             return slope.mean()
 
-    with pytest.raises(part("recorder").NeedsSavedTensors):
+    with pytest.raises(part("saved_tensors").NeedsSavedTensors):
         _record(part, Physics(), keep=False)
     assert _record(part, Physics(), keep=True).timeline().saved_bytes > 0
 

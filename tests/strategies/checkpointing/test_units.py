@@ -12,11 +12,11 @@ Part = Callable[[str], Any]
 
 
 def _find(part: Part, model: nn.Module, batch: torch.Tensor) -> Any:
-    recorder = part("recorder").Recorder(model, [batch], keep=False)
+    recorder = part("saved_tensors").Recorder(model, [batch], keep=False)
     with recorder.watching():
         model(batch)
     timeline, itself = recorder.timeline(), recorder.checkpointed_itself
-    return part("candidates").find_candidates(model, timeline, itself)
+    return part("units").find_candidates(model, timeline, itself)
 
 
 def _layer() -> nn.Module:
@@ -45,7 +45,7 @@ def test_runs_of_a_flat_sequential(part: Part) -> None:
     runs = [part("units").Unit.parse(unit).run for unit in found.units]
     assert len(runs) >= 4
     assert all(run is not None and run[1] - run[0] > 1 for run in runs)
-    outermost = part("candidates").layers(found.timeline)[0]
+    outermost = part("units").layers(found.timeline)[0]
     covered = [i for u in outermost for i in range(*part("units").Unit.parse(u).run)]
     assert len(covered) == len(set(covered)) >= 12
 

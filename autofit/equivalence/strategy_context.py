@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from autofit.plan import Plan, ResolvedPlan
-from autofit.strategy import Capabilities
+from autofit.equivalence.steps import Apply, StepComparer
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, ResolvedPlan, Settings
+from autofit.strategy import Capabilities, Comparison, Strategy
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -32,6 +35,7 @@ class StrategyContext:
         self.notes = notes
         self._builder = builder
         self._training: Training | None = None
+        self._comparer: StepComparer | None = None
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +49,7 @@ class StrategyContext:
 
     @property
     def model(self) -> torch.nn.Module:
-        """A copy of the user's model; another one after each `profile`."""
+        """A copy of the user's model; another one after `profile`, stepped by `compare`."""
         if self._training is None:
             plain = ResolvedPlan(Plan(1))
             self._training = self._builder.training(self._builder.fresh_workload(), plain)
@@ -57,12 +61,52 @@ class StrategyContext:
         self._builder.reclaim()
         return self._builder.profile(run, micro_batch)
 
+    def compare(
+        self,
+        settings: Settings,
+        payloads: Mapping[str, Any],
+        strategy: Strategy,
+        *,
+        reference: tuple[Settings, Mapping[str, Any]] = ({}, {}),
+        micro_batch: int = 2,
+        seed: int = 0,
+        update: bool = False,
+    ) -> Comparison:
+        """Return how a step with these settings compares; see `autofit.strategy.Context.compare`.
+
+        The training and the last reference step are kept for the next comparison.
+        """
+        if self.device.type == "meta":
+            raise InvalidRequest("steps cannot be compared on the meta device: it has no values")
+
+        def applied(settings: Settings, payloads: Mapping[str, Any]) -> Apply:
+            if not settings:
+                return nullcontext
+            return lambda training: strategy.apply(training, settings, payloads)
+
+        plain = applied(*reference)
+        apply = plain if (settings, payloads) == reference else applied(settings, payloads)
+        key = strategy.name, reference
+        return self._comparer_at(micro_batch).compare(apply, plain, key, seed=seed, update=update)
+
+    def _comparer_at(self, micro_batch: int) -> StepComparer:
+        if self._comparer is None or self._comparer.micro_batch != micro_batch:
+            self.close()  # a large model fits on the device once
+            self._builder.reclaim()
+            workload = self._builder.fresh_workload()
+            plain = ResolvedPlan(Plan(micro_batch))
+            self._training = self._builder.training(workload, plain)
+            ((batch, _),) = self._training.micro_batches(workload.batch(micro_batch))
+            self._comparer = StepComparer(self._training, batch)
+        return self._comparer
+
     def note(self, text: str) -> None:
         """Append the text to `notes`."""
         self.notes.append(text)
 
     def close(self) -> None:
         """Drop the model; the next use of `model` builds it again."""
+        self._comparer = None
         if self._training is not None:
             self._training.undo()
             self._training = None

@@ -1,0 +1,223 @@
+"""What a training step left, and whether two steps over the same samples agree.
+
+Agreement is judged by the roundings that the data types explain, or, given a `NoiseFloor`, name by
+name and no more strictly than two runs of the same step agree with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from autofit.strategy import Comparison
+
+LOSS, GRADIENT = "the loss", "the gradient of "
+"""Names in `StepTrace.values`; those of gradients begin with GRADIENT."""
+
+ROOM = 10
+"""How many times the difference of two equal steps is still explained by the device's noise."""
+
+MOST_NOISE = 0.05
+"""Largest relative difference that kernels which add in any order explain, also in bfloat16."""
+
+
+class NotRepeatable(Exception):
+    """Two runs of the same step from the same state differ by more than the device's noise."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What a training step left.
+
+    Attributes:
+        loss: the detached mean loss, or a number.
+        gradients: of each parameter that has one, by name; strided and real.
+        state: other tensors and plain values that the step left, by a name for a reader.
+        tolerance: relative difference that roundings in the types of this step explain.
+        normalizing: names of the modules that normalized over the batch.
+        ran: names of the modules whose forward ran.
+    """
+
+    loss: torch.Tensor | float
+    gradients: Mapping[str, torch.Tensor]
+    tolerance: float = 0.0
+    normalizing: tuple[str, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    ran: frozenset[str] = frozenset()
+
+    def values(self) -> dict[str, Any]:
+        """Return all that the step left, by name."""
+        gradients = {f"{GRADIENT}{name}": value for name, value in self.gradients.items()}
+        return {LOSS: torch.as_tensor(self.loss), **gradients, **self.state}
+
+
+class NoiseFloor:
+    """The relative difference, by name, that two equal steps may have.
+
+    Args:
+        tolerance: allowed from the start.
+        most: largest relative difference of loss or gradients that counts as noise; 0 where the
+            device's kernels repeat to the bit, so that any difference has a cause.
+    """
+
+    def __init__(self, tolerance: float = 0.0, most: float = 0.0) -> None:
+        self.tolerance = tolerance
+        """Allowed for the loss, and for all gradients together."""
+        self._at_first = tolerance
+        self._most = most
+        self._learned: dict[str, float] = {}
+        self._unstable: set[str] = set()
+
+    def learn(self, first: StepTrace, second: StepTrace) -> None:
+        """Take in the differences between two runs of the same step.
+
+        Raises:
+            NotRepeatable: loss or gradients differ by more than `most`.
+        """
+        for what, names in (("loss", [LOSS]), ("gradients", None)):
+            # All gradients together: one that is zero but for roundings never repeats.
+            difference = _total_difference(first.values(), second.values(), names)
+            if not difference <= self._most:
+                raise NotRepeatable(
+                    f"two plain steps from the same state differ, their {what} by "
+                    f"{difference:.2g} of their size"
+                )
+            self.tolerance = max(self.tolerance, ROOM * difference)
+        ours, theirs = first.values(), second.values()
+        for name in self.differences(first, second):
+            if _are_comparable(ours.get(name), theirs.get(name)):
+                difference = _relative_difference(ours[name], theirs[name])
+                self._learned[name] = max(difference, self._learned.get(name, 0.0))
+            else:  # the time of day, for example
+                self._unstable.add(name)
+
+    def allowed(self, name: str) -> float:
+        """Return the relative difference that noise may explain in this value.
+
+        A tensor that happened to repeat exactly still gets the noise of loss and gradients, for
+        kernels that add in any order affect all tensors.
+        """
+        trained = [
+            difference
+            for of, difference in self._learned.items()
+            if of == LOSS or of.startswith(GRADIENT)
+        ]
+        noise = max(self._learned.get(name, 0.0), median(trained) if trained else 0.0)
+        return max(self._at_first, ROOM * noise)
+
+    def differences(self, first: StepTrace, second: StepTrace) -> Iterator[str]:
+        """Yield the names of the values that differ by more than noise."""
+        ours, theirs = first.values(), second.values()
+        for name in ours | theirs:
+            if name in self._unstable:
+                continue
+            both = name in ours and name in theirs
+            if not both or not _alike(ours[name], theirs[name], self.allowed(name)):
+                yield name
+
+
+def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None) -> Comparison:
+    """Return whether the second step agrees with the first, by how much, and where it does not.
+
+    Args:
+        first: what is compared with.
+        second: a step over the same samples.
+        noise: judge each value by it, and the states too; None: judge the loss and the norm of
+            all gradients by the roundings of both steps.
+    """
+    distances = {
+        name: _distance(first.gradients.get(name), second.gradients.get(name))
+        for name in {**first.gradients, **second.gradients}
+    }
+    size = math.hypot(*(_norm(gradient) for gradient in first.gradients.values()))
+    loss, other = float(first.loss), float(second.loss)
+    found = Comparison(
+        loss=0.0 if loss == other else _relative(abs(other - loss), abs(loss)),
+        gradient=_relative(math.hypot(*distances.values()), size),
+        tolerance=max(first.tolerance, second.tolerance),
+        ran=first.ran | second.ran,
+    )
+    if noise is not None:
+        differences = tuple(noise.differences(first, second))
+        explained = 0.0 if differences else max(found.loss, found.gradient)
+        tolerance = max(noise.tolerance, explained)
+        found = replace(found, tolerance=tolerance, differences=differences)
+    if found.equal:
+        return found
+    if first.normalizing:
+        return replace(found, modules=first.normalizing, normalizes_over_batch=True)
+    return replace(found, modules=_owners_of_largest(distances))
+
+
+def _owners_of_largest(distances: Mapping[str, float]) -> tuple[str, ...]:
+    """Return modules by name; a parameter of the model's own stands for itself."""
+    differing = [name for name in distances if distances[name]]
+    largest = sorted(differing, key=lambda name: -distances[name])[:3]
+    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in largest))
+
+
+def _total_difference(
+    first: Mapping[str, Any], second: Mapping[str, Any], names: Collection[str] | None
+) -> float:
+    """Return the relative difference of these values together; None: of all gradients."""
+    names = [n for n in first if n.startswith(GRADIENT)] if names is None else names
+    distances = (
+        _distance(first[name], second[name])
+        if _are_comparable(first[name], second.get(name))
+        else _norm(first[name])
+        for name in names
+    )
+    return _relative(math.hypot(*distances), math.hypot(*(_norm(first[name]) for name in names)))
+
+
+def _alike(one: Any, other: Any, allowed: float) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other or one != one)  # NaN is not itself
+    if not _are_comparable(one, other):
+        return False
+    distance = _distance(one, other)
+    if not allowed or not distance:
+        return distance == 0.0
+    return distance <= 1e-12 or _relative(distance, _norm(one)) <= allowed  # 1e-12: of nothing
+
+
+def _are_comparable(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and one.shape == other.shape and one.dtype == other.dtype
+
+
+def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return _relative(_distance(one, other), _norm(one))
+
+
+def _relative(difference: float, reference: float) -> float:
+    return difference / reference if reference else (0.0 if difference == 0 else math.inf)
+
+
+def _distance(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
+    """Return the norm of the difference; None is all zeros, NaN and infinity equal themselves."""
+    if first is None or second is None:
+        given = second if first is None else first
+        return 0.0 if given is None else _norm(given)
+    if first.shape != second.shape:
+        return math.inf
+    if first.dtype == second.dtype and torch.equal(first, second):
+        return 0.0
+    one, other = _wide(first), _wide(second)
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float(torch.linalg.vector_norm((one - other).masked_fill(same, 0)))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Return the norm of the finite values."""
+    wide = _wide(tensor)
+    return float(torch.linalg.vector_norm(wide.masked_fill(~wide.isfinite(), 0)))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,316 @@
+"""Compare training steps that start alike: with some settings applied, and without.
+
+A `StepComparer` steps one live training again and again, each time from the same weights, buffers,
+attributes and random numbers, and lists what the step left. Numbers and lengths beside the modules
+(attributes of helper objects and classes, globals of the model's files) are the user's: they are
+not put back, but what a step adds to them is compared.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import count
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from autofit.equivalence.comparison import (
+    MOST_NOISE,
+    NoiseFloor,
+    NotRepeatable,
+    StepTrace,
+    compare,
+)
+from autofit.errors import release_exception
+from autofit.snapshot import process
+from autofit.snapshot.objects import generator_access
+from autofit.snapshot.snapshot import Snapshot
+from autofit.strategy import Comparison
+from autofit.training.training import Training
+
+Apply: TypeAlias = Callable[[Training], AbstractContextManager[Any]]
+"""Applies some settings to a training; leaving the context undoes them."""
+
+PYTHON, NUMPY = "Python's random state", "numpy's random state"
+"""Names in `Comparison.changes` and in the payloads of strategies."""
+
+_RANDOM = {"random": PYTHON, "numpy.random": NUMPY, "torch.random": "torch's random state"}
+_DEEPEST = 4
+"""Levels of containers within an attribute that are compared."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Objects of these packages hold no state of a model's; loggers, for example, are the process's.
+_NOT_THE_USERS = frozenset({"torch", *sys.stdlib_module_names}) - {"types", "argparse"}
+
+
+class StepComparer:
+    """Compares steps of one training over one batch.
+
+    Args:
+        training: a plain one; its model and optimizer are put back before each step.
+        batch: samples of one step.
+        is_exact: whether the device repeats a step to the bit; None: a CPU does, in one thread.
+    """
+
+    def __init__(self, training: Training, batch: Any, is_exact: bool | None = None) -> None:
+        self.micro_batch = training.plan.micro_batch
+        """Samples of a step."""
+        self._training = training
+        self._batch = batch
+        self._is_exact = training.device.type == "cpu" if is_exact is None else is_exact
+        model = training.model
+        # Parameters seldom change where updates are left out, so that a sum of their bits saves
+        # copying them each time; their values are kept on the host.
+        self._parameters = [
+            (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
+        ]
+        live = {"model": model, "optimizer": training.optimizer}
+        with _one_thread(self._is_exact):  # which a snapshot would put back, too
+            self._start = Snapshot.take(live, but=model.parameters())
+        self._noise = NoiseFloor(most=0.0 if self._is_exact else MOST_NOISE)
+        self._reference: StepTrace | None = None
+        self._key: object = None
+        self._changes: frozenset[str] = frozenset()
+        self._knows_noise = False
+
+    def compare(
+        self, apply: Apply, reference: Apply, key: object, *, seed: int, update: bool
+    ) -> Comparison:
+        """Return how a step under `apply` compares with one under `reference`.
+
+        Args:
+            apply, reference: the same object compares the reference with itself.
+            key: equal for equal references; the last one's step is kept.
+            seed, update: as for `autofit.strategy.Context.compare`.
+
+        Raises:
+            torch.OutOfMemoryError: one of the steps does not fit into memory.
+            Exception: whatever else the reference step raises.
+        """
+        with _one_thread(self._is_exact):
+            if self._reference is None or self._key != (key, seed, update):
+                self._reference = None  # or it would be on the device beside its successor
+                self._reference = self._step(reference, seed, update)
+                self._key, self._knows_noise = (key, seed, update), False
+                self._changes = self._changed(seed)
+            try:
+                found = self._compare(self._reference, apply, reference, seed, update)
+            except NotRepeatable as why:
+                nothing = Comparison(0.0, 0.0, 0.0, differences=(str(why),), is_repeatable=False)
+                found = replace(nothing, ran=self._reference.ran)
+        return replace(found, changes=self._changes)
+
+    def _compare(
+        self, first: StepTrace, apply: Apply, reference: Apply, seed: int, update: bool
+    ) -> Comparison:
+        try:
+            second = self._step(apply, seed, update)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever it raises, the reference step did not
+            release_exception(error)
+            line = str(error).strip().split("\n")[0][:160]
+            why = f"it raises {type(error).__name__}: {line}"
+            return Comparison(float("inf"), float("inf"), 0.0, differences=(why,), ran=first.ran)
+        found = compare(first, second, self._noise)
+        if found.equal or (self._is_exact and self._knows_noise):
+            return found
+        again = second if apply is reference else self._step(reference, seed, update)
+        self._noise.learn(first, again)
+        self._knows_noise = True
+        return compare(first, second, self._noise)
+
+    def _step(self, apply: Apply, seed: int, update: bool) -> StepTrace:
+        self._restore()
+        seed_everything(seed)
+        training, ran = self._training, set[nn.Module]()
+        outside = _outside(training.model)
+
+        def note(module: nn.Module, inputs: Any) -> None:
+            ran.add(module)
+
+        hook = register_module_forward_pre_hook(note)
+        try:
+            with apply(training), gradients_noted(training, update=update) as gradients:
+                loss = training.step(self._batch).detach().clone()
+        finally:
+            hook.remove()
+        state = dict(_state(training.model, updated=update))
+        for name, value in _outside(training.model).items():
+            if (added := value - outside.get(name, 0)) != 0:
+                state[name] = added
+        names = training.model.named_modules()
+        return StepTrace(
+            loss, gradients, state=state, ran=frozenset(n for n, module in names if module in ran)
+        )
+
+    def _restore(self) -> None:
+        """Put model, optimizer and random states back where the comparison began."""
+        self._start.restore()
+        self._training.model.zero_grad(set_to_none=True)
+        for parameter, sum_before, values in self._parameters:
+            if checksum(parameter) != sum_before:
+                parameter.data.copy_(values)
+
+    def _changed(self, seed: int) -> frozenset[str]:
+        """Return what the last step changed, as `Comparison.changes`.
+
+        All buffers of a module of which one has changed: the others may change now and then.
+        """
+        model, states = self._training.model, _random_states()
+        after = {n: b.detach().clone() for n, b in model.named_buffers(remove_duplicate=False)}
+        self._restore()
+        seed_everything(seed)
+        before, began = dict(model.named_buffers(remove_duplicate=False)), _random_states()
+        changed = {name for name in (PYTHON, NUMPY) if states.get(name) != began.get(name)}
+        for path, module in model.named_modules():
+            names = {f"{path}.{name}".lstrip(".") for name in module._buffers}
+            if any(not _same(after.get(name), before.get(name)) for name in names):
+                changed |= names
+        return frozenset(changed)
+
+
+@contextmanager
+def gradients_noted(training: Training, *, update: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Note the gradients at every update of the body, by the parameters' names.
+
+    Without `update` the weights stay as they are.
+    """
+    noted: dict[str, torch.Tensor] = {}
+    updates = count(1)
+
+    def note(step: Callable[[], None]) -> None:
+        number = next(updates)
+        for name, parameter in training.model.named_parameters():
+            if parameter.grad is not None:
+                key = name + (f" at update {number}" if number > 1 else "")
+                noted[key] = _strided(parameter.grad.detach())
+        if update:
+            step()
+
+    undo = training.wrap_optimizer_step(note)
+    try:
+        yield noted
+    finally:
+        undo()
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy that compares: of a sparse gradient (an embedding's), the rows it has."""
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+        return torch.cat([gradient.values().flatten(), gradient.indices().flatten()])
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
+
+
+def _state(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what a step left in the model and the random states, by names for a reader."""
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().clone() if updated else checksum(parameter)
+        yield f"parameter {name}", values
+    yield from ((f"buffer {name}", b.detach().clone()) for name, b in model.named_buffers())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                yield from _visible(f"attribute {path}.{name}".replace(" .", " "), value, _DEEPEST)
+    yield from _random_states().items()
+
+
+def _visible(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield what compares in a plain value, a tensor, a random generator or a container."""
+    if isinstance(value, _PLAIN):
+        yield name, value
+    elif isinstance(value, torch.Tensor):
+        yield name, value.detach().clone()
+    elif access := generator_access(value):
+        yield f"{name} (its random state)", repr(access[0]())
+    elif isinstance(value, _CONTAINERS):
+        yield f"{name} (its length)", len(value)
+        if isinstance(value, set):
+            return
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        yield f"{name} (its values)", [item for item in items if isinstance(item[1], _PLAIN)]
+        for key, inner in items if depth else ():
+            if not isinstance(inner, _PLAIN):
+                yield from _visible(f"{name}[{key!r}]", inner, depth - 1)
+
+
+def _outside(model: nn.Module) -> dict[str, float]:
+    """Return numbers and lengths beside the modules to which a forward may add."""
+    spaces: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH and _is_helper(value):
+                spaces.setdefault(id(value), (f"attribute {path}.{name}.", vars(value)))
+    for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
+        if _is_the_users(cls):
+            spaces[id(cls)] = f"class attribute {cls.__qualname__}.", vars(cls)
+            for method in vars(cls).values():
+                if isinstance(method, FunctionType):
+                    spaces[id(method.__globals__)] = "global ", method.__globals__
+    return {
+        f"{space}{name}": value if isinstance(value, int | float) else len(value)
+        for space, values in spaces.values()
+        for name, value in list(values.items())
+        if isinstance(value, (int, float, *_CONTAINERS)) and not name.startswith("__")
+    }
+
+
+def _is_helper(value: Any) -> bool:
+    """Return whether this is an object of the user's own with attributes."""
+    return hasattr(value, "__dict__") and not callable(value) and _is_the_users(type(value))
+
+
+def _is_the_users(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in _NOT_THE_USERS
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and bool(torch.eq(one, other).all())
+
+
+def _random_states() -> dict[str, Any]:
+    states = process.random_states()
+    return {_RANDOM.get(name, name): state for name, state in states.items()}
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's bits, read as whole numbers: it changes with the values."""
+    width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
+    bits = tensor.detach().contiguous().reshape(-1).view(width)
+    return int(bits.sum(dtype=torch.int64))
+
+
+@contextmanager
+def _one_thread(is_exact: bool) -> Iterator[None]:
+    """Compute in one thread where that repeats to the bit: several add in any order."""
+    threads = torch.get_num_threads()
+    if is_exact:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def seed_everything(seed: int) -> None:
+    """Start torch's, Python's and (where it is loaded) numpy's generators from a seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)

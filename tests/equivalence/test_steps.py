@@ -1,0 +1,257 @@
+"""Steps that start alike are compared, to the bit or to the device's noise."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count, cycle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autofit.equivalence.steps import NUMPY, PYTHON, StepComparer
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import load_strategies
+from autofit.strategy import Comparison
+from autofit.testing import PlainContext
+from autofit.testing.samples import attention, convolutions
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+LOSSES: list[float] = []
+STEPS = 0
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+class Net(nn.Module):
+    """Leaves something behind in every place that a step may."""
+
+    moved: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.out = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.calls, self.seen, self.kept = 0, [0.0], {"mean": torch.zeros(6)}
+        self.own = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(float(self.calls))
+        self.kept["mean"] += x.mean(0)
+        x = self.norm(self.inner(x)) * torch.rand(6, generator=self.own) * torch.rand(6)
+        loss: torch.Tensor = self.out(x).square().mean() * random.random() * np.random.rand()
+        return loss
+
+
+def _comparer(model: nn.Module, batch: torch.Tensor = X, **more: Any) -> StepComparer:
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    plan = ResolvedPlan(Plan(len(batch)))
+    training = Training(model, optimizer, Recipe(), plan, device=torch.device("cpu"))
+    return StepComparer(training, batch, **more)
+
+
+def _compare(comparer: StepComparer, apply: Any = nullcontext, **more: Any) -> Comparison:
+    return comparer.compare(apply, nullcontext, "plain", **({"seed": 0, "update": False} | more))
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_every_step_starts_alike(update: bool) -> None:
+    """Weights, buffers, attributes, what they hold, and random numbers of every kind."""
+    comparer = _comparer(Net())
+    for _ in range(2):
+        found = _compare(comparer, update=update)
+        assert found.equal
+        assert (found.loss, found.gradient, found.tolerance) == (0.0, 0.0, 0.0)
+    assert found.ran == {"", "inner", "norm", "out"}
+
+
+def test_what_a_step_changes_is_named() -> None:
+    norm = {f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert _compare(_comparer(Net())).changes == {*norm, PYTHON, NUMPY}
+    assert _compare(_comparer(nn.Linear(6, 1))).changes == set()
+
+
+@contextmanager
+def _twice(training: Training) -> Iterator[None]:
+    """Run the forward of each micro-batch twice, as a recomputation does."""
+    handle = training.model.register_forward_pre_hook(lambda m, args: (m.forward(*args), None)[1])
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_differences_are_named_loss_and_gradients_first() -> None:
+    found = _compare(_comparer(Net()), _twice)
+    assert not found.equal
+    assert found.gradient > 0.01
+    assert found.differences[0] == "the loss"
+    expected = {"the gradient of out.weight", "buffer norm.running_mean", "attribute calls", PYTHON}
+    assert expected <= set(found.differences)
+    assert set(found.modules) <= {"inner", "norm", "out"}
+
+
+def test_updates_are_compared_where_that_is_asked() -> None:
+    @contextmanager
+    def faster(training: Training) -> Iterator[None]:
+        assert isinstance(training.optimizer, torch.optim.Optimizer)
+        (group,) = training.optimizer.param_groups
+        group["lr"] *= 2
+        try:
+            yield
+        finally:
+            group["lr"] /= 2
+
+    model = Net()
+    before = model.inner.weight.detach().clone()
+    assert _compare(_comparer(model), faster).equal
+    assert torch.equal(model.inner.weight, before)
+    found = _compare(_comparer(model), faster, update=True)
+    assert found.gradient == 0.0
+    assert found.differences[0].startswith("parameter ")
+
+
+def test_a_step_that_raises_differs_and_says_how() -> None:
+    @contextmanager
+    def raising(training: Training) -> Iterator[None]:
+        raise LookupError("nowhere\nto be found")
+        yield
+
+    assert _compare(_comparer(Net()), raising).differences == ("it raises LookupError: nowhere",)
+    with pytest.raises(LookupError):
+        _comparer(Net()).compare(nullcontext, raising, "raising", seed=0, update=False)
+
+
+class Counts(nn.Module):
+    """In the user's own globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global STEPS
+        STEPS += 1
+        loss: torch.Tensor = self.inner(x).square().mean()
+        LOSSES.append(loss.item())
+        return loss
+
+
+def test_what_lies_beside_the_model_is_compared_and_left_alone() -> None:
+    LOSSES[:] = [1.0]
+    began = STEPS
+    comparer = _comparer(Counts())
+    assert _compare(comparer).equal
+    assert LOSSES[0] == 1.0
+    assert len(LOSSES) == 1 + STEPS - began == 3
+    names = {"global STEPS", "global LOSSES"}
+    assert set(_compare(comparer, _twice).differences) == names
+
+
+class Jitters(nn.Module):
+    """As with a kernel that adds in any order: no two runs are alike to the bit."""
+
+    def __init__(self, size: float = 1e-6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.jitter = cycle([0.1, 0.7, 0.3, 0.9, 0.5])
+        self.size = size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.inner(x)) * (1 + self.size * next(self.jitter))
+        return x.exp().mean()
+
+
+@contextmanager
+def _bent(training: Training) -> Iterator[None]:
+    handle = training.model.register_forward_pre_hook(lambda _, args: (args[0].exp(),))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_noise_of_the_device_is_no_difference() -> None:
+    comparer = _comparer(Jitters(), is_exact=False)
+    found = _compare(comparer)
+    assert found.equal
+    assert 0 < found.gradient <= found.tolerance < 1e-3
+    assert not _compare(comparer, _bent).equal
+
+
+@pytest.mark.parametrize(("size", "is_exact"), [(1e-6, True), (1.0, False)])
+def test_a_step_that_cannot_be_repeated_says_so(size: float, is_exact: bool) -> None:
+    """A GPU's noise is small; a CPU has none."""
+    found = _compare(_comparer(Jitters(size), is_exact=is_exact))
+    assert not found.is_repeatable
+    assert not found.equal
+    assert "two plain steps" in found.differences[0]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_what_never_repeats_beside_the_training_is_no_measure(is_exact: bool) -> None:
+    """A clock in a buffer runs on from step to step; that allows no gradient anything."""
+
+    class Clock(nn.Linear):
+        time: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__(6, 1)
+            self.register_buffer("time", torch.zeros(()))
+            self.ticks = (float(tick) for tick in count())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.time.fill_(next(self.ticks))
+            return super().forward(x).square().mean()
+
+    comparer = _comparer(Clock(), is_exact=is_exact)
+    assert _compare(comparer).equal
+    assert "buffer time" not in _compare(comparer, _bent).differences
+    assert "the gradient of weight" in _compare(comparer, _bent).differences
+
+
+def test_loggers_made_in_a_step_stay() -> None:
+    """A logger refers to all others of the process."""
+
+    class Logs(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.log = logging.getLogger(f"{__name__}.made_in_a_step")
+            return super().forward(x).mean()
+
+    assert _compare(_comparer(Logs(6, 1))).equal
+    assert f"{__name__}.made_in_a_step" in logging.root.manager.loggerDict
+
+
+SETTINGS: dict[str, tuple[Callable[[], Workload], str, str]] = {
+    "precision": (attention, "precision.dtype", "bfloat16"),
+    "memory_format": (convolutions, "memory_format.layout", "channels_last"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_context_compares_a_strategys_settings(name: str) -> None:
+    build, setting, value = SETTINGS[name]
+    (strategy,) = load_strategies([name])
+    context = PlainContext(build)
+    plain = context.compare({}, {}, strategy)
+    assert plain.equal
+    found = context.compare({setting: value}, {}, strategy)
+    assert 0 < found.gradient < (0.1 if name == "precision" else 1e-4)
+    assert context.compare({setting: value}, {}, strategy, reference=({setting: value}, {})).equal
+    assert context.compare({}, {}, strategy, micro_batch=4, seed=1, update=True).equal
+    context.close()
+
+
+def test_on_the_meta_device_nothing_is_compared() -> None:
+    (strategy,) = load_strategies(["precision"])
+    with pytest.raises(InvalidRequest, match="meta"):
+        PlainContext(attention, "meta").compare({}, {}, strategy)
