@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import pytest
 
-from autofit.measurement import Measurement
-from autofit.plan import Dimension, Plan
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Dimension, Plan, Scalar, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
@@ -17,6 +17,9 @@ from autofit.units import GIB
 
 BUDGET = 8 * GIB
 IDENTITY = {"workload": "simulated"}
+LEVEL = "checkpointing.level"
+PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", LEVEL: 0}
+HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", LEVEL: 0}
 DIMENSIONS = {
     "precision.dtype": Dimension(("as_is", "bfloat16")),
     "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
@@ -74,6 +77,22 @@ class SimulatedDevice:
             fault=fault,
             size_limit=size_limit,
         )
+
+
+def make_trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: Any) -> Trial:
+    role = Role.BASELINE if number == 0 else Role.SEARCH
+    return Trial(number, role, plan, Measurement(outcome, **measured))
+
+
+def with_predicted_lines(device: SimulatedDevice, *, most_changed: int = 1) -> Any:
+    """The specification with predicted lines of variants with at most so many changed settings."""
+    lines = {}
+    for settings in device.space.variants():
+        changed = sum(value != PLAIN[name] for name, value in settings.items())
+        if changed <= most_changed:
+            at_1, at_2 = (device.memory(Plan(n, settings=settings)) for n in (1, 2))
+            lines[variant_key(settings)] = (2 * at_1 - at_2, at_2 - at_1)
+    return replace(device.spec(), predicted_lines=lines)
 
 
 class MakeDevice(Protocol):

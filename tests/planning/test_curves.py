@@ -42,14 +42,14 @@ def test_every_draw_agrees_with_the_points() -> None:
         assert np.abs(np.log(values / point.y)).max() < 5 * point.error
 
 
-def test_two_points_tell_a_line_beyond_them() -> None:
+def test_two_points_determine_a_line_beyond_them() -> None:
     draws = _family().draws(_points((0, 1), (0, 8)), 200, seed=0)
     low, high = _ends(draws, 0, 32.0)
     assert low < _truth(0, 32) < high
     assert high / low < 1.2
 
 
-def test_one_point_leaves_open_how_it_goes_on_within_what_a_line_can() -> None:
+def test_one_point_leaves_the_slope_open_within_the_limits_of_a_line() -> None:
     draws = _family().draws(_points((0, 4)), 200, seed=0)
     far = draws.value_at(16.0)[:, 0] / _truth(0, 4)
     assert far.min() > 0.9
@@ -67,7 +67,7 @@ def test_a_variant_borrows_from_those_that_share_its_settings() -> None:
     assert after[0] < _truth(half_at_2, 16) < after[1]
 
 
-def test_a_hint_narrows_what_was_never_measured() -> None:
+def test_a_hint_narrows_an_unmeasured_line() -> None:
     points = _points((0, 1), (0, 16))
     without = _family().draws(points, 300, seed=0)
     with_hint = _family(hints={("dtype", "half"): 0.5}).draws(points, 300, seed=0)
@@ -83,7 +83,7 @@ def test_a_wrong_hint_is_overruled_by_a_measurement() -> None:
     assert np.median(draws.value_at(64.0)[:, 4]) == pytest.approx(_truth(4, 64), rel=0.1)
 
 
-def test_running_out_of_memory_only_bounds_from_below() -> None:
+def test_an_oom_is_a_lower_bound() -> None:
     measured = _points((0, 1), (0, 2))
     open_end = _family().draws(measured, 300, seed=0)
     bounded = _family().draws([*measured, Point(4, 8, 40.0, 0.01, at_least=True)], 300, seed=0)
@@ -91,7 +91,7 @@ def test_running_out_of_memory_only_bounds_from_below() -> None:
     assert np.quantile(open_end.value_at(8.0)[:, 4], 0.5) < 38
 
 
-def test_predicted_lines_are_believed_until_measured_otherwise() -> None:
+def test_predicted_lines_hold_until_measurements_differ() -> None:
     lines = {i: (_truth(i, 0), _truth(i, 1) - _truth(i, 0)) for i in range(len(VARIANTS))}
     family = _family(lines=lines)
     before = family.draws([], 300, seed=0)
@@ -101,13 +101,13 @@ def test_predicted_lines_are_believed_until_measured_otherwise() -> None:
     assert np.median(after.value_at(16.0)[:, 0]) == pytest.approx(1.3 * _truth(0, 16), rel=0.02)
 
 
-def test_the_same_arguments_give_the_same_worlds() -> None:
+def test_the_same_arguments_give_the_same_draws() -> None:
     first, again = (_family().draws(_points((0, 1)), 20, seed=7) for _ in range(2))
     assert np.array_equal(first.slope, again.slope)
     assert not np.array_equal(first.slope, _family().draws(_points((0, 1)), 20, seed=8).slope)
 
 
-def test_reach_is_where_the_line_meets_the_value() -> None:
+def test_x_at_is_where_the_line_has_the_value() -> None:
     draws = LineDraws(np.log([[10.0, 10.0]]), np.log([[2.0, 0.5]]))
     assert draws.x_at(30.0) == pytest.approx(np.array([[10.0, 40.0]]))
     assert draws.x_at(5.0).max() < 0
@@ -137,7 +137,7 @@ def _reading(y: float, sd: float, *, at_least: bool = False) -> Readings:
 
 
 @pytest.mark.parametrize("sd", [0.01, 1.0, 3.0])
-def test_a_linear_problem_has_the_answer_of_the_textbook(sd: float) -> None:
+def test_a_linear_problem_has_the_textbook_solution(sd: float) -> None:
     """The mean of prior and reading, each weighted by the inverse of its variance."""
     weights = nearest(PRIOR, _reading(5.0, sd), np.zeros((50, 1)))
     expected = (PRIOR[:, 0] * sd**2 + np.log(5.0)) / (sd**2 + 1)

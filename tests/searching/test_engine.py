@@ -48,7 +48,7 @@ def test_the_answer_was_run_again_after_a_renewal(device: SimulatedDevice) -> No
     assert result.probes == len(prober.probed)
 
 
-def test_later_probes_are_told_what_to_beat(device: SimulatedDevice) -> None:
+def test_later_probes_get_the_incumbents_rate(device: SimulatedDevice) -> None:
     prober = device.prober()
     run_search(prober, device.spec(), max_probes=4)
     incumbents = [request.incumbent_samples_per_second for request in prober.probed]
@@ -89,7 +89,7 @@ class _Interrupting:
     def renew(self) -> None: ...
 
 
-def test_an_interrupted_search_returns_the_best_it_ran_for_what_it_is(
+def test_an_interrupted_search_returns_the_best_unconfirmed_trial(
     device: SimulatedDevice,
 ) -> None:
     result = run_search(_Interrupting(device, at=5), device.spec())
@@ -120,7 +120,7 @@ def test_an_error_of_the_users_code_reaches_the_user_after_one_probe(
     assert prober.asked == 1
 
 
-def test_an_error_of_one_variant_sets_it_aside(device: SimulatedDevice) -> None:
+def test_an_error_of_one_variant_excludes_it(device: SimulatedDevice) -> None:
     result = run_search(device.prober(_failing(Outcome.USER_ERROR, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     failed = [t for t in result.trials if not t.ok]
@@ -131,7 +131,7 @@ def test_an_error_of_one_variant_sets_it_aside(device: SimulatedDevice) -> None:
     ]
 
 
-def test_a_precision_that_makes_the_loss_infinite_is_out(device: SimulatedDevice) -> None:
+def test_a_precision_with_an_infinite_loss_is_excluded(device: SimulatedDevice) -> None:
     result = run_search(device.prober(_failing(Outcome.NONFINITE, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     tried = [trial.ok for trial in result.trials if _is_half(trial.plan)]
@@ -148,14 +148,14 @@ def test_a_plain_workload_that_is_broken_is_an_error(
         run_search(device.prober(_failing(outcome, lambda plan: True)), device.spec())
 
 
-def test_a_crash_costs_one_probe_and_bounds_what_worked_smaller(device: SimulatedDevice) -> None:
+def test_a_crash_costs_one_probe_and_bounds_the_micro_batch(device: SimulatedDevice) -> None:
     prober = device.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 20))
     result = run_search(prober, device.spec())
     assert result.best.plan.micro_batch <= 20
     assert device.speed(result.best.plan) > 2 * device.speed(device.space.baseline)
 
 
-def test_nothing_fits_says_what_was_tried_needed_and_allowed(make_device: MakeDevice) -> None:
+def test_nothing_fits_names_the_smallest_plan_and_both_sizes(make_device: MakeDevice) -> None:
     other = make_device(budget=GIB)
     with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*1\.00 GiB were allowed") as caught:
         run_search(other.prober(), other.spec())
@@ -171,7 +171,7 @@ def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: 
         run_search(other.prober(), other.spec())
 
 
-def test_a_baseline_that_does_not_fit_is_climbed_down_from(make_device: MakeDevice) -> None:
+def test_smaller_plans_are_tried_if_the_baseline_does_not_fit(make_device: MakeDevice) -> None:
     other = make_device(budget=int(1.3 * GIB), sample_batch_size=64)
     result = run_search(other.prober(), other.spec())
     assert not result.baseline.ok
@@ -192,7 +192,7 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Simul
     assert result.best.role is Role.CONFIRMED
 
 
-def test_events_tell_what_a_progress_line_shows(device: SimulatedDevice) -> None:
+def test_events_carry_the_data_of_a_progress_line(device: SimulatedDevice) -> None:
     seen: list[events.Event] = []
     result = run_search(device.prober(), device.spec(), max_probes=6, on_event=seen.append)
     started = [event for event in seen if isinstance(event, events.ProbeStarted)]
@@ -206,7 +206,7 @@ def test_events_tell_what_a_progress_line_shows(device: SimulatedDevice) -> None
     assert sum(isinstance(event, events.Confirming) for event in seen) == 1
 
 
-def test_a_foreign_sampler_is_vetoed_where_the_line_is_over_the_budget(
+def test_proposals_of_another_sampler_over_the_budget_are_vetoed(
     device: SimulatedDevice,
 ) -> None:
     prober, free = device.prober(), device.prober()
@@ -232,7 +232,7 @@ def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> Non
     assert result.probes == 2
 
 
-def test_a_sampler_that_has_offered_all_it_can_ends_the_search(device: SimulatedDevice) -> None:
+def test_a_sampler_that_stops_ends_the_search(device: SimulatedDevice) -> None:
     grid: dict[str, Any] = {
         "micro_batch": [2, 8],
         "precision.dtype": ["bfloat16"],
@@ -254,7 +254,7 @@ class _Foreign(RandomSampler):
         return PlannerSampler().sample_relative(study, trial, search_space)
 
 
-def test_where_no_number_of_probes_is_asked_for_the_planner_ends_a_foreign_samplers_search(
+def test_without_max_probes_the_planner_ends_another_samplers_search(
     device: SimulatedDevice,
 ) -> None:
     result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0))
@@ -368,7 +368,7 @@ def test_a_fault_at_a_larger_size_leaves_the_baseline_to_be_returned(
     assert result.best.plan == baseline
 
 
-def test_a_value_that_wants_a_worker_of_its_own_shares_none(make_device: MakeDevice) -> None:
+def test_a_value_that_needs_a_fresh_worker_shares_none(make_device: MakeDevice) -> None:
     dimensions = {
         "precision.dtype": Dimension(("as_is", "bfloat16"), fresh_worker=True),
         "checkpointing.level": Dimension((0, 1, 2, 3, 4)),

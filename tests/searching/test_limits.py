@@ -1,4 +1,4 @@
-"""What a run may still do, told from its bounds and its trials."""
+"""The limits of a search, given its trials, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def trials(count: int, seconds: float = 1.0) -> list[Trial]:
     return [Trial(number, role, Plan(4), ran) for number, role in enumerate(roles)]
 
 
-def test_nothing_bounds_a_search_that_was_given_no_bounds() -> None:
+def test_a_search_without_limits_is_unlimited() -> None:
     free = Allowance(None, None)
     assert free.spent(trials(1000)) is None
     assert (free.probes_left(trials(3)), free.seconds_left) == (None, None)
     assert not free.time_is_short(trials(3, seconds=1e9), probes=1)
 
 
-def test_the_last_probe_is_kept_for_a_confirmation() -> None:
+def test_one_probe_is_reserved_for_a_confirmation() -> None:
     bounded = Allowance(4, None)
     assert bounded.probes_left(trials(3)) == 1
     assert bounded.spent(trials(2)) is None
@@ -36,12 +36,12 @@ def test_the_last_probe_is_kept_for_a_confirmation() -> None:
     assert bounded.probes_left(trials(9)) == 0
 
 
-def test_the_baseline_is_run_whatever_the_bounds() -> None:
+def test_the_baseline_is_run_whatever_the_limits() -> None:
     assert Allowance(1, 1e-9).spent([]) is None
 
 
 @pytest.mark.parametrize(("seconds", "short"), [(10.0, False), (40.0, True)])
-def test_time_is_short_where_two_more_probes_would_not_end(seconds: float, short: bool) -> None:
+def test_time_is_short_if_two_more_probes_would_end_too_late(seconds: float, short: bool) -> None:
     bounded = Allowance(None, 60.0)
     assert bounded.time_is_short(trials(3, seconds), probes=2) is short
     assert (bounded.spent(trials(3, seconds)) == "timeout of 60 s reached") is short
@@ -57,7 +57,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_what_means_something_passes() -> None:
+def test_valid_arguments_pass() -> None:
     check_search_arguments(**GOOD)
     check_search_arguments(**dict.fromkeys(GOOD))
     check_search_arguments(**GOOD | {"progress": True})
@@ -82,6 +82,6 @@ def test_what_means_something_passes() -> None:
         ("progress", 3),
     ],
 )
-def test_what_means_nothing_is_refused_by_name(name: str, value: Any) -> None:
+def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
         check_search_arguments(**GOOD | {name: value})

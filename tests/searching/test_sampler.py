@@ -1,4 +1,4 @@
-"""The planner as an Optuna sampler, and how trials are told to Optuna."""
+"""The planner as an Optuna sampler, and how trials are stored in Optuna."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
         (Measurement(Outcome.CRASHED), "FAIL", False),
     ],
 )
-def test_how_each_outcome_is_told(
+def test_each_outcome_has_its_state_and_constraint(
     device: SimulatedDevice, measurement: Measurement, state: str, feasible: bool
 ) -> None:
     plan = Plan(4, settings=device.space.plain_settings)
@@ -73,10 +73,10 @@ def test_how_each_outcome_is_told(
         store.begin(device.spec())
         with store.asking(OnePlan(plan)) as asked:
             stored = store.record(asked, Trial(7, Role.BASELINE, plan, measurement))
-        told: optuna.trial.FrozenTrial = store.study.trials[0]
+        frozen: optuna.trial.FrozenTrial = store.study.trials[0]
         assert store.trials == (stored,) == (Trial(0, Role.BASELINE, plan, measurement),)
-    assert told.state is TrialState[state]
-    assert [value <= 0 for value in told.constraints.values()] == [feasible]
+    assert frozen.state is TrialState[state]
+    assert [value <= 0 for value in frozen.constraints.values()] == [feasible]
 
 
 def test_trials_of_an_older_study_are_read() -> None:
@@ -89,12 +89,12 @@ def test_trials_of_an_older_study_are_read() -> None:
         "predicted_peak_bytes": 7,
     }
     study = optuna.create_study()
-    told = optuna.trial.create_trial(value=40.0, user_attrs={"autofit_trial": record})
-    study.add_trial(told)
+    frozen = optuna.trial.create_trial(value=40.0, user_attrs={"autofit_trial": record})
+    study.add_trial(frozen)
     assert trial_codec.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
 
 
-def test_a_setting_that_may_not_vary_is_put_back(make_device: MakeDevice) -> None:
+def test_a_setting_that_may_not_vary_is_reset(make_device: MakeDevice) -> None:
     from autofit.plan import Dimension
 
     inner = Dimension((0, 1), when={"outer": [True]})

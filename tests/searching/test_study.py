@@ -143,7 +143,7 @@ def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_pa
         assert store.spec.to_dict() == device.spec().to_dict()
 
 
-def test_other_facts_are_refused(
+def test_another_specification_is_refused(
     device: SimulatedDevice, make_device: MakeDevice, tmp_path: Path
 ) -> None:
     with Store.open(tmp_path / "study.journal", IDENTITY) as store:
@@ -170,7 +170,7 @@ def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str) -> 
         assert len(store.trials) == 2
 
 
-def test_of_searches_that_begin_in_the_same_instant_one_gets_in(tmp_path: Path) -> None:
+def test_of_searches_that_start_at_the_same_instant_one_gets_the_study(tmp_path: Path) -> None:
     """Each claims before any looks: a barrier stands between the two."""
     study = f"sqlite:///{tmp_path / 'study.db'}"
     together, may_end = threading.Barrier(2), threading.Event()
@@ -223,7 +223,7 @@ def test_nothing_is_open_once_a_study_is_closed(device: SimulatedDevice, tmp_pat
         gc.enable()
 
 
-def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyRefused, match=r"cannot write the study .*No such file"):
         Store.open(tmp_path / "nowhere" / "study.journal", IDENTITY)
 
@@ -238,13 +238,13 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_a_folder_in_place_of_a_file_is_said(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StudyRefused, match="cannot write the study"):
         Store.open(tmp_path, IDENTITY)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/null"])
-def test_what_may_have_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
+def test_a_pipe_or_device_is_not_read(tmp_path: Path, kind: str) -> None:
     path = Path(kind)
     if kind == "pipe":
         path = tmp_path / "pipe"
@@ -253,7 +253,7 @@ def test_what_may_have_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
         Store.open(path, IDENTITY)
 
 
-def test_an_unknown_kind_of_url_is_said() -> None:
+def test_an_unknown_kind_of_url_is_refused() -> None:
     with pytest.raises(StudyRefused, match="cannot open the study nosql://host/x"):
         Store.open("nosql://host/x", IDENTITY)
 

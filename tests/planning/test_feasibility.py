@@ -1,0 +1,51 @@
+"""Exclusions that follow from faults of earlier probes."""
+
+from __future__ import annotations
+
+from autofit.measurement import Outcome
+from autofit.plan import Plan, Scalar
+from autofit.planning.feasibility import exclusions_of
+from tests.simulated import (
+    HALF,
+    PLAIN,
+    SimulatedDevice,
+    make_trial,
+)
+
+
+def test_a_plan_that_ran_out_of_memory_bounds_its_variant(device: SimulatedDevice) -> None:
+    spec = device.spec()
+    trials = [
+        make_trial(
+            0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=2 * 2**30
+        ),
+        make_trial(1, Plan(16, settings=PLAIN), Outcome.OOM),
+    ]
+    found = exclusions_of(spec, trials)
+    assert found.bound(PLAIN) == 15
+    assert found.bound(HALF) is None
+
+
+def test_a_fault_is_blamed_on_what_never_worked(device: SimulatedDevice) -> None:
+    both: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
+    trials = [
+        make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
+        make_trial(1, Plan(4, settings=both), Outcome.NONFINITE, detail="loss nan"),
+    ]
+    found = exclusions_of(device.spec(), trials)
+    assert found.why(both) == "nonfinite: loss nan"
+    assert found.why(HALF) is None
+    level_works = make_trial(
+        2, Plan(4, settings={**PLAIN, "checkpointing.level": 2}), step_times_s=[0.1]
+    )
+    assert exclusions_of(device.spec(), [*trials, level_works]).why(HALF) is not None
+
+
+def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(device: SimulatedDevice) -> None:
+    trials = [
+        make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
+        make_trial(1, Plan(1, settings=HALF), Outcome.UNSUPPORTED, detail="BatchNorm"),
+    ]
+    found = exclusions_of(device.spec(), trials)
+    assert found.why(HALF) is None
+    assert found.least(HALF) == 4
