@@ -1,7 +1,7 @@
 """How near do predictions come to what a GPU measured?
 
-The 30 trainings of `benchmarks/traces` were recorded on an H200. Each is rehearsed here on the
-meta device, its own loop unmodified, and what the rehearsal says is compared with the recording:
+The 30 trainings of `benchmarks/traces` were recorded on an H200. Each gets a dry run here on the
+meta device, its own loop unmodified, and its memory is compared with the recording:
 peak allocated with the peak of a plain run, required bytes with the smallest limit under which the
 training ran without allocator retries (bisected to 1 %; non-torch bytes are outside both).
 
@@ -52,7 +52,7 @@ class Comparison:
         required_error: of required bytes.
         wasted: how far above what is really required the margin ends; below zero, a plan that
             does not fit would be said to fit.
-        seconds: what the rehearsal took.
+        seconds: duration of the dry run.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Comparison:
     seconds: float
 
 
-def rehearsed(name: str) -> Recording:
+def dry_run_of(name: str) -> Recording:
     """Two steps of a recorded training, on the meta device."""
     gpu = find_gpu(GPU)
     tracer = CudaTracer(gpu)
@@ -80,7 +80,7 @@ def rehearsed(name: str) -> Recording:
 def compared(recorded: RecordedTraining) -> Comparison:
     """One training."""
     started = time.perf_counter()
-    recording = rehearsed(recorded.name)
+    recording = dry_run_of(recorded.name)
     seconds = time.perf_counter() - started
     allocated = replay(recording).peak_allocated_bytes
     required = required_bytes(recording)

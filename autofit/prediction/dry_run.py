@@ -1,18 +1,22 @@
-"""A rehearsal: the very `Training` that a probe runs, on the meta device, two optimizer steps long.
+"""Dry run: two optimizer steps of the `Training` of a probe, on the meta device.
 
-Optimizer state appears in the first step, and the peak is often in the second; further steps are
-like it. From the second micro-batch on gradients are resident, so two stand for any number.
+Optimizer state appears in the first step, and the peak is often in the second; further steps
+repeat it. Gradients are resident from the second micro-batch on, so two stand for any number.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
 
 from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import AutofitError, CannotTell, InvalidRequest
@@ -21,31 +25,38 @@ from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.cuda.values import Unsupported, is_unsupported
+from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
 from autofit.prediction.gpus import Gpu
-from autofit.prediction.meta_copy import batch_of, refuse_compiled, twin_of, without_twin
 from autofit.prediction.meta_device import MetaDevice
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
+from autofit.snapshot.objects import live_objects, walk
 from autofit.snapshot.snapshot import preserved
 from autofit.space import Space
 from autofit.strategy import Strategy
+from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+from autofit.units import GIB
 
 STEPS = 2
+LARGE_BYTES = GIB
+"""Batches larger than this are made without values if possible, so that they cost no memory."""
+_COPIED = ("model", "optimizer", "loss_fn", "criterion")
+_STATEFUL = (torch.nn.Module, torch.optim.Optimizer, Mapping)
+_Made = TypeVar("_Made")
 _TWO_DEVICES = re.compile(r"on device (cpu|meta) is not on the expected device (cpu|meta)")
 _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rehearsal allocated.
+    """The allocations of a dry run.
 
     Attributes:
-        recording: every allocation and release.
-        labels: what the allocations were for.
+        recording: every allocation and release, in order.
+        labels: the kinds of the allocations.
     """
 
     recording: Recording
@@ -60,26 +71,25 @@ def dry_run(
     expandable_segments: bool = False,
     workspace_bytes: int | None = None,
 ) -> DryRun:
-    """Run two optimizer steps of a plan on the meta device as if it were that GPU.
+    """Run two optimizer steps of a plan on the meta device in place of that GPU.
 
-    The user's objects, random states and flags are the same afterwards as before.
+    The user's objects, random states and flags are restored afterwards.
 
     Raises:
         InvalidRequest: the batch is larger than a tensor can be.
-        CannotTell: something in the user's step cannot be run without values; the message names
-            the line.
-        Exception: whatever else the user's own code raised.
+        CannotTell: the user's step cannot run without values; the message names the line.
+        Exception: raised by the user's own code.
     """
     tracer = CudaTracer(
         gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
     )
     plan, labels = resolved.plan, Labels(tracer)
-    with stage(gpu, tracer, without_twin(workload)), _explained(plan, tracer):
-        twin = twin_of(workload, tracer)
-        bench = TrainingBuilder(lambda: twin, MetaDevice(gpu, tracer), seed=0)
-        with bench.training(twin, resolved) as training, labels.watching(training):
+    with stage(gpu, tracer, _not_copied(workload)), _explained(plan, tracer):
+        copied = meta_copy(workload, tracer)
+        builder = TrainingBuilder(lambda: copied, MetaDevice(gpu, tracer), seed=0)
+        with builder.training(copied, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
-            _steps(training, twin, plan, tracer, labels)
+            _steps(training, copied, plan, tracer, labels)
             recording = tracer.recording
             kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))
     return DryRun(kept, labels)
@@ -91,7 +101,7 @@ def _steps(
     samples = plan.samples_per_step
     if workload.train_step is None:
         samples = sum(plan.micro_batch_sizes[:MICRO_BATCHES_OF_A_SEARCH])
-    batch = batch_of(workload, samples, tracer)
+    batch = meta_batch(workload, samples, tracer)
     for _ in range(STEPS):
         training.step(batch)
         labels.note_state(training)
@@ -102,15 +112,12 @@ def _steps(
 def stage(
     gpu: Gpu, tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Inside it, code runs on the meta device as if it ran on that GPU.
-
-    Live objects and the process are put back.
-    """
+    """Run code on the meta device as if on that GPU; restore live objects and process state."""
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)  # fake_cuda patches torch itself
         stack.enter_context(preserved(live))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the user hears them when the step really runs
+        warnings.simplefilter("ignore")  # the user gets them when the step runs for real
         stack.enter_context(fake_cuda(gpu, tracer.note))
         stack.enter_context(tracer)
         yield
@@ -118,7 +125,7 @@ def stage(
 
 @contextmanager
 def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
-    """What a rehearsal cannot do, as an error that names the user's line, whatever came of it."""
+    """Raise CannotTell for an unsupported operation, also if user code caught its error."""
     try:
         yield
     except Exception as error:
@@ -132,7 +139,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
                 f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
             ) from error
         if not isinstance(error, AutofitError):
-            error.add_note("raised while autofit rehearsed the training on the meta device")
+            error.add_note("raised in a dry run of the training on the meta device")
         raise
     if tracer.unsupported is not None:
         raise _cannot_tell(tracer.unsupported)
@@ -142,8 +149,8 @@ def _cannot_tell(unsupported: Unsupported) -> CannotTell:
     way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
     if _TWO_DEVICES.search(unsupported.reason):
         way_out = (
-            "A tensor made on the CPU meets one of the batch or the model, which fails on a GPU "
-            "too: make it where the batch lies, say with device=batch.device"
+            "A tensor made on the CPU is combined with one of the batch or the model, which fails "
+            "on a GPU too: make it on the device of the batch, say with device=batch.device"
         )
     reason = f"{unsupported.reason} ({unsupported.line})"
     return CannotTell(f"memory cannot be predicted: {reason}. {way_out}")
@@ -157,9 +164,9 @@ def meta_dimensions(
     Values that can only be found by running the model (levels of checkpointing, say) are missing.
 
     Args:
-        strategy: asked for its dimensions.
+        strategy: the strategy.
         settings: its settings in the plan.
-        workload: what is trained.
+        workload: model, sample batch, loss and optimizer.
         gpu: the GPU that the meta device stands for.
 
     Raises:
@@ -167,14 +174,16 @@ def meta_dimensions(
         CannotTell: the setting or the value can only be found by running the model.
     """
     tracer = CudaTracer(gpu)
-    builder = TrainingBuilder(lambda: twin_of(workload, tracer), MetaDevice(gpu, tracer), seed=0)
+    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), MetaDevice(gpu, tracer), seed=0)
     context = StrategyContext(builder, [])
     try:
-        with stage(gpu, tracer, without_twin(workload)):
+        with stage(gpu, tracer, _not_copied(workload)):
             dimensions = collect_dimensions([strategy], context)
     except Exception as error:
         why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
-        raise _takes_a_run(f"what a setting of {strategy.name!r} means: {why}") from error
+        raise _takes_a_run(
+            f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
+        ) from error
     try:
         Space(dimensions, workload.sample_batch_size).complete(settings)
     except InvalidRequest as error:
@@ -185,4 +194,118 @@ def meta_dimensions(
 
 
 def _takes_a_run(why: str) -> CannotTell:
-    return CannotTell(f"{why}. Give payloads= as a report has them, or probe")
+    return CannotTell(f"{why}. Pass payloads= from a report, or probe")
+
+
+# The meta copy of a workload: the same modules and optimizers, with tensors that have no values.
+
+
+def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
+    """Return the workload with a built model and all tensors on the meta device.
+
+    A live model is copied with its tensors replaced. A model function is called with the meta
+    device as the default device, and again on the CPU only if it needs values (`.item()`), so a
+    model of any size costs no memory. The tensors stand for host memory: they count once they are
+    moved to the device. Call it inside `fake_cuda` and the tracer.
+    """
+    with tracer.aside():
+        if not isinstance(workload.model, torch.nn.Module):
+            workload = replace(workload, model=_without_values(workload.build_model, tracer))
+        refuse_compiled(workload.build_model())
+        parts: dict[str, Any] = {
+            name: part for name in _COPIED if isinstance(part := getattr(workload, name), _STATEFUL)
+        }
+        try:
+            copies = copy.deepcopy(parts, _memo(parts))
+        except Exception as error:
+            raise CannotTell(
+                f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
+                f"{error}); pass a function that builds it, or probe"
+            ) from error
+        return replace(workload, **copies, sample_batch=_sample_batch(workload, tracer))
+
+
+def _not_copied(workload: Workload) -> dict[str, object]:
+    """Return the live objects that a dry run may change because it does not copy them."""
+    copied = [name for name in _COPIED if isinstance(getattr(workload, name), _STATEFUL)]
+    return live_objects(workload, but=copied)
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse compiled models: a trace of operators does not show fused ones and reused buffers.
+
+    Raises:
+        CannotTell: a part of the model is compiled.
+    """
+    for name, module in model.named_modules():
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        wrapped = type(module).__name__ == "OptimizedModule"
+        if scripted or wrapped or module._compiled_call_impl is not None:
+            compiler = "torch.jit" if scripted else "torch.compile"
+            raise CannotTell(
+                f"memory cannot be predicted: {name or 'the model'} is compiled by {compiler}, "
+                "which fuses operators and reuses buffers. Leave compilation out, or run it with "
+                'autofit.probe, or method="probe", on a machine with the GPU'
+            )
+
+
+def meta_batch(workload: Workload, samples: int, tracer: CudaTracer) -> Batch:
+    """Return a batch that does not count yet; a large one without values, if possible.
+
+    A user's function that makes batches may need values (lengths of packed sequences).
+    """
+    with tracer.aside():
+        if not workload.makes_batches:
+            return workload.batch(samples)
+        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(workload.batch(1)))
+        if sample_bytes * samples <= LARGE_BYTES:
+            return workload.batch(samples)
+        return _without_values(lambda: workload.batch(samples), tracer)
+
+
+def _without_values(make: Callable[[], _Made], tracer: CudaTracer) -> _Made:
+    state, unsupported = torch.get_rng_state(), tracer.unsupported
+    with suppress(Exception), torch.device("meta"):
+        made = make()
+        if tracer.unsupported is unsupported:
+            return made
+    # With values it may work; if not, the error is the user's.
+    tracer.unsupported = unsupported
+    torch.set_rng_state(state)
+    return make()
+
+
+def _memo(parts: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the memo of `deepcopy` that replaces each tensor."""
+    memo: dict[int, Any] = {}
+    for name, part in parts.items():
+        for _, node in walk(part, name):
+            if isinstance(node, torch.Tensor) and _needs_meta(node):
+                memo[id(node)] = _without_data(node)
+    return memo
+
+
+def _needs_meta(tensor: torch.Tensor) -> bool:
+    """Return False for the step counts of optimizers: they stay numbers on the host."""
+    return tensor.dim() > 0 or tensor.device.type != "cpu" or tensor.requires_grad
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    data = torch.empty_like(tensor.detach(), device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data.requires_grad_(tensor.requires_grad)
+
+
+def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
+    """Return the sample batch on meta; with its values if the user's `loss_weight` reads them."""
+    if workload.makes_batches or workload.loss_weight is not None:
+        return workload.sample_batch
+
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(tensor, device="meta")
+        if is_number(tensor):
+            tracer.known.learn(made, tensor)
+        return made
+
+    return map_tensors(on_meta, workload.sample_batch)

@@ -1,4 +1,4 @@
-"""Rehearsals: faithful to the training, harmless to the user's objects, honest where they fail."""
+"""Dry runs: faithful to the training, harmless to the user's objects, honest where they fail."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_a_number_that_was_changed_by_unknown_ones_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.ASGD])
-def test_an_optimizer_that_scales_by_a_value_can_be_rehearsed(optimizer: Any) -> None:
+def test_an_optimizer_that_scales_by_a_value_can_be_predicted(optimizer: Any) -> None:
     """What an update takes does not hang on it."""
     plain = dry_run(
         workload(lambda: Net(4096), optimizer=torch.optim.SGD),
@@ -367,7 +367,7 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
 
     with pytest.raises(KeyError, match="the user's") as caught:
         dry_run(workload(criterion=None, loss_fn=loss_fn), ResolvedPlan(Plan(16)), GPU)
-    assert any("rehearsed" in note for note in caught.value.__notes__)
+    assert any("dry run" in note for note in caught.value.__notes__)
 
 
 def test_a_tensor_that_was_made_on_the_cpu_is_told_from_what_needs_a_gpu() -> None:

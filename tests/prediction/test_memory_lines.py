@@ -43,7 +43,7 @@ def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
         assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
 
 
-def test_what_cannot_be_rehearsed_has_a_note_instead() -> None:
+def test_what_cannot_be_predicted_has_a_note_instead() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = model(batch).mean()
         return loss * loss.item()
@@ -95,7 +95,7 @@ def test_no_size_is_looked_at_that_the_space_does_not_have(
     assert fixed + looked[-1] * per_sample == pytest.approx(required, rel=0.001)
 
 
-def test_what_tells_most_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, then one value at a time: those without a hint, those in between last."""
     dimensions = {
         "placement.level": Dimension(range(5)),
