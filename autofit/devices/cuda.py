@@ -53,13 +53,13 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.exclusive_key: str | None = device_uuid(index)
         self._nvml = Nvml(self.exclusive_key)
-        before = self._nvml.read()
+        before = self._nvml.used_bytes() or 0
         torch.cuda.set_device(self.torch_device)
         self.check_health()
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         self._properties = torch.cuda.get_device_properties(index)
         outside = self._used_bytes() - self._reserved_bytes()
-        others = before.used_bytes if before and self._makes_context else 0
+        others = before if self._makes_context else 0
         self._own = ProcessMemory(context_bytes=outside - others, outside_bytes=outside)
         self._listed_as = self._find_itself()
         free, self.total_bytes = map(int, torch.cuda.mem_get_info(index))
@@ -193,9 +193,9 @@ class CudaDevice:
 
     def _used_bytes(self) -> int:
         """Return the bytes of all processes."""
-        reading = self._nvml.read()
-        if reading is not None:
-            return reading.used_bytes
+        used = self._nvml.used_bytes()
+        if used is not None:
+            return used
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(total - free)
 

@@ -8,19 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-
-@dataclass(frozen=True)
-class NvmlReading:
-    """A device's memory; `used_bytes` excludes what the driver reserves."""
-
-    total_bytes: int
-    free_bytes: int
-    used_bytes: int
 
 
 class Nvml:
@@ -34,12 +24,12 @@ class Nvml:
         """Whether NVML knows the device by that UUID."""
         return self._handle is not None
 
-    def read(self) -> NvmlReading | None:
-        """Return total, free and used bytes."""
+    def used_bytes(self) -> int | None:
+        """Return the bytes of all processes, without those that the driver reserves."""
         info = self._ask(
             lambda nvml: nvml.nvmlDeviceGetMemoryInfo(self._handle, version=nvml.nvmlMemory_v2)
         )
-        return info and NvmlReading(int(info.total), int(info.free), int(info.used))
+        return info and int(info.used)
 
     def bytes_by_process(self) -> dict[int, int] | None:
         """Return the bytes on the device by process id, for the processes that NVML lists.

@@ -30,25 +30,19 @@ from autofit.units import format_bytes
 class OutOfBudget(Exception):
     """The limit left no room for a request, even after the cache was flushed.
 
-    Attributes:
+    Args:
         requested_bytes: size of the request.
-        limit_bytes: the most that segments may hold.
-        allocated_bytes: bytes in live blocks.
-        reserved_bytes: bytes in segments after the flush.
+        allocator: what refused it.
     """
 
-    def __init__(
-        self, requested_bytes: int, limit_bytes: int, allocated_bytes: int, reserved_bytes: int
-    ) -> None:
-        super().__init__(
-            f"tried to allocate {format_bytes(requested_bytes)} where {format_bytes(limit_bytes)} "
-            f"are allowed, {format_bytes(allocated_bytes)} are allocated and "
-            f"{format_bytes(reserved_bytes - allocated_bytes)} are reserved but unallocated"
+    def __init__(self, requested_bytes: int, allocator: CachingAllocator) -> None:
+        limit_bytes, allocated_bytes = allocator.limit_bytes or 0, allocator.allocated_bytes
+        super().__init__(  # in the words of CUDA's allocator
+            f"Tried to allocate {format_bytes(requested_bytes)}. {format_bytes(limit_bytes)} are "
+            f"allowed. Of the allocated memory {format_bytes(allocated_bytes)} is allocated by "
+            f"PyTorch, and {format_bytes(allocator.reserved_bytes - allocated_bytes)} is reserved "
+            "by PyTorch but unallocated."
         )
-        self.requested_bytes = requested_bytes
-        self.limit_bytes = limit_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
 
 
 class CachingAllocator:
@@ -128,8 +122,7 @@ class CachingAllocator:
         grow = self._expandable.grow if self._expandable is not None else self._new_segment
         block = grow(pool, size)
         if block is None:
-            assert self.limit_bytes is not None
-            raise OutOfBudget(nbytes, self.limit_bytes, self.allocated_bytes, self.reserved_bytes)
+            raise OutOfBudget(nbytes, self)
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:

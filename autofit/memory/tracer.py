@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Event, Recording
-from autofit.units import format_bytes
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -104,7 +103,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         except OutOfBudget as refusal:
             # The traceback must not keep alive what did not fit.
             del given, result
-            raise _out_of_memory(refusal) from None
+            raise torch.OutOfMemoryError(f"CUDA out of memory (simulated). {refusal}") from None
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -284,15 +283,3 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 def _unwraps_itself(kind: type) -> bool:
     """Return whether a tensor class runs operators on inner tensors of its own."""
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass_type(kind)
-
-
-def _out_of_memory(refusal: OutOfBudget) -> torch.OutOfMemoryError:
-    """Return the error in the words of CUDA's allocator."""
-    held = refusal.reserved_bytes - refusal.allocated_bytes
-    return torch.OutOfMemoryError(
-        "CUDA out of memory (simulated). "
-        f"Tried to allocate {format_bytes(refusal.requested_bytes)}. "
-        f"{format_bytes(refusal.limit_bytes)} are allowed. Of the allocated memory "
-        f"{format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and "
-        f"{format_bytes(held)} is reserved by PyTorch but unallocated."
-    )

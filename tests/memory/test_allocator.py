@@ -95,11 +95,8 @@ def test_a_segment_with_a_live_block_survives_the_flush() -> None:
     allocator = CachingAllocator(limit_bytes=30 * MIB)
     first, _ = allocator.allocate(4 * MIB), allocator.allocate(4 * MIB)
     allocator.free(first)
-    with pytest.raises(OutOfBudget, match=r"16\.0 MiB.*30\.0 MiB") as caught:
+    with pytest.raises(OutOfBudget, match=r"16\.0 MiB.* 30\.0 MiB.* 4\.00 MiB.* 16\.0 MiB"):
         allocator.allocate(16 * MIB)
-    assert caught.value.requested_bytes == 16 * MIB
-    assert caught.value.allocated_bytes == 4 * MIB
-    assert caught.value.reserved_bytes == 20 * MIB
     assert allocator.retries == 1
     allocator.allocate(10 * MIB)
 

@@ -185,10 +185,9 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
 
 def _random() -> Iterator[Patch]:
     # No number is drawn on the device, so its random states are those of the host.
-    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+    for name in ("manual_seed", "seed", "set_rng_state"):
         yield torch.cuda, name, _answer(None)
-    for name in ("set_rng_state", "set_rng_state_all"):
-        yield torch.cuda, name, _answer(None)
+        yield torch.cuda, f"{name}_all", _answer(None)
     yield torch.cuda, "initial_seed", torch.initial_seed
     yield torch.cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()
     yield torch.cuda, "get_rng_state_all", lambda: [torch.get_rng_state()]

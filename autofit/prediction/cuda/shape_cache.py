@@ -8,6 +8,7 @@ from the arguments' shapes, strides and types, so it is kept for operators that 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,11 +30,10 @@ class ShapeCache:
 
     def __init__(self) -> None:
         self._looks: dict[Hashable, tuple[Any, list[_Look | None]]] = {}
-        self._makes_new: dict[Any, bool] = {}
 
     def result(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Return what `run(func, args, kwargs)` returns, or new tensors that look the same."""
-        if not self._new_tensors(func):
+        if not _makes_new_tensors(func):
             return run(func, args, kwargs)
         try:
             named = tuple((name, _key(value)) for name, value in kwargs.items())
@@ -52,15 +52,12 @@ class ShapeCache:
             self._looks[key] = type(result) if several else None, looks
         return result
 
-    def _new_tensors(self, func: Any) -> bool:
-        if func not in self._makes_new:
-            returned = func._schema.returns
-            self._makes_new[func] = (
-                bool(returned)
-                and not func._schema.is_mutable
-                and all(value.alias_info is None for value in returned)
-            )
-        return self._makes_new[func]
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    returned = func._schema.returns
+    aliases = [value.alias_info for value in returned if value.alias_info is not None]
+    return bool(returned) and not func._schema.is_mutable and not aliases
 
 
 def _key(value: Any) -> Hashable:
