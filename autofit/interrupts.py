@@ -1,4 +1,4 @@
-"""Ctrl-C neither tears apart what must be finished (restoring, killing a worker) nor gets lost."""
+"""Ctrl-C: deferred while something must be finished (restoring, killing a worker), never lost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import FrameType
 
 
 class Interrupts:
-    """Whether Ctrl-C came; an import or a finalizer may have swallowed its KeyboardInterrupt."""
+    """Whether Ctrl-C came: an import or a finalizer may swallow its KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._came = False
 
     def check(self) -> None:
-        """Raise the KeyboardInterrupt that is due."""
+        """Raise KeyboardInterrupt if Ctrl-C came."""
         if self._came:
             raise KeyboardInterrupt
 
@@ -27,7 +27,7 @@ class Interrupts:
 
 @contextmanager
 def interrupts_remembered() -> Iterator[Interrupts]:
-    """Have every Ctrl-C leave a trace that `check` finds; a handler of the user's is left alone."""
+    """Note every Ctrl-C for `check`; a signal handler of the user's stays in force instead."""
     interrupts = Interrupts()
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -42,10 +42,10 @@ def interrupts_remembered() -> Iterator[Interrupts]:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Have a Ctrl-C wait until the body is done, then answer it with the handler in force then.
+    """Defer a Ctrl-C until the body is done, then call the handler that is in force by then.
 
-    The body must be bounded in time. Only the main thread is interrupted by Ctrl-C; elsewhere
-    this does nothing.
+    The body must be bounded in time. Only the main thread receives Ctrl-C; elsewhere this does
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What a probe brings back, as plain data: how it ended, how long steps took, what it held.
+"""The result of a probe as plain data: its outcome, step times and memory.
 
 Raw step times are kept; every statistic is derived from them.
 """
@@ -27,17 +27,17 @@ class Outcome(StrEnum):
     RETRIES = "retries"
     """It ran, but the allocator flushed its cache during timed steps."""
     SIZE_LIMIT = "size_limit"
-    """A kernel refuses this size; says nothing about memory."""
+    """A kernel does not support this size; says nothing about memory."""
     HOST_OOM = "host_oom"
     """The host's memory ran out, not the device's."""
     TIMEOUT = "timeout"
-    """It went on for much longer than was expected, and was ended."""
+    """It ran for much longer than expected, and was ended."""
     CRASHED = "crashed"
-    """The worker died, and not for want of host memory."""
+    """The worker died, and not because host memory ran out."""
     POISONED = "poisoned"
-    """The device context is beyond use; the worker was replaced."""
+    """The device context can no longer be used; the worker was replaced."""
     LEAK = "leak"
-    """Every step leaves more bytes allocated than the one before."""
+    """Every step left more bytes allocated than the one before."""
     NONFINITE = "nonfinite"
     """The loss became infinite or not a number."""
     UNSUPPORTED = "unsupported"
@@ -47,21 +47,21 @@ class Outcome(StrEnum):
 
     @property
     def about_memory(self) -> bool:
-        """Whether it says that the plan does not fit (and so moves the memory line)."""
+        """Whether the plan does not fit, and so moves the memory line."""
         return self in (Outcome.OOM, Outcome.OVER_BUDGET, Outcome.RETRIES)
 
 
 class Role(StrEnum):
-    """Why a trial was run."""
+    """The reason why a trial was run."""
 
     BASELINE = "baseline"
-    """The user's own plan, the first to run."""
+    """The first probe: plain settings, at the sample batch's own size."""
     SEARCH = "search"
     """It was expected to gain enough to be worth a probe."""
     CONFIRMED = "confirmed"
-    """A leading plan, or the baseline beside it, run again at the end."""
+    """A leading plan or the baseline, run again at the end."""
     VETOED = "vetoed"
-    """Asked for, and refused before it ran: it was no probe."""
+    """Proposed, and refused before it ran: it is not a probe."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class Measurement:
 
     Attributes:
         outcome: how it ended.
-        detail: what a person should know about it; None where there is nothing to say.
+        detail: further information for a person; None: there is none.
         step_times_s: seconds of each timed optimizer step.
         peak_allocated_bytes: most bytes in live tensors, over warm-up and timed steps.
         peak_reserved_bytes: most bytes held by the caching allocator, likewise.
-        non_torch_bytes: what the process held on the device outside the allocator.
-        allocator_retries: times the allocator flushed its cache in the timed steps.
-        micro_batches_run: micro-batches that each timed step really ran; fewer than the plan's
-            accumulation steps where a search probe shortened them (their time is then scaled).
+        non_torch_bytes: bytes that the process held on the device outside the allocator.
+        allocator_retries: how often the allocator flushed its cache in the timed steps.
+        micro_batches_run: micro-batches that each timed step actually ran; fewer than the plan's
+            accumulation steps if a search probe shortened them (step times are then scaled up).
         loss: mean loss of the last step.
-        contended: whether other processes' use of the device moved during the probe, or held of it
-            what the budget allows. A plan that ran out of memory then is only known to need what
-            it held.
-        seconds: what the probe cost, building and warming up included.
+        contended: whether other processes changed their use of the device during the probe, or
+            used memory that the budget allows. A plan that then ran out of memory is only known to
+            need the bytes that it held.
+        seconds: duration of the probe, building and warm-up included.
     """
 
     outcome: Outcome
@@ -108,7 +108,7 @@ class Measurement:
 
     @property
     def held_bytes(self) -> int | None:
-        """Peak reserved plus non-torch bytes: what is compared with the VRAM budget."""
+        """Peak reserved plus non-torch bytes, which the VRAM budget limits; None: unknown."""
         if self.peak_reserved_bytes is None:
             return None
         return self.peak_reserved_bytes + (self.non_torch_bytes or 0)
@@ -124,7 +124,7 @@ class Measurement:
         return median_interval(self.step_times_s) if self.step_times_s else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return asdict(self) | {
             "outcome": self.outcome.value,
             "step_times_s": list(self.step_times_s),
@@ -132,16 +132,16 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """The measurement that `to_dict` wrote; keys it does not know are ignored."""
+        """Return the measurement that `to_dict` wrote; unknown keys are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the median, free of any distribution.
+    """Return a distribution-free 95 % confidence interval of the median.
 
-    From order statistics: the ranks whose binomial coverage reaches 95 %; with fewer than six
-    values, the smallest and the largest (Conover, Practical Nonparametric Statistics, 3.2).
+    Its ends are order statistics: the ranks whose binomial coverage reaches 95 %; with fewer than
+    six values, the smallest and the largest (Conover, Practical Nonparametric Statistics, 3.2).
     """
     ordered = sorted(values)
     rank = _median_interval_rank(len(ordered))
@@ -149,7 +149,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _median_interval_rank(count: int) -> int:
-    """How many of `count` sorted values may be cut from either end with 95 % coverage kept."""
+    """Return how many of `count` sorted values can be cut from each end at 95 % coverage."""
     rank, tail = 0, 1 / 2**count
     while 2 * (tail + comb(count, rank + 1) / 2**count) <= 0.05:
         rank += 1
@@ -164,8 +164,8 @@ class Trial:
     Attributes:
         number: its place in the study, from 0, the baseline.
         role: why it was run.
-        plan: what was run.
-        measurement: what came back.
+        plan: the plan that was run.
+        measurement: the result.
         predicted_peak_bytes: held bytes that the planner expected before it ran; None: unknown.
     """
 
@@ -182,7 +182,7 @@ class Trial:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples trained per second at the median step time; None where nothing was timed."""
+        """Samples trained per second at the median step time; None: nothing was timed."""
         return self._rate(self.measurement.step_time_s)
 
     @property
@@ -198,7 +198,7 @@ class Trial:
         return self._rate(interval[0] if interval else None)
 
     def ties_with(self, other: Trial) -> bool:
-        """Whether the two are equally fast within measurement error: their intervals overlap."""
+        """Return whether the two are equally fast within error: their intervals overlap."""
         low, high = self.samples_per_second_low, self.samples_per_second_high
         others_low, others_high = other.samples_per_second_low, other.samples_per_second_high
         if low is None or high is None or others_low is None or others_high is None:
@@ -206,7 +206,7 @@ class Trial:
         return low <= others_high and others_low <= high
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: what was measured, and beside it the rates that follow from it."""
+        """Return the JSON form: the measurement, and the rates that follow from it."""
         return {
             "number": self.number,
             "role": self.role.value,
@@ -220,7 +220,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """The trial that `to_dict` wrote; keys it does not know are ignored."""
+        """Return the trial that `to_dict` wrote; unknown keys are ignored."""
         return cls(
             data["number"],
             Role(data["role"]),
@@ -233,20 +233,17 @@ class Trial:
         return self.plan.samples_per_step / step_time_s if step_time_s else None
 
 
-# Trials at a glance: which were run, how many ran out of memory, which was fastest.
-
-
 def probes_of(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that were run: all but the vetoed."""
+    """Return the trials that were run: all but the vetoed."""
     return [trial for trial in trials if trial.role is not Role.VETOED]
 
 
 def oom_probes_of(trials: Sequence[Trial]) -> int:
-    """How many probes ran out of memory."""
+    """Return how many probes ran out of memory."""
     return sum(trial.measurement.outcome is Outcome.OOM for trial in probes_of(trials))
 
 
 def fastest_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest probe so far that fits, as it was measured."""
+    """Return the fitting probe that measured fastest; None: nothing fits."""
     fits = [trial for trial in probes_of(trials) if trial.ok]
     return max(fits, key=lambda trial: trial.samples_per_second or 0.0, default=None)

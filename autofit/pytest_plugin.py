@@ -22,23 +22,23 @@ Checker = Callable[..., "Verdict"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--autofit-method`."""
+    """Add `--autofit-method`."""
     parser.getgroup("autofit").addoption(
         "--autofit-method",
         choices=("auto", "probe", "predict"),
         default="auto",
-        help="how autofit_check tells whether a training fits: by a probe on the GPU that is "
-        "here, by prediction, or by a probe where there is a GPU",
+        help="how autofit_check decides whether a training fits: by a probe on the local GPU, by "
+        "prediction, or by a probe where there is a GPU (auto)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker `autofit`, which every test that uses the fixture gets."""
+    """Register the marker `autofit`, added to every test that uses the fixture."""
     config.addinivalue_line("markers", "autofit: checks that a training fits a VRAM budget")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses the fixture, so that `-m autofit` selects it."""
+    """Mark the tests that use the fixture, so that `-m autofit` selects them."""
     for item in items:
         if "autofit_check" in getattr(item, "fixturenames", ()):
             item.add_marker("autofit")
@@ -46,10 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def autofit_check(request: pytest.FixtureRequest) -> Checker:
-    """A function that fails the test where a workload does not train within a VRAM budget.
+    """Return a function that fails the test if a workload does not fit a VRAM budget.
 
     It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`,
-    `global_batch` and `settings`, which mean what the command line's options mean; also `gpu`, and
+    `global_batch` and `settings`, as on the command line; also `gpu`, and
     `method` in place of `--autofit-method`. It returns the verdict of `autofit.check`.
     """
 

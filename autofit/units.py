@@ -1,4 +1,4 @@
-"""Bytes, seconds and rates as text: the only place where numbers become words and back.
+"""Bytes, seconds and rates as text and back: the only place that formats or parses them.
 
 GiB means 2**30 bytes throughout; decimal units (GB = 10**9) are read, never written.
 """
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
     """Read a size such as "24GiB", "512 MiB", "80GB" or "1000000" as bytes.
 
     Raises:
-        InvalidRequest: the text is no size, or not above zero.
+        InvalidRequest: the text is not a size, or not above zero.
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match["prefix"] and not match["form"]):
@@ -39,23 +39,27 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def check_size(size: int, said: object) -> int:
-    """The size, unless it is too small to have been meant.
+def check_size(size: int, written: object) -> int:
+    """Return the size in bytes if it is plausible as device memory.
+
+    Args:
+        size: in bytes.
+        written: the size as the user wrote it, for the message.
 
     Raises:
-        InvalidRequest: it is below 1 MiB; `said` is how it was written.
+        InvalidRequest: it is below 1 MiB, or larger than any device.
     """
     if size >= _MOST_BYTES:
-        raise InvalidRequest(f"no device has as much memory as {str(said)[:40]} bytes")
+        raise InvalidRequest(f"no device has as much memory as {str(written)[:40]} bytes")
     if size >= MIB:
         return size
-    is_bare = re.fullmatch(r"[1-9]\d{0,2}", str(said).strip())
-    meant = f"did you mean '{said}GiB'?" if is_bare else "write 1MiB or more, such as '24GiB'"
-    raise InvalidRequest(f"{said!r} is {size} bytes: {meant}")
+    is_bare = re.fullmatch(r"[1-9]\d{0,2}", str(written).strip())
+    meant = f"did you mean '{written}GiB'?" if is_bare else "write 1MiB or more, such as '24GiB'"
+    raise InvalidRequest(f"{written!r} is {size} bytes: {meant}")
 
 
 def format_bytes(size: float | None) -> str:
-    """1610612736 -> "1.50 GiB"; None, an unknown, -> "?"."""
+    """Format a size in bytes: 1610612736 -> "1.50 GiB"; None (unknown) -> "?"."""
     if size is None:
         return "?"
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
@@ -65,7 +69,7 @@ def format_bytes(size: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """0.0123 -> "12.3 ms"; 95 -> "1 min 35 s"; None -> "?"."""
+    """Format a duration: 0.0123 -> "12.3 ms"; 95 -> "1 min 35 s"; None -> "?"."""
     if seconds is None:
         return "?"
     if seconds >= 60:
@@ -80,20 +84,20 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Whole seconds as a clock shows them: 97.3 -> "1:37"; 3725 -> "1:02:05"."""
+    """Format like a clock, rounded down: 97.3 -> "1:37"; 3725 -> "1:02:05"."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def format_rate(samples_per_second: float | None) -> str:
-    """1234.5 -> "1234 samples/s"; 0.52 -> "0.52 samples/s"; None -> "?"."""
+    """Format a rate: 1234.5 -> "1234 samples/s"; 0.52 -> "0.52 samples/s"; None -> "?"."""
     if samples_per_second is None:
         return "?"
     return f"{samples_per_second:.{_decimals(samples_per_second)}f} samples/s"
 
 
 def _decimals(value: float) -> int:
-    """Digits after the point so that about three significant ones are shown."""
+    """Return the number of decimals that shows about three significant digits."""
     magnitude = abs(value)
     return 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2

@@ -1,11 +1,11 @@
-"""How good the planner is: simulated devices, and Optuna's own samplers beside it.
+"""The quality of the planner on simulated devices, compared with Optuna's own samplers.
 
-Prints Markdown. Every search goes through the same engine and the same prober seam as a search on a
-real device. The planner ends by itself; the other samplers have 30 probes. "Fraction" is the true
-speed, without noise, of the plan that would be returned, over that of the best plan of the whole
-space that fits. "After n probes" is what would be returned if the search were cut there; a search
-that ended before has its final answer. "OOM" counts probes that ran out of memory, and "probes" all
-probes, baseline and confirmations included.
+Prints Markdown. Every search uses the same engine and prober interface as a search on a real
+device. The planner ends by itself; the other samplers have 30 probes. "Fraction" is the true speed,
+without noise, of the returned plan, divided by that of the best plan of the whole space that fits.
+"After n probes" is the fraction if the search were cut there; a search that ended earlier has its
+final answer. "OOM" counts probes that ran out of memory, and "probes" all probes, baseline and
+confirmations included.
 
     python -m benchmarks.planner_quality                      all samplers on 200 devices (hours)
     python -m benchmarks.planner_quality --others 0 --gp 0    the planner alone (minutes)
@@ -56,7 +56,7 @@ _OTHERS: _Samplers = {
 
 @dataclass(frozen=True)
 class Job:
-    """One search to make: a device, and who searches it; no sampler: the planner."""
+    """One search: the seed of its device, and its sampler; None: the planner."""
 
     seed: int
     sampler: str | None
@@ -70,9 +70,9 @@ class Score:
 
     Attributes:
         after: fraction of the optimum after each of `CUTS` probes.
-        end: fraction of the optimum of the plan that was returned.
+        end: fraction of the optimum reached by the returned plan.
         oom_probes: probes that ran out of memory.
-        baseline_oom: whether the baseline, which no planner chooses, was one of them.
+        baseline_oom: whether the baseline, which the planner does not choose, was one of them.
         probes: all probes.
     """
 
@@ -84,7 +84,7 @@ class Score:
 
 
 def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
-    """Search the device once; None: with the planner."""
+    """Search the device once; sampler None: with the planner."""
     spec, optimum = device.spec(), device.optimum()
     seen: list[Trial] = []
     try:
@@ -113,7 +113,7 @@ def _ooms(probes: list[Trial]) -> int:
 
 
 def score(job: Job) -> Score:
-    """The search that the job describes; in whatever process."""
+    """Run the search that the job describes, in any process."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     sampler = None if job.sampler is None else _OTHERS[job.sampler](job.seed)
@@ -121,7 +121,7 @@ def score(job: Job) -> Score:
 
 
 def measure(pool: Executor, count: int, sampler: str | None, *, hints: bool, veto: bool) -> str:
-    """A row of the table: one sampler on that many devices."""
+    """Return a row of the table: one sampler on that many devices."""
     began = time.perf_counter()
     seeds = range(FIRST_SEED, FIRST_SEED + count)
     scores = list(pool.map(score, [Job(seed, sampler, hints, veto) for seed in seeds]))
@@ -143,7 +143,7 @@ def _spread(fractions: list[float]) -> str:
 
 
 def table(pool: Executor, count: int, others: dict[str, int], *, hints: bool) -> list[str]:
-    """The table of one kind of device, as Markdown lines."""
+    """Return the table of one kind of device, as Markdown lines."""
     cuts = " | ".join(f"after {cut}" for cut in CUTS)
     lines = [
         f"## {'With hints within 10 % of the truth' if hints else 'Without hints'}",
@@ -161,7 +161,7 @@ def table(pool: Executor, count: int, others: dict[str, int], *, hints: bool) ->
 
 
 def main() -> None:
-    """Measure, print, and write where asked."""
+    """Measure, print, and write to `--out` if given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -35,8 +35,8 @@ GPU = "H200"
 PROMISES = {
     "allocated_median": 0.005,
     "allocated_90th": 0.03,
-    "required_median": 0.03,
-    "required_90th": 0.08,
+    "required_median": 0.01,
+    "required_90th": 0.04,
     "wrongly_fits": 0,
     "wasted_mean": 0.08,
 }

@@ -2,7 +2,7 @@
 
 A device is two formulas. Speed and bytes per sample of a variant are products of one factor per
 setting, with 5 % log-normal interaction per variant; a fixed overhead is added to each step, and
-fixed bytes to each peak. One draw decides everything, so a seed is a device.
+fixed bytes to each peak. The seed determines everything about a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMORY_NOISE, _BUSY_NOISE, _LAUNCH_BOUND_NOISE = 0.02, 0.003, 0.15
 
 @dataclass(frozen=True)
 class Factors:
-    """What a value does to seconds per sample and to bytes per sample, as factors."""
+    """The effect of a value on seconds per sample and on bytes per sample."""
 
     seconds: float
     bytes: float
@@ -37,7 +37,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Line:
-    """A variant's truth: fixed and per sample."""
+    """The true coefficients of a variant."""
 
     fixed_bytes: float
     sample_bytes: float
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Device:
-    """One simulated device and the space that is searched on it."""
+    """A simulated device, and the space that is searched on it."""
 
     seed: int
     space: Space
@@ -58,12 +58,12 @@ class Device:
     limit: int
 
     def memory(self, plan: Plan) -> float:
-        """Bytes a plan holds, without noise."""
+        """Return the bytes that a plan holds, without noise."""
         line = self.lines[plan.variant]
         return (line.fixed_bytes + line.sample_bytes * plan.micro_batch) * self.bumps(plan)
 
     def step_time(self, plan: Plan) -> float:
-        """Seconds of a plan's optimizer step, without noise."""
+        """Return the seconds of a plan's optimizer step, without noise."""
         line = self.lines[plan.variant]
         micro_batches = (
             line.fixed_seconds + line.sample_seconds * b for b in plan.micro_batch_sizes
@@ -71,31 +71,31 @@ class Device:
         return sum(micro_batches)
 
     def time_noise(self, plan: Plan) -> float:
-        """Launch-bound where the fixed overhead is most of the step."""
+        """Return the noise of a probe: larger if most of the step is fixed overhead."""
         line = self.lines[plan.variant]
         busy = line.sample_seconds * plan.micro_batch >= line.fixed_seconds
         return _BUSY_NOISE if busy else _LAUNCH_BOUND_NOISE
 
     def size_limit(self, plan: Plan) -> int | None:
-        """The largest micro-batch of one variant's kernels."""
+        """Return the largest micro-batch of one variant's kernels."""
         return self.limit if plan.variant == self.limited else None
 
     def speed(self, plan: Plan) -> float:
-        """Samples per second, without noise."""
+        """Return samples per second, without noise."""
         return plan.samples_per_step / self.step_time(plan)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a plan may be returned, without noise."""
+        """Return whether a plan fits, without noise."""
         limit = self.size_limit(plan)
         within = limit is None or plan.micro_batch <= limit
         return within and self.memory(plan) <= self.budget_bytes
 
     def optimum(self) -> float:
-        """Samples per second of the best plan of the whole space that fits."""
+        """Return samples per second of the best plan of the whole space that fits."""
         return max(self._best_of(settings) for settings in self.space.variants())
 
     def _best_of(self, settings: Settings) -> float:
-        """A variant's best; speed only grows with the micro-batch, so the largest that fits."""
+        """Return a variant's best speed: that of the largest micro-batch that fits."""
         line = self.lines[variant_key(settings)]
         reach = (self.budget_bytes - line.fixed_bytes) / line.sample_bytes
         for size in range(min(int(reach), LARGEST_MICRO_BATCH), 0, -1):
@@ -105,7 +105,7 @@ class Device:
         return 0.0
 
     def prober(self) -> SimulatedProber:
-        """A fresh prober of this device."""
+        """Return a new prober of this device."""
         return SimulatedProber(
             self.budget_bytes,
             self.memory,
@@ -117,12 +117,12 @@ class Device:
         )
 
     def spec(self) -> SearchSpec:
-        """What a search on this device begins with."""
+        """Return the specification of a search on this device."""
         return SearchSpec(self.space, self.budget_bytes, seed=self.seed)
 
 
 def draw_device(seed: int, *, hints: bool) -> Device:
-    """The device of that seed; hints, where wanted, are within 10 % of its factors."""
+    """Return the device of a seed; its hints, if any, are within 10 % of the true factors."""
     draw = random.Random(f"device/{seed}")
     factors = _draw_factors(draw)
     hint_draw = random.Random(f"hints/{seed}")
@@ -139,7 +139,7 @@ def draw_device(seed: int, *, hints: bool) -> Device:
     plain = lines[variant_key(space.plain_settings)]
     size = draw.choice((1, 2, 4, 8))
     while size > 1 and plain.fixed_bytes + plain.sample_bytes * size > budget:
-        size //= 2  # a user's own sample batch runs, where anything plain does
+        size //= 2  # a user's sample batch usually runs, if any plain plan does
     space = replace(space, sample_batch_size=size)
     limited, limit = None, LARGEST_MICRO_BATCH
     if draw.random() < 0.1:
@@ -150,7 +150,7 @@ def draw_device(seed: int, *, hints: bool) -> Device:
 
 
 def _draw_factors(draw: random.Random) -> dict[str, dict[Scalar, Factors]]:
-    """Setting -> value -> factors; the first value of each has none."""
+    """Return setting -> value -> factors; those of the first value are 1."""
     plain = Factors(1.0, 1.0)
     precisions: dict[Scalar, Factors] = {_PRECISIONS[0]: plain}
     for name in _PRECISIONS[1 : draw.randint(2, 4)]:
@@ -191,7 +191,7 @@ def _draw_lines(
 
 
 def _draw_budget(draw: random.Random, lines: list[Line]) -> int:
-    """From what the leanest barely needs to more than the fastest can use."""
+    """Return a budget between the least that any variant needs and more than the fastest uses."""
     least = 1.2 * min(line.fixed_bytes + line.sample_bytes for line in lines)
     fastest = min(lines, key=lambda line: line.sample_seconds)
     saturated = max(1.0, 19 * fastest.fixed_seconds / fastest.sample_seconds)  # 95 % of its limit
@@ -200,7 +200,7 @@ def _draw_budget(draw: random.Random, lines: list[Line]) -> int:
 
 
 def _bumps(seed: int) -> Callable[[Plan], float]:
-    """10 % more memory at one micro-batch in five, differently for each variant."""
+    """Return a factor on bytes: 1.1 at a random fifth of the micro-batches of each variant."""
 
     def bump(plan: Plan) -> float:
         chance = random.Random(f"bump/{seed}/{plan.variant}/{plan.micro_batch}").random()
@@ -217,7 +217,7 @@ def _hint(factors: Factors, draw: random.Random) -> Hint:
 
 
 def _saturating(position: float, bend: float) -> float:
-    """From 0 at 0 to 1 at 1, the first steps worth the most."""
+    """Return a concave curve from 0 at 0 to 1 at 1."""
     return (1 - math.exp(-bend * position)) / (1 - math.exp(-bend))
 
 

@@ -1,4 +1,4 @@
-"""`autofit predict` and `autofit check`: what a training needs, and whether that fits."""
+"""The commands `predict` and `check`: required bytes, and whether they fit a budget."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def predict(
     strategies: StrategyNames = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a plan would need on a GPU, without one."""
+    """Predict the memory that a plan needs on a GPU, without one."""
     options = PlanOptions(
         micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
@@ -112,11 +112,11 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a plan trains within a VRAM budget: 0 yes, 1 no, 5 could not be told."""
+    """Check whether a plan trains within a VRAM budget (exit code 0: yes, 1: no, 5: no answer)."""
     from autofit.checks.regression import compare_with, read_fraction
 
     if report_file is not None and plan_file is not None:
-        raise InvalidRequest("--report says all that --plan does, and more: leave --plan out")
+        raise InvalidRequest("--report includes the plan of --plan: leave --plan out")
     options = PlanOptions(
         micro_batch,
         accumulation_steps,
@@ -137,8 +137,8 @@ def check(
             device=device,
             strategies=strategies,
         )
-    told = verdict.required_bytes is not None  # else the verdict says why there is no figure
-    regression = compare_with(verdict, against, allowed) if against and told else None
+    has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
+    regression = compare_with(verdict, against, allowed) if against and has_figure else None
     if as_json:
         compared = {"regression": regression.to_dict() if regression else None}
         print_result(json.dumps(verdict.to_dict() | compared, indent=1))
@@ -178,12 +178,12 @@ def _as_tuned(
     method: str,
     device: str | None,
 ) -> dict[str, Any]:
-    """Budget and GPU of a report where no others are asked for, and what was learned of that GPU.
+    """Return the report's budget, GPU and calibration where no others were given.
 
-    What was tuned on the CPU is probed there again: no context of a GPU counts in its budget.
+    A plan tuned on the CPU is probed on the CPU: its budget does not include a GPU context.
 
     Raises:
-        InvalidRequest: a budget of the CPU is to be held against a prediction for a GPU.
+        InvalidRequest: a budget of the CPU would be compared with a prediction for a GPU.
     """
     from autofit.checks.check import will_probe
 
@@ -197,7 +197,7 @@ def _as_tuned(
             f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
             "takes: give --vram-budget, or neither --gpu, --method predict nor --device"
         )
-    # To name the report's GPU is to ask for a prediction: not where a probe can tell.
+    # Naming the report's GPU requests a prediction, so do not where a probe is possible.
     return {
         "vram_budget": tuned.record.vram_budget_bytes if vram_budget is None else vram_budget,
         "gpu": gpu if gpu or probes or on_cpu else _gpu_of(tuned),
@@ -207,12 +207,12 @@ def _as_tuned(
 
 
 def _gpu_of(tuned: Report) -> str | int:
-    """The GPU that a report was made on, as a prediction names it."""
+    """Return the name of the report's GPU, or its size where the name is unknown."""
     from autofit.prediction.gpus import find_gpu
 
     try:
         return find_gpu(tuned.record.environment.get("gpu")).name
-    except InvalidRequest:  # one that the table does not know: its size says enough
+    except InvalidRequest:  # not in the table: its size is enough for a prediction
         return int(tuned.record.environment["total_bytes"])
 
 
@@ -239,14 +239,14 @@ def _write_forms(
 
 @contextmanager
 def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
-    """What ends a check early is in its JUnit file too: a job that waits for one finds it."""
+    """Write an error that ends the check to its JUnit file too, where a CI job looks for it."""
     try:
         yield
     except Exception as error:
         from autofit.checks.ci_formats import junit_xml_of_error
 
         if junit_path is not None:
-            with suppress(OSError):  # the error itself says more
+            with suppress(OSError):  # the error itself matters more
                 junit_path.write_text(junit_xml_of_error(target, error))
         raise
 

@@ -1,4 +1,4 @@
-"""What the commands print on standard output, and the exit code that a probe's outcome means."""
+"""The commands as processes: standard output, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from autofit.report.report import Report
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
-"""Endings that another device or worker would not change."""
+"""Outcomes that another device or worker would not change."""
 
 
 def show_report(report: Report, as_json: bool) -> None:
-    """The report file's content, or text as wide as the terminal."""
+    """Print the report as JSON, or as text as wide as the terminal."""
     if as_json:
         print_result(json.dumps(report.to_dict(), indent=1))
     elif sys.stdout.isatty():
@@ -35,7 +35,7 @@ def show_report(report: Report, as_json: bool) -> None:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """Of a probe that ended like this."""
+    """Return the exit code for a probe with this outcome."""
     if outcome is Outcome.OK:
         return 0
     if outcome.about_memory:
@@ -44,7 +44,7 @@ def exit_code(outcome: Outcome) -> int:
 
 
 def trial_line(trial: Trial) -> str:
-    """What a plan needs and how fast it is, or how it ended, on one line."""
+    """Format a trial on one line: memory and speed, or its outcome."""
     measured = trial.measurement
     if not trial.ok:
         return f"{trial.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
@@ -59,7 +59,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def trial_to_dict(trial: Trial) -> dict[str, Any]:
-    """A probe's result as JSON has it."""
+    """Return the JSON form of a probe's result."""
     return {
         "plan": trial.plan.to_dict(),
         "samples_per_second": trial.samples_per_second,
@@ -68,22 +68,20 @@ def trial_to_dict(trial: Trial) -> dict[str, Any]:
 
 
 def print_result(text: str) -> None:
-    """On standard output, which nothing else is written to."""
+    """Print to standard output, which carries results only."""
     typer.echo(text.rstrip("\n"))
 
 
-# A command as a process: what is on its standard output, how it is interrupted, its exit code.
-
 _INTERRUPTED = 130
-"""What a shell calls an end by Ctrl-C; typer turns a KeyboardInterrupt into it."""
+"""The exit code of a process ended by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
 
 @contextmanager
 def ended_like_interrupted() -> Iterator[None]:
-    """A scheduler's SIGTERM is a Ctrl-C: what was measured by then is shown."""
+    """Treat SIGTERM as Ctrl-C, so that a scheduler's stop still yields a report."""
 
     def interrupt(*_: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends in "&"
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
@@ -96,14 +94,14 @@ def ended_like_interrupted() -> Iterator[None]:
 
 @contextmanager
 def stdout_for_results_only() -> Iterator[None]:
-    """What the user's own code prints goes to standard error, so that results can be piped."""
+    """Send what the user's own code prints to standard error, so that results can be piped."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Errors as messages and exit codes; a traceback only for the user's own code and for bugs."""
+    """Turn errors into messages and exit codes; show tracebacks of user code and bugs only."""
     try:
         yield
     except AutofitError as error:
@@ -119,7 +117,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _show_traceback(error: Exception) -> None:
-    """Where the user's code raised it; the way from a probe to here would only bury that."""
+    """Show the traceback of the user's code without the frames between the probe and here."""
     from autofit.probing.messages import WorkerTraceback
 
     if is_users(error) and isinstance(error.__cause__, WorkerTraceback):

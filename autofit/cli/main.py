@@ -1,7 +1,7 @@
 """The command line. Progress goes to standard error, the result to standard output.
 
 Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
-4 the device or the worker failed; 5 could not be told.
+4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def search(
     device: DeviceName = None,
     strategies: StrategyNames = None,
     numerics: Annotated[
-        str, typer.Option(help="exact, rounding or reduced_precision: how far plans may go")
+        str,
+        typer.Option(help="exact, rounding or reduced_precision: how far plans may go"),
     ] = "reduced_precision",
     allow_resplit: Annotated[
         bool, typer.Option(help="change the accumulation even where that changes the gradients")
@@ -102,7 +103,9 @@ def search(
     with stdout_for_results_only():
         from autofit.cli.target import load_target
 
-        workload = load_target(target)  # a mistyped one is told before the rest is imported
+        workload = load_target(
+            target
+        )  # first, so that a mistyped one is refused before the slow imports
         from autofit.searching.search import search as run
 
         if global_batch is not None:
@@ -130,7 +133,7 @@ def search(
     try:
         for path in out or ():
             report.save(path)
-    finally:  # a disk that has filled up meanwhile must not cost the answer
+    finally:  # a full disk must not cost the answer
         show_report(report, as_json)
 
 
@@ -149,7 +152,7 @@ def probe(
     isolation: Isolation = "process",
     as_json: AsJson = False,
 ) -> None:
-    """Run one plan, and say what it needs and how fast it is."""
+    """Run one plan and print its memory and speed."""
     options = PlanOptions(
         micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
     )
@@ -187,7 +190,7 @@ def report(
 def soak(
     path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
     target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="default: what the report was made of")
+        str | None, typer.Argument(metavar="[TARGET]", help="default: the target of the report")
     ] = None,
     steps: Annotated[int, typer.Option(min=8, help="optimizer steps to train")] = 200,
     device: DeviceName = None,
@@ -200,7 +203,7 @@ def soak(
     report = load(path)
     searched = target or report.record.workload.get("target")
     if searched is None:
-        raise InvalidRequest(f"{path} does not say what it was made of: give TARGET")
+        raise InvalidRequest(f"{path} does not name its target: give TARGET")
     with stdout_for_results_only():
         from autofit.cli.target import load_target
 
@@ -219,7 +222,7 @@ def strategies() -> None:
     for name in installed_names():
         try:
             (strategy,) = load_strategies([name])
-        except InvalidRequest as error:  # the others can be listed all the same
+        except InvalidRequest as error:  # list the others all the same
             broken = error
             continue
         summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]
@@ -230,7 +233,7 @@ def strategies() -> None:
 
 @app.command()
 def doctor(device: DeviceName = None) -> None:
-    """Say what autofit finds here: versions, device, memory, strategies."""
+    """Show versions, device, memory and strategies as autofit sees them."""
     import importlib.metadata
 
     from autofit.devices.open import open_device

@@ -1,4 +1,4 @@
-"""The options of the command line, and how their text is read."""
+"""The options shared by commands, and the parsing of their text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a person sees while a search runs, on a stream of their own.
+"""The display of a running search, on a stream of its own.
 
-In a terminal: one short line for each finished probe, and below them a live one with the probe
-under way, the best so far, OOMs so far and the time left, which never wraps. Elsewhere: one plain
-line for each event, complete in itself, for a log.
+In a terminal: one short line for each finished probe, and below them a live one with the current
+probe, the best so far, OOMs so far and the time left; it never wraps. Elsewhere (a log): one plain
+line for each event, complete in itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FRAMES_PER_SECOND = 8
 
 
 class ProgressLine:
-    """Shows a search's events on a stream; a context manager, and the `progress` of a search.
+    """Show a search's events on a stream; a context manager, and the `progress` of a search.
 
     Args:
         stream: where to write; None: standard error.
@@ -42,7 +42,7 @@ class ProgressLine:
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._live: Live | None = None
-        self._words = _Words()
+        self._words = _Wording()
 
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
@@ -77,7 +77,7 @@ class ProgressLine:
 
 
 class _LiveLine:
-    """What is being done, and where the search stands, with a clock that rich redraws."""
+    """The current activity and the progress, with a clock that rich redraws."""
 
     def __init__(self, doing: str, progress: Progress | None = None) -> None:
         self._doing, self._progress = doing, progress
@@ -96,32 +96,32 @@ class _LiveLine:
         return [_best(self._progress), f"{self._progress.oom_probes} OOM", ", ".join(clock)]
 
 
-class _Words:
-    """Events as text; plans without the settings that are as in the baseline."""
+class _Wording:
+    """Events as text; plans without the settings that equal the baseline's."""
 
     def __init__(self) -> None:
         self._plain: Settings = {}
 
     def learn(self, event: Event) -> None:
-        """A search that is resumed never shows its baseline: its plans are shown in full."""
+        """Remember the baseline's settings; a resumed search has none, and shows plans in full."""
         if isinstance(event, ProbeStarted) and event.role is Role.BASELINE:
             self._plain = event.plan.settings
 
     def doing(self, event: Event) -> str:
-        """What goes on after the event."""
+        """Describe the activity that follows the event."""
         if isinstance(event, ProbeStarted):
             number = event.progress.probes + 1
             return f"probe {number} ({event.role.value}) {self._plan(event.plan)}"
         return "confirming the leading plans" if isinstance(event, Confirming) else "choosing"
 
     def finished(self, event: Event) -> str | None:
-        """What came out, for those who see the rest in the live line."""
+        """Describe the result of the event; the live line shows the rest."""
         if isinstance(event, ProbeFinished):
             return f"probe {event.progress.probes} ({event.trial.role.value}) {self._trial(event)}"
         return self.plain(event)
 
     def plain(self, event: Event) -> str | None:
-        """The event as a line complete in itself; None where it says nothing new."""
+        """Return the event as a complete line; None where it adds nothing."""
         progress = event.progress
         if isinstance(event, ProbeFinished):
             standing = [_best(progress), f"{progress.oom_probes} OOM", *_left(progress)]
@@ -151,7 +151,7 @@ class _Words:
 
 
 def _why(trial: Trial) -> str:
-    """The first line of what went wrong, where the outcome alone leaves one wondering."""
+    """Return the first line of the detail, where the outcome alone is not clear."""
     measured = trial.measurement
     if measured.ok or measured.outcome.about_memory or not measured.detail:
         return ""
@@ -165,7 +165,7 @@ def _best(progress: Progress) -> str:
 
 
 def _left(progress: Progress, waited: float = 0.0) -> list[str]:
-    """Upper bounds on what is still to come, as far as the search was given any."""
+    """Return the limits on the remaining time and probes, if any."""
     left = []
     if progress.seconds_left is not None:
         left.append(format_clock(max(progress.seconds_left - waited, 0.0)))

@@ -26,23 +26,23 @@ _ASKED = (
 
 @users_code()
 def load_target(target: str) -> Workload:
-    """The workload that a target names.
+    """Return the workload that a target names.
 
     A file is imported as a script beside it would import it: its folder comes first on the path.
 
     Raises:
-        InvalidRequest: there is no such file, module or name, or it is no workload.
+        InvalidRequest: the file, module or name does not exist, or it is not a workload.
         Exception: whatever the user's module raises when it is imported or called; it is marked as
             the user's.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InvalidRequest(
-            f"{target!r} is no target: write path/to/file.py:name or package.module:name"
+            f"{target!r} is not a target; write path/to/file.py:name or package.module:name"
         )
     module = _import(place)
     from autofit.training.workload import (
-        Workload,  # it loads torch, and a mistyped target needs none
+        Workload,  # imported late: it loads torch, which a mistyped target does not need
     )
 
     try:
@@ -64,8 +64,8 @@ def _call(function: Callable[..., Any], target: str) -> Any:
     wanted = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _ASKED]
     if wanted:
         raise InvalidRequest(
-            f"{target} needs arguments ({', '.join(wanted)}): name a function that makes a "
-            "Workload of none"
+            f"{target} needs arguments ({', '.join(wanted)}): name a function without any that "
+            "returns a Workload"
         )
     return function()
 
@@ -73,7 +73,7 @@ def _call(function: Callable[..., Any], target: str) -> Any:
 def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     try:
         return inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C say nothing
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return ()
 
 
@@ -84,11 +84,11 @@ def _import(place: str) -> ModuleType:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is not None and place.startswith(error.name):
-                raise InvalidRequest(f"there is no module {place!r} on the path") from None
+                raise InvalidRequest(f"module {place!r} is not on the path") from None
             raise
     path = Path(place).resolve()
     if not path.is_file():
-        raise InvalidRequest(f"there is no file {place}")
+        raise InvalidRequest(f"file {place} does not exist")
     sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
@@ -99,7 +99,7 @@ def _import(place: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """A file whose name with a dot in it would mean a package."""
+    """Import a file whose name contains a dot, which would otherwise mean a package."""
     name = path.stem.replace(".", "_")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # the suffix is .py

@@ -1,17 +1,17 @@
-"""Memory lines of variants before anything is run: where a search's ladder may start.
+"""Predicted memory lines of variants, from which a search chooses its first micro-batches.
 
-The plain variant is rehearsed at three micro-batches, the last one where the budget seems to end,
-and the line goes through what the larger two require: near the budget it must be right. Then every
-other value of a setting is rehearsed at these two, beside plain values, as far as time allows; the
-lines of their combinations are composed of these (`autofit.planning.curves`). A line is a hint: a
-search corrects it by what it measures, so a wrong one costs probes, never the answer.
+The plain variant is predicted at three micro-batches, the last where the budget seems to end; its
+line goes through the larger two, since it must be right near the budget. Every other value of a
+setting is then predicted at these two with all else plain, as far as time allows; the lines of
+combinations are composed of these (`autofit.planning.curves`). A line is a hint that measurements
+correct: a wrong one costs probes and changes no result.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from autofit.devices.base import Environment
@@ -24,26 +24,14 @@ from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
-MOST_SECONDS = 30.0
+MemoryLines = Mapping[VariantKey, tuple[float, float]]
+"""By variant: fixed bytes, and bytes for each sample of the micro-batch."""
 _Required = Callable[[Settings, int], int]
-"""Required bytes of a variant at a micro-batch."""
-
-
-@dataclass(frozen=True)
-class PredictedLines:
-    """What was found out.
-
-    Attributes:
-        lines: variant -> (bytes whatever the micro-batch, bytes for each sample of it).
-        notes: why others have none.
-    """
-
-    lines: Mapping[VariantKey, tuple[float, float]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+"""(settings of a variant, micro-batch) -> required bytes."""
 
 
 class _OutOfTime(Exception):
-    """Another rehearsal as long as the longest so far would take too long."""
+    """There is no time for another dry run as long as the longest so far."""
 
 
 def memory_lines(
@@ -53,14 +41,14 @@ def memory_lines(
     vram_budget_bytes: int,
     *,
     strategies: Sequence[Strategy] = (),
-    timeout_s: float = MOST_SECONDS,
-) -> PredictedLines:
-    """Memory lines of the plain variant and of each setting's values, as far as time allows.
+    timeout_s: float = 30.0,
+) -> tuple[MemoryLines, tuple[str, ...]]:
+    """Return memory lines of the plain variant and of each setting's values, and notes.
 
-    What cannot be rehearsed has no line and a note; nothing is raised for it, since a search goes
-    on without lines. Values that are costly to try are left out.
+    Nothing is raised: a variant that cannot be predicted has no line, and a note says why. Values
+    that are costly to try are left out, and so are the last ones if `timeout_s` is too short.
     """
-    required = _within(timeout_s, _rehearsals(workload, space, gpu, strategies))
+    required = _within(timeout_s, _dry_runs(workload, space, gpu, strategies))
     lines: dict[VariantKey, tuple[float, float]] = {}
     notes: dict[str, None] = {}
     sizes: Sequence[int] = ()
@@ -69,17 +57,17 @@ def memory_lines(
             sizes = sizes or _sizes(required, space, vram_budget_bytes)
             lines[variant_key(settings)] = _line(required, settings, sizes)
         except _OutOfTime:
-            notes[_TOO_LONG] = None
+            notes["memory of further settings was not predicted: it would take too long"] = None
             break
         except Exception as error:  # also the user's own: the baseline's probe will report it
-            notes[_note(error)] = None
-            if not lines:  # what the plain variant cannot do, no other can
+            notes[f"memory was not predicted before the first probe: {error}"] = None
+            if not lines:  # if the plain variant cannot be predicted, no other can
                 break
-    return PredictedLines(lines, tuple(notes))
+    return lines, tuple(notes)
 
 
 def gpu_of(environment: Environment) -> Gpu | None:
-    """The GPU that a search runs on; None where it is none."""
+    """Return the GPU of an environment; None if it has none."""
     if environment.gpu is None or environment.capability is None:
         return None
     major, _, minor = environment.capability.partition(".")
@@ -91,10 +79,10 @@ def gpu_of(environment: Environment) -> Gpu | None:
 
 
 def _most_useful_first(space: Space) -> Iterator[Settings]:
-    """The plain variant, and those with one other value; what has no hint before what has one.
+    """Yield the plain settings, then those with one other value; values without a hint first.
 
-    The settings take turns. Of each the last value comes first, then those that halve the gaps:
-    where values have an order, those tell most of the others.
+    The settings take turns. Each begins with its last value and then halves the gaps: where values
+    have an order, these predict the others best.
     """
     plain = space.plain_settings
     yield plain
@@ -110,7 +98,7 @@ def _most_useful_first(space: Space) -> Iterator[Settings]:
 
 
 def _halving(values: Sequence[Scalar]) -> list[Scalar]:
-    """All but the first: the last, then those whose place is a multiple of most powers of two."""
+    """Return all values but the first: the last one, then those that halve the largest gaps."""
     last = len(values) - 1
     places = sorted(range(1, len(values)), key=lambda place: (place != last, -(place & -place)))
     return [values[place] for place in places]
@@ -122,9 +110,9 @@ def _is_hinted(dimensions: Mapping[str, Dimension], name: str, value: Scalar) ->
 
 
 def _sizes(required: _Required, space: Space, budget: int) -> tuple[int, ...]:
-    """Two micro-batches to draw a line through, the larger one where the plain variant may end.
+    """Return two micro-batches to predict at, the larger one near the budget of the plain variant.
 
-    One where the space has no other.
+    Only one if the space has no other.
     """
     plain, largest = space.plain_settings, space.largest_micro_batch
     if largest == 1 or space.only_micro_batch is not None:
@@ -140,7 +128,7 @@ def _sizes(required: _Required, space: Space, budget: int) -> tuple[int, ...]:
 
 
 def _line(required: _Required, settings: Settings, sizes: Sequence[int]) -> tuple[float, float]:
-    """Through what the sizes require; where there is one, half of it is said to be its samples'."""
+    """Return the line through the required bytes; with one size, half of them are per sample."""
     needs = [required(settings, size) for size in sizes]
     if len(sizes) == 1:
         return needs[0] / 2, needs[0] / 2 / sizes[0]
@@ -148,7 +136,7 @@ def _line(required: _Required, settings: Settings, sizes: Sequence[int]) -> tupl
     return max(needs[1] - slope * sizes[1], 1.0), slope
 
 
-def _rehearsals(
+def _dry_runs(
     workload: Workload, space: Space, gpu: Gpu, strategies: Sequence[Strategy]
 ) -> _Required:
     steps = 1 if space.global_batch is None else min(space.baseline.accumulation_steps, 2)
@@ -161,7 +149,7 @@ def _rehearsals(
 
 
 def _within(timeout_s: float, required: _Required) -> _Required:
-    """The same, each asked for once, as long as there is time for one more."""
+    """Return the function with a cache, raising `_OutOfTime` if a call would take too long."""
     began = time.monotonic()
     longest = 0.0
     known: dict[tuple[VariantKey, int], int] = {}
@@ -178,10 +166,3 @@ def _within(timeout_s: float, required: _Required) -> _Required:
         return known[asked]
 
     return timed
-
-
-_TOO_LONG = "memory of further settings was not predicted: it would have taken too long"
-
-
-def _note(error: Exception) -> str:
-    return f"memory was not predicted before the first probe: {error}"

@@ -1,9 +1,9 @@
-"""The catalogue of faults: what an exception must look like to be one, and what it then means.
+"""The catalogue of faults: how each is recognized in an exception, and its outcome.
 
-Rows are tried from the top; within a row types come before codes and codes before text. What no
-row knows is an error of the user's code. Text is matched only where a message begins (or behind
-"SomethingError: " and the like, as TorchScript, compilers and loaders quote it), so a sentence that
-merely mentions a fault is none.
+Types come before codes and codes before text; within each, rows are tried from the top. An
+exception that matches no row is an error of the user's code. Text is matched only where a message
+begins (or after "SomethingError: " and the like, as TorchScript, compilers and loaders quote it),
+so a sentence that merely mentions a fault does not match.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Row:
     """One kind of fault.
 
     Attributes:
-        name: what docs and details call it.
-        outcome: what it means where nothing contradicts.
+        name: its name in docs and details.
+        outcome: its outcome where no reading of the device contradicts.
         types: qualified names of exception classes, subclasses included.
         codes: values of `error_code` (cudaError_t) of a `torch.AcceleratorError`.
-        text: what the message begins with.
-        otherwise: what it means where memory was not short when it happened; None: the same.
+        text: beginning of the message.
+        otherwise: the outcome if memory was not short when it happened; None: the same.
         kills_context: the process must be replaced, whatever a health check says.
     """
 
@@ -127,8 +127,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "library failure",
         Outcome.OOM,
-        # What cuBLAS and cuDNN say where they find no memory for handles, kernels or scratch, and
-        # of their own bugs.
+        # cuBLAS and cuDNN report so both a lack of memory for handles, kernels or scratch, and
+        # bugs of their own.
         text=_text(
             r"(?:\w+ error: )?(?:CU|HIP)BLAS_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)\b",
             r"(?:\w+ error: )?CUDNN_STATUS_(?:EXECUTION_FAILED|NOT_INITIALIZED)\b",
@@ -223,7 +223,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 USER_ROW = Row("the user's own code", Outcome.USER_ERROR)
-"""What an exception is that no row knows."""
+"""The row of an exception that matches no other."""
 
 GRAVITY: tuple[Outcome, ...] = (
     Outcome.POISONED,
@@ -232,14 +232,12 @@ GRAVITY: tuple[Outcome, ...] = (
     Outcome.SIZE_LIMIT,
     Outcome.USER_ERROR,
 )
-"""Which link of a chain decides: a dead context before all, and a fault before what it led to."""
+"""Which exception of a chain decides: a dead context first, and a fault before its consequences."""
 
 
 def row_of(type_names: tuple[str, ...], error_code: int | None, text: str | None) -> Row:
-    """The row of one exception: its classes, its code, and its text where that may be believed."""
-    for row in _candidates(type_names, error_code, text):
-        return row
-    return USER_ROW
+    """Return the row of one exception: by its classes, its code, and its text where given."""
+    return next(_candidates(type_names, error_code, text), USER_ROW)
 
 
 def _candidates(types: tuple[str, ...], code: int | None, text: str | None) -> Iterator[Row]:

@@ -1,13 +1,10 @@
-"""What an exception out of a training means: out of memory, a limit, a dead device, or a bug.
+"""Classification of the exceptions of a training: out of memory, a limit, a dead device, or a bug.
 
-`classify` reads exception types and error codes first and text second, along the whole chain of
-causes and contexts and through exception groups. Text counts only where torch or a compiler
-speaks: in a plain RuntimeError or in one of their own classes. Everything it does not know is the
-user's own error, so a bug is never taken for a lack of memory.
-
-`fault_of` keeps what a person needs of an exception as plain data, so that the exception itself,
-and the tensors that its frames hold, can be let go (`autofit.errors.release_exception`). No torch
-is imported here.
+Exception types and error codes come first and text second, along the whole chain of causes and
+contexts and through exception groups. Text counts only in plain RuntimeErrors and in the classes of
+torch and Triton. Everything unknown is the user's own error, so a bug is never taken for a lack of
+memory. A `Fault` is plain data, so that the exception, and the tensors that its frames hold, can be
+released. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from autofit.units import format_bytes, parse_bytes
 MESSAGE_BYTES = 4096
 
 _REQUESTED = re.compile(r"Tried to allocate ([\d.]*[1-9][\d.]* (?:[KMG]i)?B)")
-_SPEAKERS = frozenset({"torch", "triton"})
+_WITH_KNOWN_TEXT = frozenset({"torch", "triton"})
 
 
 @dataclass(frozen=True)
@@ -52,27 +49,22 @@ class Fault:
 
     @property
     def detail(self) -> str:
-        """One line for a report: the kind, then what the exception said first."""
-        said = f"{self.type_names[0]}: {_first_line(self.message)}".rstrip(": ")
-        return f"{self.kind} ({said})"
+        """One line for a report: the kind, then the type and first line of the exception."""
+        line = f"{self.type_names[0]}: {_first_line(self.message)}".rstrip(": ")
+        return f"{self.kind} ({line})"
 
     @property
     def requested_bytes(self) -> int | None:
-        """What the allocation that failed had asked for, where the message says so."""
-        said = _REQUESTED.search(self.message)
-        return parse_bytes(said[1]) if said else None
-
-
-def classify(exception: BaseException) -> Outcome:
-    """What `exception` means for the probe that raised it."""
-    return fault_of(exception).outcome
+        """Size of the allocation that failed; None where the message does not contain it."""
+        found = _REQUESTED.search(self.message)
+        return parse_bytes(found[1]) if found else None
 
 
 def fault_of(exception: BaseException) -> Fault:
-    """`exception` as plain data; the gravest exception of its chain decides."""
+    """Return an exception as plain data; the gravest exception of its chain decides."""
     links = list(chain_of(exception))
     rows = [_row_of(link) for link in links]
-    if _asks_to_stop(exception):
+    if _is_exit(exception):
         rows = [USER_ROW] * len(links)
     decisive = min(range(len(links)), key=lambda place: GRAVITY.index(rows[place].outcome))
     link, row = links[decisive], rows[decisive]
@@ -88,14 +80,14 @@ def fault_of(exception: BaseException) -> Fault:
 
 
 def settle(fault: Fault, *, healthy: bool, memory_was_short: bool | None = None) -> Fault:
-    """`fault` in the light of what was seen after it.
+    """Return the fault as corrected by readings of the device after it.
 
     Args:
-        fault: as `fault_of` read it.
+        fault: from `fault_of`.
         healthy: whether the device passed a computation and a synchronization afterwards.
-        memory_was_short: whether the device was nearly full, or the allocator had counted an
-            out-of-memory event, when it happened; None: unknown. Some messages (cuBLAS, cuDNN,
-            graph capture) mean a lack of memory only then.
+        memory_was_short: whether the device was nearly full, or the allocator had flushed its
+            cache, when it happened; None: unknown. Some messages (cuBLAS, cuDNN, graph capture)
+            mean a lack of memory only then.
     """
     if not healthy:
         return replace(fault, outcome=Outcome.POISONED, otherwise=None, kills_context=True)
@@ -107,18 +99,18 @@ def settle(fault: Fault, *, healthy: bool, memory_was_short: bool | None = None)
 def _row_of(link: BaseException) -> Row:
     if isinstance(link, OSError) and link.errno == errno.ENOMEM:
         return row_of(("MemoryError",), None, None)
-    text = text_of(link) if _speaks_for_torch(link) else None
+    text = text_of(link) if _has_known_text(link) else None
     return row_of(_type_names(link), _error_code(link), text)
 
 
-def _asks_to_stop(exception: BaseException) -> bool:
-    """Ctrl-C or sys.exit is no fault of the plan, even where it struck amid one."""
+def _is_exit(exception: BaseException) -> bool:
+    """Return whether it is Ctrl-C or sys.exit, which even amid a fault is not the plan's."""
     return not isinstance(exception, (Exception, BaseExceptionGroup))
 
 
-def _speaks_for_torch(link: BaseException) -> bool:
+def _has_known_text(link: BaseException) -> bool:
     cls = type(link)
-    return cls is RuntimeError or str(cls.__module__).partition(".")[0] in _SPEAKERS
+    return cls is RuntimeError or str(cls.__module__).partition(".")[0] in _WITH_KNOWN_TEXT
 
 
 def _type_names(link: BaseException) -> tuple[str, ...]:
@@ -130,7 +122,7 @@ def _type_names(link: BaseException) -> tuple[str, ...]:
 
 
 def _error_code(link: BaseException) -> int | None:
-    """The error code of torch's own exceptions; a user's class may mean anything by that name."""
+    """Return the error code of torch's own exceptions: a user's class may reuse the name."""
     if "torch.AcceleratorError" not in _type_names(link):
         return None
     code = getattr(link, "error_code", None)
@@ -138,7 +130,7 @@ def _error_code(link: BaseException) -> int | None:
 
 
 def text_of(exception: BaseException) -> str:
-    """What an exception says, whatever its class does when asked."""
+    """Return the text of an exception, whatever its `__str__` does."""
     try:
         return str(exception)
     except Exception:  # the user's __str__ may do anything
@@ -154,14 +146,14 @@ def _cut(text: str) -> str:
     return text.encode(errors="replace")[:MESSAGE_BYTES].decode(errors="ignore")
 
 
-# What the device's memory says about an answer: whether it may be believed as it stands.
+# Whether the readings of the device's memory bear an outcome out.
 #
-# An out-of-memory error that live tensors and the request do not add up to may be the allocator's
-# bad luck (a block whose release on another stream is pending, a cache in pieces), so it is tried
-# once more; where other processes hold what the budget allows, the plan's size is not to blame. A
-# run that held more than the device had spilled to host memory and is no fit. One that went over
-# the budget by the libraries it loaded is run again, with the allocator's cap beside them. Messages
-# of libraries mean a lack of memory only where memory was short.
+# An out-of-memory error that live tensors and the request do not add up to may be bad luck of the
+# allocator (a block whose release on another stream is pending, a fragmented cache), so the probe
+# is repeated once; where other processes hold memory that the budget allows, the plan's size is not
+# to blame. A run that held more than the device had left has spilled to host memory and does not
+# fit. One that went over the budget by the libraries it loaded is repeated, with the allocator's
+# cap lowered by their size. Errors of libraries mean a lack of memory only where memory was short.
 
 SHORT = 0.9
 """From this share of what the process can have, memory counts as short."""
@@ -173,7 +165,7 @@ CONTENDED_SHARE = 0.01
 def memory_was_short(
     before: MemoryReading, after: MemoryReading, *, vram_budget_bytes: int, available_bytes: int
 ) -> bool:
-    """Whether a probe came near the end of memory.
+    """Return whether a probe came near the end of memory.
 
     Args:
         before: at its start.
@@ -187,7 +179,7 @@ def memory_was_short(
 
 
 def is_explained(fault: Fault, after: MemoryReading, *, vram_budget_bytes: int) -> bool:
-    """Whether an out-of-memory error had to come: live bytes and the request exceed the budget."""
+    """Return whether live bytes and the failed request together exceed the budget."""
     if fault.requested_bytes is None:
         return False
     needed = after.peak_allocated_bytes + fault.requested_bytes + after.non_torch_bytes
@@ -195,7 +187,7 @@ def is_explained(fault: Fault, after: MemoryReading, *, vram_budget_bytes: int) 
 
 
 def spilled(measurement: Measurement, *, available_bytes: int) -> Measurement:
-    """The measurement, over budget where the process held more than the device had for it."""
+    """Return the measurement; over budget if the process held more than the device had left."""
     held = measurement.held_bytes
     if not measurement.ok or held is None or held <= available_bytes:
         return measurement
@@ -203,17 +195,17 @@ def spilled(measurement: Measurement, *, available_bytes: int) -> Measurement:
         measurement,
         outcome=Outcome.OVER_BUDGET,
         detail=f"held {format_bytes(held)} where the device had {format_bytes(available_bytes)} "
-        "left beside other processes: the rest lay in host memory",
+        "left after other processes: the rest lay in host memory",
     )
 
 
 def only_libraries_went_over(
     measurement: Measurement, before: MemoryReading, vram_budget_bytes: int
 ) -> bool:
-    """Whether a probe stayed within the cap that was set, and libraries were loaded beside it.
+    """Return whether a probe stayed within the allocator's cap, and loaded libraries besides.
 
-    The cap leaves room for the non-torch bytes of the moment it is set. Kernels and handles come
-    as they are first used, so the first probe of a process is held to too loose a cap.
+    The cap leaves room for the non-torch bytes at the moment it is set. Kernels and handles are
+    loaded when they are first used, so the cap of a process's first probe is too loose.
     """
     if measurement.outcome is not Outcome.OVER_BUDGET or measurement.peak_reserved_bytes is None:
         return False
@@ -221,7 +213,7 @@ def only_libraries_went_over(
 
 
 def has_moved(foreign_before: int | None, foreign_after: int | None, *, total_bytes: int) -> bool:
-    """Whether other processes' use changed during a probe; False also where either is unknown."""
+    """Return whether other processes' use changed during a probe; False if it is unknown."""
     if foreign_before is None or foreign_after is None:
         return False
     least = max(CONTENDED_BYTES, CONTENDED_SHARE * total_bytes)

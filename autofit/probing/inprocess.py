@@ -1,7 +1,7 @@
 """A channel to a session in the user's own process, for what cannot be pickled.
 
 Model and optimizer are trained in place and put back from a snapshot, before each request and at
-the end. A hang, a crash or a poisoned device context here ends the whole process's training; a
+the end. This process does not survive a hang, a crash or a poisoned device context; a search with a
 worker process (`autofit.probing.worker_channel`) survives all three.
 """
 
@@ -48,10 +48,11 @@ class InProcessChannel:
         self._workload = workload
         self._device_fault: str | None = None
         self._answered = 0
-        self._device = open_device(device)
+        opened = self._device = open_device(device)
         self._borrowed = ExitStack()  # each goes back, whatever becomes of the others
         self._borrowed.callback(self._leave_device)
         try:
+            self._facts = DeviceFacts(opened.total_bytes, opened.free_bytes, opened.exclusive_key)
             self._borrowed.enter_context(_plain_modes())
             self._snapshot = Snapshot.take(live_objects(workload))
             self._session = Session(self._restored, strategies, self._device, seed=seed)
@@ -64,9 +65,8 @@ class InProcessChannel:
             raise
 
     def open(self) -> DeviceFacts:
-        """Return the facts of the device, which is open."""
-        device = self._device
-        return DeviceFacts(device.total_bytes, device.free_bytes, device.exclusive_key)
+        """Return the facts of the device as it was when this channel opened it."""
+        return self._facts
 
     def call(self, request: Request, *, timeout_s: float) -> Reply:
         """Answer here, however long that takes, and put the user's objects back."""
@@ -121,17 +121,17 @@ class InProcessChannel:
 
 @contextmanager
 def _plain_modes() -> Iterator[None]:
-    """The modes of a worker's thread: a search may be called under `torch.no_grad` or autocast."""
+    """Enter the modes of a worker: a search may be called under `torch.no_grad` or autocast."""
     with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
         yield
 
 
 @contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Outside every autocast, also where the caller is in one.
+    """Leave every autocast that the caller is in, and enter it again at the end.
 
-    Entering `torch.autocast(enabled=False)` would not do: the cache of cast weights is dropped when
-    the outermost autocast is left, so a training inside another one would read weights of the past.
+    `torch.autocast(enabled=False)` is not enough: the cache of cast weights is dropped only with
+    the outermost autocast, so a training inside another one would read outdated weights.
     """
     depth = torch.autocast_increment_nesting() - 1
     enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -140,7 +140,8 @@ class Prober(AbstractContextManager["Prober"]):
         self.strategies = strategies
         self._channel, self._workload = channel, workload
         self._deadlines = deadlines or Deadlines()
-        self._lost = _LostWorkers()
+        self._workers_lost: Counter[Plan] = Counter()
+        self._set_aside: dict[VariantKey, Measurement] = {}
         self._lock: DeviceLock | None = None
         self._survey: Survey | None = None
         self._gone: str | None = None
@@ -186,9 +187,9 @@ class Prober(AbstractContextManager["Prober"]):
         whose end its size does not explain. A plan that has cost three workers does not get a
         fourth, and neither does its variant.
         """
-        aside = self._lost.set_aside_as(request.plan)
-        if aside is not None:
-            return ProbeResult(aside)
+        variant = request.plan.variant
+        if variant in self._set_aside:
+            return ProbeResult(self._set_aside[variant])
         budget = request.vram_budget_bytes or self.vram_budget_bytes
         request = replace(request, vram_budget_bytes=budget)
         timeout_s = self._deadlines.of(request)
@@ -211,7 +212,7 @@ class Prober(AbstractContextManager["Prober"]):
             reply = Reply(seen, spent=True)
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
         if reply.spent and self._channel.is_replaceable and seen.outcome in _COST_A_WORKER:
-            self._lost.note(request.plan, seen)
+            self._note_lost_worker(request.plan, seen)
         return ProbeResult(seen, reply.users_exception())
 
     def compare(
@@ -264,6 +265,15 @@ class Prober(AbstractContextManager["Prober"]):
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+    def _note_lost_worker(self, plan: Plan, measurement: Measurement) -> None:
+        self._workers_lost[plan] += 1
+        if self._workers_lost[plan] >= MOST_WORKERS_PER_PLAN:
+            reason = (
+                f"set aside: {MOST_WORKERS_PER_PLAN} workers were lost to {plan}, the last one: "
+                f"{measurement.detail}"
+            )
+            self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
 
     def _ask(self, request: Request, timeout_s: float) -> Reply:
         if self._gone is not None:
@@ -332,25 +342,3 @@ def _compare(
     session: Session, first: ResolvedPlan, second: ResolvedPlan, samples: int
 ) -> Comparison:
     return compare_plans(session.builder, first, second, samples)
-
-
-@dataclass
-class _LostWorkers:
-    """The workers that plans have cost; a variant with a plan that cost three is set aside."""
-
-    _lost: Counter[Plan] = field(default_factory=Counter)
-    _set_aside: dict[VariantKey, Measurement] = field(default_factory=dict)
-
-    def note(self, plan: Plan, measurement: Measurement) -> None:
-        """Note that a probe of `plan` ended like this and cost its worker."""
-        self._lost[plan] += 1
-        if self._lost[plan] >= MOST_WORKERS_PER_PLAN:
-            reason = (
-                f"set aside: {MOST_WORKERS_PER_PLAN} workers were lost to {plan}, the last one: "
-                f"{measurement.detail}"
-            )
-            self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
-
-    def set_aside_as(self, plan: Plan) -> Measurement | None:
-        """Return the measurement of a plan whose variant is set aside; None: run it."""
-        return self._set_aside.get(plan.variant)

@@ -1,7 +1,8 @@
-"""Ties a worker's life to its parent's; imports next to nothing, so that it holds from the start.
+"""The end of a worker: with its parent, and with every process that it started.
 
-The kernel kills the worker when the thread that started it dies (`prctl`, on Linux), and a pipe
-that only the parent can close ends it elsewhere.
+The kernel kills the worker when the thread that started it dies (`prctl`, on Linux); elsewhere the
+end of a pipe that the parent holds open does. Imports next to nothing, so that this is in force
+before torch is imported.
 """
 
 from __future__ import annotations
@@ -35,30 +36,29 @@ def _exit_at_end_of(lifeline_fd: int) -> None:
 
 
 def _offer_to_the_oom_killer() -> None:
-    """Where host memory ends, the worker goes before anything of the user's does."""
+    """Have the kernel kill the worker first when host memory runs out."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
     except OSError:
         return
 
 
-# Processes that a worker leaves behind in sessions of their own, where no signal to it reaches.
+# Processes that a worker started in sessions of their own, which signals to its group do not reach.
 #
-# A worker's environment bears a mark. What it starts inherits the mark, however far it goes away
-# from its parent, so on Linux the mark finds it; a process that was given another environment is
-# not found.
+# They inherit a mark in the worker's environment, by which they are found on Linux; a process that
+# was started with another environment is not.
 
 _NAME = "AUTOFIT_WORKER"
 _MOST_ROUNDS = 5  # a process that is being killed may just have started another
 
 
 def new_mark() -> dict[str, str]:
-    """An environment variable that no other worker has."""
+    """Return an environment variable that no other worker has."""
     return {_NAME: uuid.uuid4().hex}
 
 
 def kill_marked(mark: dict[str, str]) -> None:
-    """End every process that bears the mark."""
+    """End every process that has the mark in its environment."""
     entry = "=".join(*mark.items()).encode()
     for _ in range(_MOST_ROUNDS):
         if not sum(_killed(pid, entry) for pid in _processes()):
@@ -71,7 +71,7 @@ def _processes() -> Iterator[int]:
 
 
 def _killed(pid: int, entry: bytes) -> bool:
-    """Whether this process bore the mark and lived; the handle makes sure that it is still it."""
+    """Kill a process that has the mark; return whether it had. The handle guards against reuse."""
     with suppress(OSError), _handle(pid) as handle:
         if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             signal.pidfd_send_signal(handle, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""The workload as a file: written by the parent once, read afresh by the worker for each probe.
+"""The workload as a file: written once by the parent, read anew by the worker for each probe.
 
-Tensors are stored once and read through a memory map, so that a large model never lies in host
-memory a second time; classes and functions from `__main__`, notebooks and local scopes travel by
-value (cloudpickle), importable ones by name.
+Tensors are stored once and read through a memory map, so that a large model is never in host memory
+twice. Classes and functions from `__main__`, notebooks and local scopes travel by value, importable
+ones by name. cloudpickle writes, with the additions below; plain pickle reads.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from autofit.strategy import Strategy
 from autofit.training.batch import map_tensors
 from autofit.training.workload import Workload
 
-# How the user's objects are pickled: what a worker cannot import by name travels by value.
-#
-# cloudpickle does most of it; here is what it leaves out. What is written is read by plain pickle.
-
 _ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_names}
 _HOOKS = {
     "register_hook": "_backward_hooks",
@@ -43,7 +39,7 @@ _HOOKS = {
 
 @contextmanager
 def unreachable_by_value() -> Iterator[None]:
-    """Have what is defined in modules that a worker could not import travel by value."""
+    """Pickle by value whatever is defined in modules that a worker could not import."""
     already = set(cloudpickle.list_registry_pickle_by_value())
     added = [module for module in _unreachable_modules() if module.__name__ not in already]
     for module in added:
@@ -56,7 +52,7 @@ def unreachable_by_value() -> Iterator[None]:
 
 
 def _unreachable_modules() -> list[ModuleType]:
-    """Loaded modules that a worker could not import by name (loaded from a file, say)."""
+    """Return the loaded modules that a worker could not import by name (from a file, say)."""
     reachable: dict[str, bool] = {}
     unreachable = []
     for name, module in list(sys.modules.items()):
@@ -76,9 +72,9 @@ def _can_be_found(top: str) -> bool:
 def _rebuild_parametrized(
     base: type[torch.nn.Module], state: dict[str, Any], names: tuple[str, ...]
 ) -> torch.nn.Module:
-    """A module some of whose tensors are computed by parametrizations.
+    """Return a module some of whose tensors are computed by parametrizations.
 
-    torch refuses to pickle one because its class is made at run time: so the class is made again.
+    torch refuses to pickle one because its class is made at run time, so make the class again.
     """
     module = base.__new__(base)
     module.__setstate__(state)  # type: ignore[no-untyped-call]  # torch
@@ -89,7 +85,7 @@ def _rebuild_parametrized(
 
 
 def _hooks_of(parameter: torch.nn.Parameter) -> dict[str, list[Any]]:
-    """What was registered on a parameter itself; torch leaves it out when it pickles one."""
+    """Return the hooks of a parameter itself, which torch does not pickle."""
     hooks = {name: getattr(parameter, attribute, None) for name, attribute in _HOOKS.items()}
     return {name: list(given.values()) for name, given in hooks.items() if given}
 
@@ -101,7 +97,10 @@ def _register(parameter: torch.nn.Parameter, hooks: dict[str, list[Any]]) -> Non
 
 
 def _is_special_module(obj: Any) -> bool:
-    """Such as torch.backends.cudnn: a module of a class of its own; cloudpickle knows the plain."""
+    """Return whether it is a module of another class, which cloudpickle does not pickle by name.
+
+    `torch.backends.cudnn` is one.
+    """
     if not isinstance(obj, ModuleType) or type(obj) is ModuleType:
         return False
     return sys.modules.get(obj.__name__) is obj
@@ -115,7 +114,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return _rebuild_parametrized, (base, base.__getstate__(obj), names)
         if isinstance(obj, torch.nn.Parameter) and (hooks := _hooks_of(obj)):
             rebuild, arguments = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2]  # type: ignore[no-untyped-call]  # torch
-            # As a state, hooks are pickled once the parameter is known: they may well reach it
+            # As state, hooks are pickled after the parameter is memoized: they may refer to it
             return rebuild, arguments, hooks, None, None, _register
         if _is_special_module(obj):
             return importlib.import_module, (obj.__name__,)
@@ -123,7 +122,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _HostPickler(_Pickler):
-    """Tensors on a device arrive on the host: reading them makes no context there."""
+    """Sends tensors of a device as host tensors, so that reading them makes no context there."""
 
     def reducer_override(self, obj: Any) -> Any:
         holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage)
@@ -134,14 +133,14 @@ class _HostPickler(_Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """A small object (an exception, say) by value, its tensors on the host."""
+    """Pickle a small object (an exception, say), its tensors as host tensors."""
     buffer = io.BytesIO()
     _HostPickler(buffer).dump(value)
     return buffer.getvalue()
 
 
 PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
-"""What `torch.save` takes for a pickle module."""
+"""A pickle module for `torch.save`."""
 
 _WAYS_OUT = (
     "Either pass a function that builds the model instead of the model, or use "
@@ -151,12 +150,12 @@ _WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Payload:
-    """What a worker needs to build trainings.
+    """The contents of the workload's file.
 
     Attributes:
         workload: what is trained.
         strategies: those that may have settings in a plan.
-        computing: how torch computes in the parent (default dtype, TF32, deterministic algorithms).
+        computing: torch's global flags in the parent (default dtype, TF32, determinism).
     """
 
     workload: Workload
@@ -165,7 +164,7 @@ class Payload:
 
 
 def nameless_file() -> IO[bytes]:
-    """A file that vanishes with the processes that hold it open, also if they are killed.
+    """Open a file that vanishes with the processes that hold it open, also if they are killed.
 
     Raises:
         WorkerFailed: there is no folder for temporary files.
@@ -177,11 +176,11 @@ def nameless_file() -> IO[bytes]:
 
 
 def write_payload(payload: Payload, path: Path) -> None:
-    """Write the payload.
+    """Write a payload.
 
     Raises:
         InvalidRequest: something in it cannot be pickled; the message names the ways out.
-        WorkerFailed: there is no room for the file, or no right to write it.
+        WorkerFailed: the disk is full, or the file may not be written.
     """
     workload = payload.workload
     if not workload.makes_batches:
@@ -206,7 +205,7 @@ def write_payload(payload: Payload, path: Path) -> None:
 
 
 def _no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
-    """The error for a payload that the file system does not take."""
+    """Return the error for a payload that the file system does not take."""
     return WorkerFailed(
         f"the workload could not be written to {os.fspath(path)} for the worker process "
         f"({error}): it needs about the model's size on disk; set TMPDIR to a folder that has it"
@@ -214,10 +213,10 @@ def _no_room(path: str | os.PathLike[str], error: OSError) -> WorkerFailed:
 
 
 def read_payload(path: Path, device: torch.device | None = None) -> Payload:
-    """A fresh copy of what `write_payload` wrote.
+    """Read a fresh copy of what `write_payload` wrote.
 
-    What lay in host memory is mapped from the file until it is moved. What the user had on a GPU
-    (a teacher model that the loss reaches, say) comes to `device`; None: to host memory.
+    Host tensors are mapped from the file until they are moved. Tensors that the user had on a GPU
+    (a teacher model that the loss reaches, say) are placed on `device`; None: in host memory.
 
     Raises:
         InvalidRequest: something in it cannot be unpickled here; the message names the ways out.
@@ -243,7 +242,7 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, or a small view would ship the whole storage that it looks into."""
+    """Return a copy on the host: a small view would take its whole storage along."""
     return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
 
 

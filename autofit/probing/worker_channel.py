@@ -143,28 +143,28 @@ def _full(detail: str) -> DeviceFull:
 
 _BOOTSTRAP = """
 import json, sys
-told = json.loads(sys.argv[1])
-sys.path[:] = told["sys_path"]
-sys.argv[:] = [told["argv0"]]
+given = json.loads(sys.argv[1])
+sys.path[:] = given["sys_path"]
+sys.argv[:] = [given["argv0"]]
 from autofit.probing.process_lifetime import die_with_parent
-die_with_parent(*told["lifeline"])  # before torch is imported, which takes seconds
+die_with_parent(*given["lifeline"])  # before torch is imported, which takes seconds
 from autofit.probing.worker import main
-main(*told["pipes"])
+main(*given["pipes"])
 """
 
 
 def start_worker(
-    told: Mapping[str, Any], inherited: Sequence[int], environment: Mapping[str, str]
+    given: Mapping[str, Any], inherited: Sequence[int], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a worker in a session of its own; the one place where such a process is made.
 
     Args:
-        told: what `_BOOTSTRAP` reads: `sys_path`, `argv0`, `lifeline` and `pipes`.
+        given: read by `_BOOTSTRAP`: `sys_path`, `argv0`, `lifeline` and `pipes`.
         inherited: descriptors that the worker keeps.
         environment: of the worker.
     """
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(told)],  # -u: its last words count
+        [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(given)],  # -u: its last words count
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -196,7 +196,7 @@ class WorkerProcess:
         replies_read, replies_write = os.pipe()
         lifeline_read, self._lifeline = os.pipe()
         inherited = (requests_read, replies_write, lifeline_read)
-        told = {
+        given = {
             # For imports by name to mean the same in the worker
             "sys_path": list(sys.path),
             "argv0": sys.argv[0] if sys.argv else "",
@@ -206,7 +206,7 @@ class WorkerProcess:
         self._mark = new_mark()
         kept = inherited if payload is None else (*inherited, payload)
         try:
-            self._process = start_worker(told, kept, os.environ | self._mark)
+            self._process = start_worker(given, kept, os.environ | self._mark)
         except OSError as error:
             for descriptor in (requests_write, replies_read, self._lifeline):
                 os.close(descriptor)

@@ -29,10 +29,11 @@ from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
+from autofit.report.record import Skipped
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import Allowance
-from autofit.searching.result import INTERRUPTED, SearchResult, skips
-from autofit.searching.sampler import OnePlan, PlannerSampler
+from autofit.searching.result import INTERRUPTED, SearchResult
+from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
 
 MOST_VETOES = 50
@@ -148,7 +149,7 @@ class _Search:
             self._trials,
             best,
             self._baseline,
-            skips(self._posterior),
+            tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             stopped_because,
         )
 
@@ -165,19 +166,19 @@ class _Search:
             if reason is not None:
                 return reason
             if self._baseline is None:
-                self._baseline = self._probe(OnePlan(self._spec.space.baseline), Role.BASELINE)
+                self._baseline = self._probe(self._spec.space.baseline, Role.BASELINE)
                 continue
-            sampler = self._foreign_sampler
+            choice: Plan | BaseSampler | None = self._foreign_sampler
             # Hardly any sampler stops by itself: it gets the probes that were asked for, and where
             # no number was asked for, the planner decides when more of them would be wasted.
-            if sampler is None or self._allowance.max_probes is None:
+            if choice is None or self._allowance.max_probes is None:
                 if self._store.ended is not None:
                     return self._store.ended
                 decision = planner.decide(self._posterior)
                 if decision.plan is None:
                     return decision.stopped_because or "nothing is left to try"
-                sampler = sampler or OnePlan(decision.plan)
-            trial = self._probe(sampler, Role.SEARCH)
+                choice = choice or decision.plan
+            trial = self._probe(choice, Role.SEARCH)
             vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
             if self._store.study.stopped:
                 return "the sampler has offered all it can"
@@ -199,7 +200,7 @@ class _Search:
                 has_begun = True
                 self._tell(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
-            trial = self._probe(OnePlan(plan), Role.CONFIRMED)
+            trial = self._probe(plan, Role.CONFIRMED)
             if not trial.ok and may_return and self._allowance.spent(self._trials) is None:
                 return False
 
@@ -207,19 +208,19 @@ class _Search:
         allowance = self._allowance
         return allowance.probes_left(self._trials) == 0 or allowance.time_is_short(self._trials, 1)
 
-    def _probe(self, sampler: BaseSampler, role: Role) -> Trial:
-        """Ask for a plan, run it unless it is vetoed, and store it; return the stored trial.
+    def _probe(self, choice: Plan | BaseSampler, role: Role) -> Trial:
+        """Run a plan, or a sampler's unless it is vetoed, and store it; return the stored trial.
 
         Raises:
             Exception: the plain workload itself failed, as its user's code raised it.
         """
         self.interrupts.check()
         error = None
-        with self._store.asking(sampler) as asked:
+        with self._store.asking(choice) as asked:
             plan = trial_codec.plan_of(asked.params, self._spec.space)
             forecast = planner.forecast(self._posterior, plan)
             veto = None
-            if self._may_veto and sampler is self._foreign_sampler:
+            if self._may_veto and isinstance(choice, BaseSampler):
                 veto = planner.veto(self._posterior, plan)
             if veto is not None:
                 role, measurement = Role.VETOED, veto
@@ -238,7 +239,7 @@ class _Search:
         self._posterior = self._posterior.updated(self._trials)
         finished = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
         self._tell(finished(trial, self._progress()))
-        error = error or result.hopeless(trial)
+        error = error or result.workload_failure(trial)
         if error is not None:
             raise error
         return trial

@@ -1,4 +1,4 @@
-"""What a search tells whoever watches it, as it happens: enough for a progress line."""
+"""The events that a search reports as they happen: enough for a progress line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from autofit.plan import Plan
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the search stands.
+    """The state of the search.
 
     Attributes:
-        probes: probes finished so far, those of an earlier run of the same study included.
+        probes: probes finished so far, those of earlier runs of the study included.
         oom_probes: how many of them ran out of memory.
         best: the fastest trial so far that fits; None: none yet.
         elapsed_s: seconds since this run began.
-        seconds_left: at most, until the timeout; None: no timeout was given.
-        probes_left: at most, until `max_probes`; None: no such limit was given.
+        seconds_left: until the timeout; None: unlimited.
+        probes_left: until `max_probes`; None: unlimited.
     """
 
     probes: int
@@ -51,7 +51,7 @@ class ProbeFinished:
 
 @dataclass(frozen=True)
 class Vetoed:
-    """A proposal was refused before it ran; the trial's detail says why."""
+    """A proposal was refused before it ran; the detail of its trial is the reason."""
 
     trial: Trial
     progress: Progress
@@ -59,7 +59,7 @@ class Vetoed:
 
 @dataclass(frozen=True)
 class Confirming:
-    """The search itself is over; leading plans are measured again in a fresh worker.
+    """The search itself has ended; leading plans are measured again in a fresh worker.
 
     Attributes:
         stopped_because: why the search ended.
@@ -70,7 +70,7 @@ class Confirming:
 
 
 Event: TypeAlias = ProbeStarted | ProbeFinished | Vetoed | Confirming
-"""Anything a search may report."""
+"""Any event."""
 
 OnEvent: TypeAlias = Callable[[Event], None]
-"""Called in the thread of the search; what it raises ends the search."""
+"""Called in the thread of the search; an exception it raises ends the search."""

@@ -1,4 +1,4 @@
-"""How much a search may still do: probes and time, as far as either was bounded."""
+"""The limits of a search in probes and time, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autofit.plan import check_count
 
 @dataclass(frozen=True)
 class Allowance:
-    """The bounds of one run of a search, from the moment it was made.
+    """The limits of one run of a search; its time starts when this is made.
 
     Attributes:
-        max_probes: the most probes, those of earlier runs counted; None: any number.
-        timeout_s: seconds from now; None: no end.
+        max_probes: the most probes, those of earlier runs included; None: unlimited.
+        timeout_s: seconds; None: unlimited.
     """
 
     max_probes: int | None
@@ -35,17 +35,17 @@ class Allowance:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the timeout; None: there is none."""
+        """Seconds until the timeout; None: unlimited."""
         return None if self.timeout_s is None else max(0.0, self.timeout_s - self.elapsed_s)
 
     def probes_left(self, trials: Sequence[Trial], reserved: int = 0) -> int | None:
-        """Probes after those trials, some of them reserved; None: any number."""
+        """Return the probes left after those trials, less the reserved ones; None: unlimited."""
         if self.max_probes is None:
             return None
         return max(0, self.max_probes - reserved - len(probes_of(trials)))
 
     def time_is_short(self, trials: Sequence[Trial], probes: int) -> bool:
-        """Whether so many more probes, as long as those before, would end after the timeout."""
+        """Return whether so many more probes of the mean duration would end after the timeout."""
         left = self.seconds_left
         if left is None:
             return False
@@ -53,7 +53,7 @@ class Allowance:
         return left <= probes * sum(lengths) / max(1, len(lengths))
 
     def spent(self, trials: Sequence[Trial]) -> str | None:
-        """Why no further plan may be searched, a confirmation reserved; None where one may."""
+        """Return why no further plan may be tried, with one confirmation reserved; None: it may."""
         if not trials:
             return None
         if self.probes_left(trials, reserved=1) == 0:
@@ -61,9 +61,6 @@ class Allowance:
         if self.time_is_short(trials, probes=2):
             return f"timeout of {self.timeout_s:g} s reached"
         return None
-
-
-# A search's own arguments, its limits and where it is kept, refused before it starts.
 
 
 def check_search_arguments(
@@ -75,10 +72,10 @@ def check_search_arguments(
     sampler: Any,
     progress: Any,
 ) -> None:
-    """Refuse what is no count, no time, no place, no sampler or nothing to be called.
+    """Check the arguments of `autofit.search` that say how to search.
 
     Raises:
-        InvalidRequest: the message names the argument and its value.
+        InvalidRequest: one is invalid; the message names it and its value.
     """
     for name, count in (("max_micro_batch", max_micro_batch), ("max_probes", max_probes)):
         if count is not None:

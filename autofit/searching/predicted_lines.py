@@ -50,7 +50,7 @@ def predict_lines(session: Session, space: Space, budget: int) -> tuple[Lines, t
     gpu = gpu_of(session.builder.device.environment)
     if gpu is None:
         return {}, ()
-    predicted = memory_lines(
+    return memory_lines(
         session.builder.fresh_workload(),
         space,
         gpu,
@@ -58,7 +58,6 @@ def predict_lines(session: Session, space: Space, budget: int) -> tuple[Lines, t
         strategies=session.strategies,
         timeout_s=MOST_SECONDS,
     )
-    return predicted.lines, predicted.notes
 
 
 def learned(survey: Survey, baseline: Trial) -> Mapping[str, Any]:

@@ -65,6 +65,3 @@ def _decided(study: Study) -> Plan:
         return plan
     best = confirmation.best_of(posterior)
     return posterior.spec.space.baseline if best is None else best.plan
-
-
-OnePlan = PlannerSampler

@@ -1,4 +1,4 @@
-"""`autofit.search`: workload in, report out."""
+"""`autofit.search`: find the fastest plan and return a report."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def search(
 
 @contextmanager
 def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
-    """What to tell of events; what shows them is imported for those who want to see it."""
+    """Yield the function to call with events; the progress line is imported on demand."""
     if progress is not True:
         yield None if progress is False else progress
         return
@@ -164,16 +164,16 @@ def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
         yield line
 
 
-def _workload(model: Any, sample_batch: Any, **said: Any) -> Workload:
+def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:
     if not isinstance(model, Workload):
         if sample_batch is None:
             raise InvalidRequest("give a sample batch: autofit.search(model, sample_batch)")
-        return Workload(model, sample_batch, **said)
+        return Workload(model, sample_batch, **given)
     defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
-    beside = [name for name, value in said.items() if value is not defaults[name]]
-    if sample_batch is not None or beside:
-        names = ", ".join(["sample_batch"] * (sample_batch is not None) + beside)
-        raise InvalidRequest(f"a Workload says all of it: give {names} to the Workload instead")
+    extra = [name for name, value in given.items() if value is not defaults[name]]
+    if sample_batch is not None or extra:
+        names = ", ".join(["sample_batch"] * (sample_batch is not None) + extra)
+        raise InvalidRequest(f"a Workload holds all of it: give {names} to the Workload instead")
     return model
 
 
@@ -184,7 +184,7 @@ def _identity(
     vram_budget: str | float | None,
     max_micro_batch: int | None,
 ) -> dict[str, str]:
-    """What a study belongs to; an absent budget is "free", since what is free moves."""
+    """Return the identity of a study; without a budget "free", since free memory changes."""
     return {
         "workload": survey.fingerprint,
         "strategies": ",".join(strategy.name for strategy in strategies),

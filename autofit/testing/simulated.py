@@ -1,8 +1,8 @@
-"""A simulated device behind the prober's seam: try a planner or a sampler without hardware.
+"""A prober of a simulated device, to try a planner or a sampler without hardware.
 
-The device is two plain functions, the bytes a plan holds and the seconds its optimizer step takes,
-plus noise. Every answer is drawn from the seed, the plan and how often that plan was asked for, so
-it does not depend on what else was probed, and the same search is repeated exactly.
+The device is two functions, the bytes a plan holds and the seconds its optimizer step takes, plus
+noise. A measurement depends only on the seed, the plan and how often that plan was probed before,
+so the same search gives the same result.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ class SimulatedProber:
     """Answers probes from formulas.
 
     Args:
-        vram_budget_bytes: a plan that holds more is answered with an OOM.
-        memory: plan -> bytes that it holds at its peak.
+        vram_budget_bytes: a plan that holds more runs out of memory.
+        memory: plan -> bytes held at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
-        memory_noise: standard deviation of the logarithm of what one probe holds.
-        time_noise: plan -> standard deviation of the logarithm of step times. The median of a
-            probe's steps is off by so much, however many steps it has, and its steps scatter as
-            widely around that median.
-        size_limit: plan -> the largest micro-batch its kernels take; None: any.
-        fault: plan -> how its probe ends, whatever it holds; None: as the formulas say.
+        memory_noise: standard deviation of the log of the bytes held, from probe to probe.
+        time_noise: standard deviation of the log of step times, or plan -> it. It applies twice:
+            to the median of a probe, however many steps that has, and to its steps around it.
+        size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
+        fault: plan -> the measurement of its probe; None: as the formulas give.
         seed: of all noise.
 
     Attributes:
         probed: the requests so far, in order.
-        renewals: how often a fresh worker was asked for.
+        renewals: how often a fresh worker was requested.
     """
 
     strategies: Sequence[Strategy] = ()
-    """None: the formulas are given plans."""
+    """Empty: plans go to the formulas as they are."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class SimulatedProber:
         return self._budget
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
-        """Return what the formulas say of the plan, within the smaller of the two budgets.
+        """Return the measurement of a plan, within the smaller of the two budgets.
 
         Raises:
             InvalidRequest: the prober is closed.
@@ -115,15 +114,15 @@ class SimulatedProber:
         )
 
     def renew(self) -> None:
-        """Counted in `renewals`; formulas do not wear out."""
+        """Count the request in `renewals`."""
         self.renewals += 1
 
     def close(self) -> None:
-        """Any later probe is an error."""
+        """Refuse any later probe."""
         self._closed = True
 
     def _steps(self, request: ProbeRequest, noise: random.Random) -> list[float]:
-        """As many step times as a real probe would take."""
+        """Return as many step times as a real probe would measure."""
         sigma = self._time_noise(request.plan)
         middle = self._step_time(request.plan) * math.exp(noise.gauss(0.0, sigma))
         times: list[float] = []

@@ -38,7 +38,7 @@ _ABOUT_COST = (
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
 )
-"""Environment variables by which torch and CUDA are told how to allocate and compute."""
+"""Environment variables that change how torch and CUDA allocate and compute."""
 _MOST_DEEP = 4
 
 
@@ -49,14 +49,14 @@ def fingerprint(
     environment: Environment,
     computing: Mapping[str, Any],
 ) -> str:
-    """A hex digest of everything above.
+    """Return a hex digest of everything above.
 
     Args:
-        workload: its functions and its sample batch are read; nothing is run but a batch maker.
+        workload: its functions and sample batch are read; only a batch function is called.
         model: the workload's model, built.
         optimizer: the workload's optimizer, built.
         environment: where it would train.
-        computing: the flags by which torch computes there, such as TF32, and what they are.
+        computing: flags that change how torch computes there, such as TF32, with their values.
     """
     digest = hashlib.sha256()
     for line in _lines(workload, model, optimizer):
@@ -90,7 +90,7 @@ def _lines(workload: Workload, model: torch.nn.Module, optimizer: Optimizers) ->
 
 def _model_lines(model: torch.nn.Module) -> Iterator[str]:
     yield from _structure_lines(model)
-    for module in model.modules():  # what was done to an instance, beside its class
+    for module in model.modules():  # instance attributes that override the class
         yield f"forward {_describe(vars(module).get('forward'))}"
         for hooks in _HOOKS:
             yield f"hooks {[_describe(hook) for hook in vars(module).get(hooks, {}).values()]}"
@@ -115,7 +115,7 @@ def _structure_lines(model: torch.nn.Module, deep: int = 0) -> Iterator[str]:
 
 
 def _class_lines(kind: type, deep: int) -> Iterator[str]:
-    """The code of a class and of those it comes from, up to torch's own."""
+    """Yield the code of a class and its bases, up to torch's own."""
     for each in kind.__mro__:
         if each.__module__.partition(".")[0] in ("torch", "builtins"):
             break
@@ -126,7 +126,7 @@ def _class_lines(kind: type, deep: int) -> Iterator[str]:
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
-    """Settings such as a number of repetitions or a flag; torch's bookkeeping is underscored."""
+    """Return public plain attributes, such as a repetition count or a flag."""
     described = {name: _describe_plain(value) for name, value in sorted(vars(module).items())}
     return {
         name: text
@@ -136,7 +136,7 @@ def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
 
 
 def _describe_plain(value: Any) -> str | None:
-    """A plain value as text, a float only as to whether it is zero; None: it is not plain."""
+    """Return a plain value as text (a float only as zero or not); None: it is not plain."""
     if isinstance(value, float):
         return "some float" if value else "0.0"
     if isinstance(value, (tuple, list)):
@@ -162,7 +162,7 @@ def _name(kind: Any) -> str:
 
 
 def _describe(value: Any, deep: int = 0) -> str:
-    """A function's code, defaults and closure; a container by its parts, an object by its class."""
+    """Describe a function by code, defaults and closure, a container by parts, else the class."""
     if (plain := _describe_plain(value)) is not None:
         return plain
     if isinstance(value, torch.Tensor):
@@ -174,7 +174,7 @@ def _describe(value: Any, deep: int = 0) -> str:
 
 
 def _parts(value: Any, deep: int) -> Iterable[str] | None:
-    """What a value is made of; None: nothing that is looked into."""
+    """Describe the parts of a value; None: it is described by its class alone."""
     if isinstance(value, torch.nn.Module):
         return _structure_lines(value, deep)
     if isinstance(value, functools.partial):
@@ -204,7 +204,7 @@ def _function_parts(function: Any, deep: int) -> list[str]:
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is filled later, if ever
+    except ValueError:  # not filled yet
         return None
 
 

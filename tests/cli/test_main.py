@@ -267,7 +267,7 @@ def test_a_search_where_nothing_fits_exits_with_1(here: Callable[..., Ran]) -> N
         (["search", "models.py:small", "--out", "report.yaml"], "written as .json, .txt or .csv"),
         (["search", "models.py:small", "--out", "no/r.json"], "a folder that exists and can be"),
         (["report", "gone.json"], "autofit: cannot read the report gone.json"),
-        (["report", "models.py"], "autofit: models.py is no JSON report"),
+        (["report", "models.py"], "autofit: models.py is not a JSON"),
     ],
 )
 def test_usage_that_is_wrong_exits_with_2(folder: Path, arguments: list[str], words: str) -> None:
@@ -283,7 +283,7 @@ def test_usage_that_is_wrong_exits_with_2(folder: Path, arguments: list[str], wo
     [
         (["--set", "precision.dtype"], "--set takes strategy.name=value, got 'precision.dtype'"),
         (["--set", "no.such=1"], "there is no setting 'no.such' here"),
-        (["--plan", "report.json", "--micro-batch", "8"], "--plan says all of it"),
+        (["--plan", "report.json", "--micro-batch", "8"], "leave the other plan options out"),
     ],
 )
 def test_a_plan_that_is_none_exits_with_2(

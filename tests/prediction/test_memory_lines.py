@@ -32,13 +32,13 @@ def workload(**options: Any) -> Workload:
 
 
 def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
-    found = memory_lines(
+    lines, notes = memory_lines(
         workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
     )
-    assert len(found.lines) == 2
-    assert found.notes == ()
+    assert len(lines) == 2
+    assert notes == ()
     for settings in SPACE.variants():
-        fixed, per_sample = found.lines[variant_key(settings)]
+        fixed, per_sample = lines[variant_key(settings)]
         required = predict(workload(), plan=Plan(5000, settings=settings), gpu=A100).required_bytes
         assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
 
@@ -48,15 +48,15 @@ def test_what_cannot_be_predicted_has_a_note_instead() -> None:
         loss: torch.Tensor = model(batch).mean()
         return loss * loss.item()
 
-    found = memory_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
-    assert found.lines == {}
-    assert "loss * loss.item()" in found.notes[0]
+    lines, notes = memory_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
+    assert lines == {}
+    assert "loss * loss.item()" in notes[0]
 
 
 def test_the_time_it_may_take_is_limited() -> None:
-    found = memory_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
-    assert found.lines == {}
-    assert len(found.notes) == 1
+    lines, notes = memory_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
+    assert lines == {}
+    assert len(notes) == 1
 
 
 def space(**options: Any) -> Space:
@@ -85,9 +85,9 @@ def test_no_size_is_looked_at_that_the_space_does_not_have(
         return predict_resolved(workload, resolved, *given, **options)
 
     monkeypatch.setattr("autofit.prediction.memory_lines.predict_resolved", noted)
-    found = memory_lines(workload(), bounded, A100, 8 * GIB)
-    assert found.notes == ()
-    ((fixed, per_sample),) = found.lines.values()
+    lines, notes = memory_lines(workload(), bounded, A100, 8 * GIB)
+    assert notes == ()
+    ((fixed, per_sample),) = lines.values()
     assert max(looked) <= bounded.largest_micro_batch
     steps = min(2, bounded.baseline.accumulation_steps)
     largest = Plan(looked[-1], accumulation_steps=steps)
@@ -112,12 +112,12 @@ def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> 
         return predict_resolved(workload, resolved, *given, **options)
 
     monkeypatch.setattr("autofit.prediction.memory_lines.predict_resolved", noted)
-    found = memory_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
+    lines, _ = memory_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
     level, dtype = "placement.level", "precision.dtype"
     order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]
     order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
     assert [settings for settings, _ in groupby(asked)] == order
-    assert len(found.lines) == len(order)
+    assert len(lines) == len(order)
 
 
 def environment(gpu: str | None, capability: str | None) -> Environment:

@@ -13,7 +13,6 @@ from autofit.measurement import Measurement, Outcome
 from autofit.probing.fault_table import GRAVITY, ROWS
 from autofit.probing.faults import (
     MESSAGE_BYTES,
-    classify,
     fault_of,
     has_moved,
     is_explained,
@@ -216,7 +215,7 @@ KNOWN: dict[str, tuple[Outcome, Exception]] = {
 @pytest.mark.parametrize("case", KNOWN)
 def test_knows(case: str) -> None:
     outcome, error = KNOWN[case]
-    assert classify(error) is outcome
+    assert fault_of(error).outcome is outcome
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_knows(case: str) -> None:
 def test_knows_what_this_torch_really_raises(allocate: object, outcome: Outcome) -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         allocate()  # type: ignore[operator]  # parametrized values have no signature
-    assert classify(caught.value) is outcome
+    assert fault_of(caught.value).outcome is outcome
 
 
 class RunsOutOfMemory(RuntimeError):
@@ -262,7 +261,7 @@ DECOYS: list[BaseException] = [
 
 @pytest.mark.parametrize("decoy", DECOYS, ids=repr)
 def test_decoys_are_the_users_own_error(decoy: BaseException) -> None:
-    assert classify(decoy) is Outcome.USER_ERROR
+    assert fault_of(decoy).outcome is Outcome.USER_ERROR
 
 
 def raised(make: object) -> BaseException:
@@ -299,13 +298,16 @@ def test_finds_a_context_even_a_hidden_one(hidden: bool) -> None:
                 raise ValueError("step failed") from None
             raise ValueError("step failed")  # noqa: B904  # the implicit context is what is tested
 
-    assert classify(raised(cleaned_up)) is Outcome.OOM
+    assert fault_of(raised(cleaned_up)).outcome is Outcome.OOM
 
 
 def test_looks_into_groups() -> None:
     group = ExceptionGroup("tasks", [ValueError("a"), ExceptionGroup("b", [KNOWN["HIP"][1]])])
-    assert classify(group) is Outcome.OOM
-    assert classify(ExceptionGroup("tasks", [ValueError("a"), KeyError("b")])) is Outcome.USER_ERROR
+    assert fault_of(group).outcome is Outcome.OOM
+    assert (
+        fault_of(ExceptionGroup("tasks", [ValueError("a"), KeyError("b")])).outcome
+        is Outcome.USER_ERROR
+    )
 
 
 def test_a_dead_context_outweighs_the_rest_of_the_chain() -> None:
@@ -324,7 +326,7 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
     assert list(chain_of(first)) == [first, second]
-    assert classify(first) is Outcome.USER_ERROR
+    assert fault_of(first).outcome is Outcome.USER_ERROR
 
 
 def test_an_interrupt_amid_an_oom_is_no_oom() -> None:
@@ -334,7 +336,7 @@ def test_an_interrupt_amid_an_oom_is_no_oom() -> None:
         except RuntimeError:
             raise KeyboardInterrupt  # noqa: B904  # the implicit context is what is tested
 
-    assert classify(raised(interrupted)) is Outcome.USER_ERROR
+    assert fault_of(raised(interrupted)).outcome is Outcome.USER_ERROR
 
 
 def test_an_exception_whose_text_raises_is_still_read() -> None:

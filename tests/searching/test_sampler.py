@@ -14,7 +14,7 @@ from autofit.planning import planner
 from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
 from autofit.searching.engine import run_search
-from autofit.searching.sampler import OnePlan, PlannerSampler
+from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
 from tests.simulated import MakeDevice, SimulatedDevice
 
@@ -42,7 +42,7 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> No
 def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        store.study.sampler = OnePlan(device.space.baseline)
+        store.study.sampler = PlannerSampler(device.space.baseline)
         with pytest.raises(InvalidRequest, match="learning_rate"):
             store.study.ask().suggest_float("learning_rate", 0, 1)
 
@@ -71,7 +71,7 @@ def test_each_outcome_has_its_state_and_constraint(
     plan = Plan(4, settings=device.space.plain_settings)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        with store.asking(OnePlan(plan)) as asked:
+        with store.asking(plan) as asked:
             stored = store.record(asked, Trial(7, Role.BASELINE, plan, measurement))
         frozen: optuna.trial.FrozenTrial = store.study.trials[0]
         assert store.trials == (stored,) == (Trial(0, Role.BASELINE, plan, measurement),)
