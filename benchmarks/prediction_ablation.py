@@ -1,4 +1,4 @@
-"""What does each rule of a prediction buy on the recorded trainings?
+"""The contribution of each rule of a prediction, on the recorded trainings.
 
 Each row switches one rule off and predicts the 30 trainings of `benchmarks/traces` again, as
 `benchmarks.prediction_accuracy` does. A rule that changes no figure has to be justified by what

@@ -1,13 +1,13 @@
-"""How near do predictions come to what a GPU measured?
+"""Accuracy of predictions against trainings recorded on a GPU.
 
-The 30 trainings of `benchmarks/traces` were recorded on an H200. Each gets a dry run here on the
-meta device, its own loop unmodified, and its memory is compared with the recording:
-peak allocated with the peak of a plain run, required bytes with the smallest limit under which the
-training ran without allocator retries (bisected to 1 %; non-torch bytes are outside both).
+The 30 trainings of `benchmarks/traces` were recorded on an H200. Each one's own loop runs here
+unmodified on the meta device, and the result is compared with the recording: peak allocated with
+the peak of a plain run, required bytes with the smallest limit under which the training ran without
+allocator retries (bisected to 1 %; non-torch bytes are outside both).
 
     python -m benchmarks.prediction_accuracy [--json FILE]
 
-Exit code 1 where a promise is broken; the promises stand in `PROMISES`.
+Exits with 1 if a bound of `PROMISES` is exceeded.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PROMISES = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One training, predicted and recorded; errors are shares of what was recorded.
+    """One training, predicted and recorded; errors are shares of the recorded values.
 
     Attributes:
         name: the case.
         allocated_error: of peak allocated.
         required_error: of required bytes.
-        wasted: how far above what is really required the margin ends; below zero, a plan that
+        wasted: upper end of the interval over the smallest limit, less 1; below zero, a plan that
             does not fit would be said to fit.
         seconds: duration of the dry run.
     """
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def dry_run_of(name: str) -> Recording:
-    """Two steps of a recorded training, on the meta device."""
+    """Return two steps of a recorded training, run on the meta device."""
     gpu = find_gpu(GPU)
     tracer = CudaTracer(gpu)
     with stage(gpu, tracer):
@@ -78,7 +78,7 @@ def dry_run_of(name: str) -> Recording:
 
 
 def compared(recorded: RecordedTraining) -> Comparison:
-    """One training."""
+    """Predict one training and compare it with its recording."""
     started = time.perf_counter()
     recording = dry_run_of(recorded.name)
     seconds = time.perf_counter() - started
@@ -95,12 +95,12 @@ def compared(recorded: RecordedTraining) -> Comparison:
 
 
 def comparisons() -> Iterator[Comparison]:
-    """All 30."""
+    """Yield the comparisons of all 30."""
     yield from map(compared, recorded_trainings())
 
 
 def summary(results: Sequence[Comparison]) -> dict[str, float]:
-    """The figures that `PROMISES` bounds."""
+    """Return the figures that `PROMISES` bounds."""
     allocated = sorted(abs(result.allocated_error) for result in results)
     required = sorted(abs(result.required_error) for result in results)
     return {
@@ -114,7 +114,7 @@ def summary(results: Sequence[Comparison]) -> dict[str, float]:
 
 
 def _ninetieth(ordered: Sequence[float]) -> float:
-    """The 90th percentile, interpolated."""
+    """Return the interpolated 90th percentile."""
     return statistics.quantiles(ordered, n=10, method="inclusive")[-1]
 
 

@@ -1,4 +1,4 @@
-"""Models that no recorded training has, for holding predictions against the GPU at hand."""
+"""Models that no recorded training has, for predictions against this machine's GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autofit import Workload
 
 
 class LlamaBlock(nn.Module):
-    """Grouped queries, rotated positions, RMS norms and a gated feed-forward."""
+    """A block with grouped queries, rotary positions, RMS norms and a gated feed-forward."""
 
     def __init__(self, width: int, heads: int, groups: int) -> None:
         super().__init__()

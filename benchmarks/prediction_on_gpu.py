@@ -1,12 +1,12 @@
-"""How near do predictions come on the GPU at hand, for models that were never recorded?
+"""Accuracy of predictions on this machine's GPU, for models that no recorded training has.
 
-Each plan is predicted for this GPU, and then really run three times in a worker process: once with
-all memory, to compare peak allocated; once with what the prediction calls enough, which must be
-enough; and once with 15 % less than it calls required, which should not be.
+Each plan is predicted for this GPU and then run three times in a worker process: with all memory,
+to compare peak allocated; within the upper end of the predicted interval, which must suffice; and
+within 15 % less than the predicted required bytes, which should not.
 
     python -m benchmarks.prediction_on_gpu [--json FILE]
 
-Needs a GPU. Exit code 1 where a plan that was said to fit did not.
+Needs a GPU. Exits with 1 if a plan that was predicted to fit did not.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Row:
     Attributes:
         name: workload, precision and micro-batch.
         allocated_error: of the predicted peak allocated, as a share of the measured one.
-        enough: whether it ran within what was called enough.
-        too_little: whether it also ran within 15 % less than was called required.
+        enough: whether it ran within the upper end of the interval.
+        too_little: whether it also ran within 15 % less than the predicted required bytes.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Row:
 
 
 def rows(gpu: Gpu) -> Iterator[Row]:
-    """Every workload at every precision and micro-batch, one worker for each workload."""
+    """Yield every workload at every precision and micro-batch, with one worker per workload."""
     for name, make in WORKLOADS.items():
         workload = make()
         workload = replace(workload, model=workload.build_model())
@@ -84,8 +84,8 @@ def _row(name: str, prober: Prober, workload: Workload, plan: Plan, gpu: Gpu) ->
     )
 
 
-def _told(found: Sequence[Row], path: Path | None) -> None:
-    """After every row: a run that is cut off has told what it found."""
+def _report(found: Sequence[Row], path: Path | None) -> None:
+    """Print the last row and write all of them, so that an interrupted run leaves its results."""
     row = found[-1]
     print(f"{row.name:28}{row.allocated_error:>+9.2%}  enough {row.enough}", flush=True)
     if path is not None:
@@ -104,12 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     for row in rows(gpu):
         found.append(row)
-        _told(found, options.json)
+        _report(found, options.json)
     errors = [abs(row.allocated_error) for row in found]
     wrong = sum(not row.enough for row in found)
     generous = sum(row.too_little for row in found)
     print(f"peak allocated: median error {statistics.median(errors):.2%}, most {max(errors):.2%}")
-    print(f"said to fit and did not: {wrong}; ran within 15 % less than required: {generous}")
+    print(f"predicted to fit and did not: {wrong}; ran within 15 % less than required: {generous}")
     return 1 if wrong else 0
 
 
