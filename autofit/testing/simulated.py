@@ -32,8 +32,10 @@ class SimulatedProber:
         memory: plan -> bytes held at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
         memory_noise: standard deviation of the log of the bytes held, from probe to probe.
-        time_noise: standard deviation of the log of step times, or plan -> it. It applies twice:
-            to the median of a probe, however many steps that has, and to its steps around it.
+        time_noise: standard deviation of the log of a probe's median step time, however many steps
+            it has, or plan -> it.
+        step_noise: standard deviation of the log of step times around that median, or plan -> it;
+            None: as `time_noise`.
         size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
         fault: plan -> the measurement of its probe; None: as the formulas give.
         seed: of all noise.
@@ -54,6 +56,7 @@ class SimulatedProber:
         *,
         memory_noise: float = 0.0,
         time_noise: PlanFunction | float = 0.0,
+        step_noise: PlanFunction | float | None = None,
         size_limit: Callable[[Plan], int | None] | None = None,
         fault: Callable[[Plan], Measurement | None] | None = None,
         seed: int = 0,
@@ -63,7 +66,9 @@ class SimulatedProber:
         self._budget = vram_budget_bytes
         self._memory, self._step_time = memory, step_time
         self._memory_noise = memory_noise
+        step_noise = time_noise if step_noise is None else step_noise
         self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
+        self._step_noise = step_noise if callable(step_noise) else lambda plan: step_noise
         self._size_limit = size_limit or (lambda plan: None)
         self._fault = fault or (lambda plan: None)
         self._seed = seed
@@ -123,8 +128,9 @@ class SimulatedProber:
 
     def _steps(self, request: ProbeRequest, noise: random.Random) -> list[float]:
         """Return as many step times as a real probe would measure."""
-        sigma = self._time_noise(request.plan)
-        middle = self._step_time(request.plan) * math.exp(noise.gauss(0.0, sigma))
+        between = self._time_noise(request.plan)
+        middle = self._step_time(request.plan) * math.exp(noise.gauss(0.0, between))
+        sigma = self._step_noise(request.plan)
         times: list[float] = []
         while not enough_steps(times, request):
             times.append(middle * math.exp(noise.gauss(0.0, sigma)))

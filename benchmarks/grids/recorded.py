@@ -1,0 +1,200 @@
+"""Worlds made of an exhaustive grid that was recorded on a real GPU.
+
+`h200.jsonl` has one line a plan: a GPT-2-small-shaped decoder (1024 tokens, AdamW, peak reserved
+capped at 24 GiB) and a ResNet-50 (224 x 224, SGD with momentum, capped at 12 GiB), on an H200 with
+torch 2.11, 2026-11-20. Between recorded micro-batches, step times are interpolated in logarithms
+and bytes linearly, so a plan between two recorded ones can be faster than the grid's best.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.planning.search_spec import MemoryLine, SearchSpec
+from autofit.space import Space
+from autofit.testing import SimulatedProber
+from autofit.units import GIB
+
+WORKLOADS = ("gpt2_small", "resnet50")
+BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
+
+_PRECISIONS = {"fp32": "as_is", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+_LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
+_LAYOUTS = {False: "as_is", True: "channels_last"}
+_PROBE_NOISE = 0.002  # GPU-bound plans of an H200 repeat within 0.2 %
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recorded plan of a variant; no times and bytes where it ran out of memory."""
+
+    micro_batch: int
+    seconds: float | None
+    reserved_bytes: float
+    allocated_bytes: float
+    scatter: float
+
+
+@dataclass(frozen=True)
+class GridWorld:
+    """One recorded workload as a device to search.
+
+    Attributes:
+        name: the workload.
+        space: precision, layout and checkpointing as they were recorded, up to the largest
+            micro-batch that was tried.
+        budget_bytes: the cap it was recorded under.
+        rows: by variant, in order of micro-batch.
+        seed: of a prober's noise, and of the error of predicted lines.
+    """
+
+    name: str
+    space: Space
+    budget_bytes: int
+    rows: Mapping[VariantKey, Sequence[Row]]
+    seed: int
+
+    def memory(self, plan: Plan) -> float:
+        """Return the bytes a plan holds, above the budget where it was recorded to run out."""
+        rows = self.rows[plan.variant]
+        fitting = [row for row in rows if row.seconds is not None]
+        last = fitting[-1]
+        if plan.micro_batch > last.micro_batch:  # up to the first plan that ran out of memory
+            before = fitting[-2]
+            rate = (last.allocated_bytes - before.allocated_bytes) / (
+                last.micro_batch - before.micro_batch
+            )
+            allocated = last.allocated_bytes + rate * (plan.micro_batch - last.micro_batch)
+            ran_out = [row.micro_batch for row in rows if row.seconds is None]
+            too_large = bool(ran_out) and plan.micro_batch >= min(ran_out)
+            return 2.0 * self.budget_bytes if too_large else max(allocated, last.reserved_bytes)
+        points = [(row.micro_batch, row.reserved_bytes) for row in fitting]
+        return _between(points, plan.micro_batch)
+
+    def step_time(self, plan: Plan) -> float:
+        """Return the seconds of a plan's optimizer step, interpolated."""
+        points = [
+            (math.log(row.micro_batch), math.log(row.seconds))
+            for row in self.rows[plan.variant]
+            if row.seconds is not None
+        ]
+        return sum(math.exp(_between(points, math.log(size))) for size in plan.micro_batch_sizes)
+
+    def time_noise(self, plan: Plan) -> float:
+        """Return the scatter of the recorded steps of the nearest micro-batch."""
+        rows = [row for row in self.rows[plan.variant] if row.seconds is not None]
+        return min(rows, key=lambda row: abs(row.micro_batch - plan.micro_batch)).scatter
+
+    def speed(self, plan: Plan) -> float:
+        """Return samples per second, without noise."""
+        return plan.samples_per_step / self.step_time(plan)
+
+    def fits(self, plan: Plan) -> bool:
+        """Return whether a plan stays within the budget, without noise."""
+        return self.memory(plan) <= self.budget_bytes
+
+    def optimum(self) -> float:
+        """Return samples per second of the fastest recorded plan."""
+        return max(
+            row.micro_batch / row.seconds
+            for rows in self.rows.values()
+            for row in rows
+            if row.seconds is not None
+        )
+
+    def prober(self) -> SimulatedProber:
+        """Return a new prober of this world."""
+        return SimulatedProber(
+            self.budget_bytes,
+            self.memory,
+            self.step_time,
+            time_noise=self.time_noise,
+            seed=self.seed,
+        )
+
+    def spec(self, *, lines: bool = False) -> SearchSpec:
+        """Return the specification of a search; with `lines`, memory lines within 2 %."""
+        predicted = self._lines() if lines else {}
+        return SearchSpec(self.space, self.budget_bytes, seed=self.seed, predicted_lines=predicted)
+
+    def _lines(self) -> dict[VariantKey, MemoryLine]:
+        draw = random.Random(f"lines/{self.seed}")
+        found = {}
+        for variant, rows in self.rows.items():
+            first, *_, last = (row for row in rows if row.seconds is not None)
+            slope = (last.allocated_bytes - first.allocated_bytes) / (
+                last.micro_batch - first.micro_batch
+            )
+            off = math.exp(draw.gauss(0, 0.02))
+            fixed = last.reserved_bytes - slope * last.micro_batch
+            found[variant] = (max(fixed, 0.02 * last.reserved_bytes) * off, slope * off)
+        return found
+
+
+def grid_world(name: str, *, seed: int = 0) -> GridWorld:
+    """Return the recorded workload of that name as a world."""
+    recorded = [row for row in _recorded() if row["workload"] == name]
+    rows: dict[VariantKey, list[Row]] = {}
+    values: dict[str, dict[Any, None]] = {}
+    for row in recorded:
+        settings = _settings_of(row)
+        for setting, value in settings.items():
+            values.setdefault(setting, {})[value] = None
+        rows.setdefault(variant_key(settings), []).append(_row_of(row))
+    sizes = [int(row["micro_batch"]) for row in recorded]
+    space = Space(
+        {setting: Dimension(tuple(them)) for setting, them in values.items() if len(them) > 1},
+        sample_batch_size=min(sizes),
+        max_micro_batch=max(sizes),
+    )
+    by_variant = {
+        variant_key({k: v for k, v in dict(key).items() if k in space.dimensions}): sorted(
+            its, key=lambda row: row.micro_batch
+        )
+        for key, its in rows.items()
+    }
+    return GridWorld(name, space, BUDGETS_BYTES[name], by_variant, seed)
+
+
+@cache
+def _recorded() -> list[dict[str, Any]]:
+    text = (Path(__file__).parent / "h200.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _settings_of(row: dict[str, Any]) -> Settings:
+    settings: dict[str, Scalar] = {
+        "precision.dtype": _PRECISIONS[row["precision"]],
+        "memory_format.layout": _LAYOUTS[row["channels_last"]],
+        "checkpointing.level": _LEVELS[row["checkpointed"]],
+    }
+    return settings
+
+
+def _row_of(row: dict[str, Any]) -> Row:
+    if row["outcome"] != "ok":
+        return Row(row["micro_batch"], None, 0.0, 0.0, 0.0)
+    scatter = math.log(row["step_ms_max"] / row["step_ms_min"]) / 4
+    return Row(
+        row["micro_batch"],
+        row["step_ms"] / 1e3,
+        row["reserved_gib"] * GIB,
+        row["allocated_gib"] * GIB,
+        max(_PROBE_NOISE, scatter),
+    )
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Interpolate linearly; beyond the ends, extend the first or last segment."""
+    pairs = list(pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
