@@ -136,7 +136,7 @@ class Bench:
         names = {"", *(name for names in parts.values() for name in names)}
         runs = []
         for _ in range(REPEATS):
-            stopwatch = _part("stopwatch").Stopwatch(model, names, torch.device("cpu"))
+            stopwatch = _part("profile").Stopwatch(model, names, torch.device("cpu"))
             with stopwatch.running():
                 model(**batch)
             runs.append(stopwatch.seconds())
@@ -161,7 +161,7 @@ class Bench:
         batch = workload.sample_batch
         tracer = MemoryTracer(record=True)
         tracer.register_foreign([dict(model.state_dict()), batch])
-        with _part("patch").checkpointed(model, units, state), tracer:
+        with _part("checkpointed").checkpointed(model, units, state), tracer:
             training.accumulate(batch)
         seconds = sum(self._seconds[unit] for unit in units)
         return Point(units, _most_live_bytes(tracer.events), seconds)
@@ -259,19 +259,19 @@ def _row(rule: str, extra: Sequence[float]) -> str:
 def _placements(build: Callable[[], Workload], units: Sequence[str] | None) -> list[Units]:
     """All placements found before they are thinned to levels; None: of all candidates."""
     context = PlainContext(build)
-    looks, find = _part("survey"), _part("candidates").find_candidates
+    looks, find = _part("profile"), _part("units").find_candidates
     small, large = (looks.survey(context, micro_batch) for micro_batch in (2, 32))
     timeline = looks.brought_by_samples(small, large)
     found = find(context.model, timeline).timeline if units is None else timeline.of(units)
     parse = _part("units").Unit.parse
     names = {part for unit in found.calls_of for part in parse(unit).parts(context.model)}
     times = looks.time_parts(context, 32, names)
-    return [p.units for p in _part("levels").find_placements(context.model, found, times)]
+    return [p.units for p in _part("strategy").find_placements(context.model, found, times)]
 
 
 def frontier_of_a_thousand() -> Iterator[str]:
     """Seconds to find the levels of a model with 1,000 candidates."""
-    timeline, frontier = _part("timeline"), _part("frontier")
+    timeline, frontier = _part("timeline"), _part("placement")
     generator = random.Random(0)
     storages: list[Any] = []
     calls: list[Any] = []

@@ -109,6 +109,7 @@ def _state_of(optimizer: Any, weight: nn.Parameter) -> list[torch.Tensor]:
     return [
         value
         for one in optimizers
+        if one is not None  # it is made after this, in a plan with a parallel strategy
         for value in one.state.get(weight, {}).values()
         if isinstance(value, torch.Tensor)
     ]

@@ -150,7 +150,9 @@ class Case:
         payloads: Mapping[str, Any],
         body: Callable[[Training, Any], None],
     ) -> list[str]:
-        workload, model, optimizer = self._fresh()
+        workload = self._build()
+        model = workload.build_model().to(self._device)
+        optimizer = workload.build_optimizer(model)
         batch = workload.batch(workload.sample_batch_size)
         plain = ResolvedPlan(Plan(workload.sample_batch_size))
         with Training(model, optimizer, workload.recipe, plain, device=self._device) as training:
@@ -158,17 +160,22 @@ class Case:
             with suppress(_Deliberate), self._strategy.apply(training, settings, payloads):
                 body(training, batch)
             left = differences(before, _state(model, optimizer))
+            if training.optimizer is not optimizer:
+                left.append("training.optimizer: another one than before")
+            if training.scaler is not None:
+                left.append("training.scaler: there was none before")
         return [line for line in left if not line.endswith(_EMPTIED)]
 
     def _steps(
         self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> list[StepTrace]:
         """Return what each of some steps left, and the parameters and buffers after the last."""
-        workload, model, optimizer = self._fresh()
+        workload = self._build()
+        model = workload.build_model().to(self._device)
         plan = Plan(workload.sample_batch_size, settings=settings)
         resolved = ResolvedPlan(plan, payloads, (self._strategy,))
-        traces: list[StepTrace] = []
-        with Training(model, optimizer, workload.recipe, resolved, device=self._device) as training:
+        make, traces = workload.build_optimizer, list[StepTrace]()
+        with Training(model, make, workload.recipe, resolved, device=self._device) as training:
             torch.manual_seed(1)
             for _ in range(_STEPS_COMPARED):
                 with gradients_noted(training, update=True) as gradients:
@@ -176,11 +183,6 @@ class Case:
                 traces.append(StepTrace(loss, gradients))
         left = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         return [*traces, StepTrace(0.0, {}, state=left)]
-
-    def _fresh(self) -> tuple[Workload, torch.nn.Module, Optimizers]:
-        workload = self._build()
-        model = workload.build_model().to(self._device)
-        return workload, model, workload.build_optimizer(model)
 
 
 def _spread(values: Sequence[Scalar]) -> list[Scalar]:

@@ -42,7 +42,7 @@ class TrainingBuilder:
         self.device.place_model(model)
         return Training(
             model,
-            workload.build_optimizer(model, self.device.place),
+            lambda model: workload.build_optimizer(model, self.device.place),
             self._placed(workload.recipe),
             resolved,
             device=self.device.torch_device,

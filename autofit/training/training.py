@@ -15,6 +15,7 @@ import torch
 
 from autofit.errors import InvalidRequest
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
+from autofit.strategy import Phase
 from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, batch_size, map_tensors, pieces
 from autofit.training.loss import Recipe, scalar
@@ -48,7 +49,7 @@ class Training(AbstractContextManager["Training"]):
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizers,
+        optimizer: Optimizers | Callable[[torch.nn.Module], Optimizers],
         recipe: Recipe,
         resolved: ResolvedPlan,
         *,
@@ -56,10 +57,7 @@ class Training(AbstractContextManager["Training"]):
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
         batched: Collection[int] | None = None,
     ) -> None:
-        if recipe.train_step is None:
-            check_steps_alone(optimizer)
         self.model = model
-        self.optimizer = optimizer
         self.plan = resolved.plan
         self.device = device
         self.recipe = recipe
@@ -73,9 +71,22 @@ class Training(AbstractContextManager["Training"]):
         self._ended = False
         self._applied = ExitStack()
         with ExitStack() as stack:
+            phases = [strategy.phase for strategy, _, _ in resolved.by_strategy()]
+            is_made_last = callable(optimizer) and Phase.PARALLEL in phases
+            self.optimizer: Optimizers = None if is_made_last else self._made(optimizer)  # type: ignore[assignment]  # until it is made
             for strategy, settings, payloads in resolved.by_strategy():
+                if self.optimizer is None and strategy.phase > Phase.PARALLEL:
+                    self.optimizer = self._made(optimizer)
                 stack.enter_context(strategy.apply(self, settings, payloads))
+            if self.optimizer is None:
+                self.optimizer = self._made(optimizer)
             self._applied = stack.pop_all()
+
+    def _made(self, optimizer: Optimizers | Callable[[torch.nn.Module], Optimizers]) -> Optimizers:
+        made = optimizer(self.model) if callable(optimizer) else optimizer
+        if self.recipe.train_step is None:
+            check_steps_alone(made)
+        return made
 
     def __exit__(self, *raised: object) -> None:
         self.undo()

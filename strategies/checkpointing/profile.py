@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -15,8 +15,7 @@ from torch import nn
 
 from autofit.strategy import Context, TrainingView
 
-from .saved_tensors import Recorder
-from .tensor_tree import take_tensors
+from .saved_tensors import Recorder, saving_by
 from .timeline import Timeline
 from .units import Unit
 
@@ -203,7 +202,7 @@ def _of_a_whole_step(
     """Watches a step; where steps skip parts at random (LayerDrop), one that skips least."""
     looks: list[tuple[set[str], Recorder]] = []
     for number in range(1, MOST_LOOKS + 1):
-        recorder = Recorder(training.model, take_tensors(batch)[0], keep=keep)
+        recorder = Recorder(training, batch, keep=keep)
         with recorder.watching():
             run()
         looks.append((set(recorder.timeline().calls_of), recorder))
@@ -241,10 +240,6 @@ def _forward(training: TrainingView, batch: Any) -> None:
     training.loss(batch)
 
 
-def _letting_go() -> AbstractContextManager[None]:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-
-
 def _timed(
     training: TrainingView, names: Collection[str], run: Callable[[], None], keep: bool, steps: int
 ) -> Times:
@@ -259,7 +254,8 @@ def _timed(
         if number >= LEAST_STEPS and sum(wholes_s) >= ENOUGH_S:
             break
         stopwatch = Stopwatch(training.model, names, training.device)
-        with nullcontext() if keep else _letting_go(), stopwatch.running():
+        dropping = saving_by(training, lambda tensor: None, lambda nothing: nothing)
+        with nullcontext() if keep else dropping, stopwatch.running():
             run()
         wholes_s.append(stopwatch.whole_s())
         for name, took_s in stopwatch.seconds().items():

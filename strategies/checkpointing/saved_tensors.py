@@ -1,13 +1,14 @@
-"""Watches one optimizer step: what autograd saved, and during which module's call.
+"""Record which tensors autograd saves in a step, and during which module's call.
 
-It sees what any tensor-saving operator keeps, through `torch.autograd.graph.saved_tensors_hooks`,
-and module calls through forward hooks. What a model saves under hooks of its own (its own
-checkpointing) passes it by; the modules around such places are noted, so that they are left alone.
+Saved tensors are seen through `torch.autograd.graph.saved_tensors_hooks`, module calls through
+forward hooks. Tensors that a model saves under hooks of its own (its own checkpointing) are not
+seen; the modules around such places are noted, so that they are left alone. Hooks that other
+strategies put around the forward are not the model's: the recorder's replace them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,41 +17,33 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autofit.strategy import TrainingView
+
 from .tensor_tree import take_tensors
 from .timeline import Call, Storage, Timeline
 
 
-@dataclass
-class _Open:
-    """A call that has begun."""
-
-    unit: str
-    start: int
-    inputs: list[int]
-    observed: bool = True
-
-
 class Recorder:
-    """Records the forward passes that run inside `watching`.
+    """Records the forward passes of a training that run inside `watching`.
 
     Args:
-        model: whose modules are watched, each by its first dotted name.
-        foreign: tensors that are there anyway, such as the batch; parameters and buffers are.
-        keep: hold on to what is saved, so that a backward pass can follow; without it a forward
-            pass needs no more memory than its largest operator.
+        training: its model's modules are watched, each by its first dotted name.
+        batch: its tensors are not counted, like parameters and buffers.
+        keep: keep what is saved, so that a backward pass can follow; without it a forward pass
+            needs no more memory than its largest operator.
 
     Attributes:
         checkpointed_itself: names of the modules that checkpoint something on their own.
     """
 
-    def __init__(
-        self, model: nn.Module, foreign: Iterable[torch.Tensor], *, keep: bool = True
-    ) -> None:
+    def __init__(self, training: TrainingView, batch: Any, *, keep: bool = True) -> None:
         self.checkpointed_itself: set[str] = set()
+        self._training = training
         self._keep = keep
         self._position = 0
         self._stack: list[_Open] = []
         self._calls: list[Call] = []
+        model, foreign = training.model, take_tensors(batch)[0]
         self._names = {module: name for name, module in model.named_modules()}
         self._keys: dict[int, int] = {}
         self._entries: list[_Entry] = []
@@ -65,18 +58,18 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Record what runs in the body, and leave no hook behind."""
         handles: list[Any] = []
-        try:
-            for module in self._names:
-                handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with saving_by(self._training, self._pack, self._unpack):
+            try:
+                for module in self._names:
+                    handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                    handles.append(module.register_forward_hook(self._leave, always_call=True))
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def timeline(self) -> Timeline:
-        """What was recorded."""
+        """Return the recorded savings and calls."""
         order = sorted(range(len(self._entries)), key=lambda i: self._entries[i].first)
         place = {old: new for new, old in enumerate(order)}
         storages = [self._entries[old].storage() for old in order]
@@ -123,12 +116,12 @@ class Recorder:
         return packed
 
     def _is_observed(self) -> bool:
-        """Whether what is saved here comes to this recorder, and belongs to a forward pass.
+        """Return whether what is saved here comes to this recorder, in a forward pass.
 
         It does not where the model has put saved-tensor hooks of its own on top: then a saving
         made on purpose does not arrive. Nor in the backward pass, where only a recomputation
         calls modules; it must find as much saved as in the forward pass, so the saving is made
-        there too. Where nothing is differentiated, nothing is saved.
+        there too. Without gradients nothing is saved.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled():
@@ -140,7 +133,7 @@ class Recorder:
     # -- storages ------------------------------------------------------------------------------
 
     def _entry_of(self, tensor: torch.Tensor) -> int | None:
-        """The index of this tensor's storage; None where it is there anyway."""
+        """Return the index of this tensor's storage; None for one that is not counted."""
         (key,) = self._reference(tensor) or (None,)
         if key is None or key in self._foreign:
             return None
@@ -151,7 +144,7 @@ class Recorder:
         return self._keys[key]
 
     def _reference(self, tensor: torch.Tensor) -> set[int]:
-        """The identity of a tensor's storage, which stays its own; {} where it has none."""
+        """Return the identity of a tensor's storage, which stays its own; {} where it has none."""
         try:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not annotate it
         except (NotImplementedError, RuntimeError):  # sparse tensors and such have no storage
@@ -160,8 +153,30 @@ class Recorder:
         return {reference.cdata}
 
 
+@contextmanager
+def saving_by(
+    training: TrainingView, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Save tensors in the training's forward passes by these functions, and by no others."""
+    undo = training.wrap_forward(lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+    try:
+        yield
+    finally:
+        undo()
+
+
 class NeedsSavedTensors(Exception):
-    """The forward pass itself runs a backward pass, so what it saves cannot be let go."""
+    """The forward pass itself runs a backward pass, so what it saves cannot be dropped."""
+
+
+@dataclass
+class _Open:
+    """A call that has begun."""
+
+    unit: str
+    start: int
+    inputs: list[int]
+    observed: bool = True
 
 
 @dataclass
@@ -181,5 +196,5 @@ class _Entry:
 
 
 def _comes_from_checkpoint(tensor: torch.Tensor) -> bool:
-    """Whether reentrant checkpointing (torch's or another library's) made this tensor."""
+    """Return whether reentrant checkpointing (of any library) made this tensor."""
     return "CheckpointFunction" in type(tensor.grad_fn).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,7 @@ from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.testing import PlainContext
+from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -370,6 +372,32 @@ def part(checkpointing: Strategy) -> Callable[[str], Any]:
     """A module of the strategy's package, by its last name."""
     package = type(checkpointing).__module__.rpartition(".")[0]
     return lambda name: importlib.import_module(f"{package}.{name}")
+
+
+@pytest.fixture
+def record(part: Callable[[str], Any]) -> Callable[..., Any]:
+    """The recorder of a forward pass, and of the backward pass where it keeps what it needs."""
+
+    def run(
+        model: nn.Module, batch: torch.Tensor, *, keep: bool = True, offload: Any = None
+    ) -> Any:
+        weights = [*model.parameters()] or [nn.Parameter(torch.zeros(1))]
+        training = Training(
+            model,
+            torch.optim.SGD(weights),
+            Recipe(),
+            ResolvedPlan(Plan(len(batch))),
+            device=torch.device("cpu"),
+        )
+        with training, nullcontext() if offload is None else offload(training):
+            recorder = part("saved_tensors").Recorder(training, batch, keep=keep)
+            with recorder.watching():
+                loss = training.loss(batch)
+                if keep:
+                    training.backward(loss)
+        return recorder
+
+    return run
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autofit.memory.tracer import MemoryTracer
+from autofit.training.training import Training
 
 BATCH, WIDTH = 4, 16
 ACTIVATION = BATCH * WIDTH * 4
@@ -54,20 +56,16 @@ class Outer(nn.Module):
         return loss
 
 
-def _record(part: Callable[[str], Any], model: nn.Module, *, keep: bool, steps: int = 1) -> Any:
-    batch = torch.randn(BATCH, WIDTH)
-    recorder = part("saved_tensors").Recorder(model, [batch], keep=keep)
-    with recorder.watching():
-        for _ in range(steps):
-            loss = model(batch)
-            if keep:
-                loss.backward()
-    return recorder
+Record = Callable[..., Any]
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH)
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_bytes_are_counted_once_and_weights_not(part: Callable[[str], Any], keep: bool) -> None:
-    timeline = _record(part, Stack(), keep=keep).timeline()
+def test_bytes_are_counted_once_and_weights_not(record: Record, keep: bool) -> None:
+    timeline = record(Stack(), _batch(), keep=keep).timeline()
     inner = 2 * ACTIVATION
     assert timeline.saved_bytes == 3 * inner
     assert timeline.gain("blocks.0") == ACTIVATION, "what it returns the next one keeps anyway"
@@ -75,27 +73,28 @@ def test_bytes_are_counted_once_and_weights_not(part: Callable[[str], Any], keep
     assert timeline.gain("blocks.1.one") <= 0
 
 
-def test_hooks_are_gone_after(part: Callable[[str], Any]) -> None:
+def test_hooks_are_gone_after(record: Record) -> None:
     model = Stack()
-    _record(part, model, keep=True)
+    record(model, _batch(), keep=True)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_letting_go_needs_no_memory_for_activations(part: Callable[[str], Any]) -> None:
+def test_letting_go_needs_no_memory_for_activations(record: Record) -> None:
     alive: list[int] = []
     model = nn.Sequential(*(Block() for _ in range(6)))
     batch = torch.randn(BATCH, WIDTH)
     for keep in (True, False):
         tracer = MemoryTracer()
-        recorder = part("saved_tensors").Recorder(model, [batch], keep=keep)
-        with tracer, recorder.watching():
-            model(batch)
+        with tracer:
+            record(model, batch, keep=keep)
             alive.append(tracer.allocator.peak_allocated_bytes)
     kept, let_go = alive
     assert let_go < kept / 2
 
 
-def test_a_forward_that_needs_what_it_saved_is_told_apart(part: Callable[[str], Any]) -> None:
+def test_a_forward_that_needs_what_it_saved_is_told_apart(
+    record: Record, part: Callable[[str], Any]
+) -> None:
     class Physics(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x.clone().requires_grad_()
@@ -103,15 +102,13 @@ def test_a_forward_that_needs_what_it_saved_is_told_apart(part: Callable[[str], 
             return slope.mean()
 
     with pytest.raises(part("saved_tensors").NeedsSavedTensors):
-        _record(part, Physics(), keep=False)
-    assert _record(part, Physics(), keep=True).timeline().saved_bytes > 0
+        record(Physics(), _batch(), keep=False)
+    assert record(Physics(), _batch(), keep=True).timeline().saved_bytes > 0
 
 
 @pytest.mark.parametrize("itself", ["reentrant", "not reentrant"])
-def test_a_model_that_checkpoints_itself_is_noticed(
-    part: Callable[[str], Any], itself: str
-) -> None:
-    recorder = _record(part, Outer(itself), keep=True)
+def test_a_model_that_checkpoints_itself_is_noticed(record: Record, itself: str) -> None:
+    recorder = record(Outer(itself), _batch(), keep=True)
     timeline = recorder.timeline()
     assert "stack" in recorder.checkpointed_itself
     assert "stack.blocks.0" not in recorder.checkpointed_itself
@@ -119,7 +116,7 @@ def test_a_model_that_checkpoints_itself_is_noticed(
     assert all(gain <= 0 for gain in gains.values()), "there is nothing left to gain in it"
 
 
-def test_calls_of_a_shared_module_are_all_there(part: Callable[[str], Any]) -> None:
+def test_calls_of_a_shared_module_are_all_there(record: Record) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -129,6 +126,28 @@ def test_calls_of_a_shared_module_are_all_there(part: Callable[[str], Any]) -> N
             loss: torch.Tensor = self.block(self.block(self.block(x))).mean()
             return loss
 
-    timeline = _record(part, Shared(), keep=True).timeline()
+    timeline = record(Shared(), _batch(), keep=True).timeline()
     assert len(timeline.calls_of["block"]) == 3
     assert timeline.gain("block") == 4 * ACTIVATION, "three tanh and the last exp"
+
+
+@contextmanager
+def _offload(training: Training) -> Iterator[None]:
+    """As a strategy does that moves saved tensors elsewhere."""
+    undo = training.wrap_forward(
+        lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    )
+    try:
+        yield
+    finally:
+        undo()
+
+
+def test_hooks_of_another_strategy_are_not_the_models_own(record: Record) -> None:
+    model, batch = Stack(), _batch()
+    plain = record(model, batch).timeline()
+    found = record(model, batch, offload=_offload)
+    assert found.checkpointed_itself == set()
+    assert found.timeline().storages == plain.storages
+    assert found.timeline().calls == plain.calls
+    assert record(Stack("not reentrant"), batch, offload=_offload).checkpointed_itself == {""}

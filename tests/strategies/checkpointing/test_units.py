@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-Part = Callable[[str], Any]
+Find = Callable[[nn.Module, torch.Tensor], Any]
 
 
-def _find(part: Part, model: nn.Module, batch: torch.Tensor) -> Any:
-    recorder = part("saved_tensors").Recorder(model, [batch], keep=False)
-    with recorder.watching():
-        model(batch)
-    timeline, itself = recorder.timeline(), recorder.checkpointed_itself
-    return part("units").find_candidates(model, timeline, itself)
+@pytest.fixture
+def find(part: Callable[[str], Any], record: Callable[..., Any]) -> Find:
+    """The candidates of a model."""
+
+    def run(model: nn.Module, batch: torch.Tensor) -> Any:
+        recorder = record(model, batch, keep=False)
+        timeline, itself = recorder.timeline(), recorder.checkpointed_itself
+        return part("units").find_candidates(model, timeline, itself)
+
+    return run
 
 
 def _layer() -> nn.Module:
     return nn.TransformerEncoderLayer(16, 2, 64, dropout=0.1, batch_first=True)
 
 
-def test_blocks_and_their_parts(part: Part) -> None:
+def test_blocks_and_their_parts(find: Find) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -32,16 +37,16 @@ def test_blocks_and_their_parts(part: Part) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(self.mix(torch.exp(x))) + x
 
-    units = _find(part, nn.Sequential(*(Block() for _ in range(3))), torch.randn(4, 16)).units
+    units = find(nn.Sequential(*(Block() for _ in range(3))), torch.randn(4, 16)).units
     assert {"0", "1", "2", "0.mix", "1.mix", "2.mix"} <= set(units)
     assert "0.mix.0" not in units, "a lone layer saves what it is given"
 
 
-def test_runs_of_a_flat_sequential(part: Part) -> None:
+def test_runs_of_a_flat_sequential(find: Find, part: Callable[[str], Any]) -> None:
     layers: list[nn.Module] = []
     for _ in range(8):
         layers += [nn.Linear(16, 16), nn.Tanh()]
-    found = _find(part, nn.Sequential(*layers), torch.randn(4, 16))
+    found = find(nn.Sequential(*layers), torch.randn(4, 16))
     runs = [part("units").Unit.parse(unit).run for unit in found.units]
     assert len(runs) >= 4
     assert all(run is not None and run[1] - run[0] > 1 for run in runs)
@@ -50,17 +55,17 @@ def test_runs_of_a_flat_sequential(part: Part) -> None:
     assert len(covered) == len(set(covered)) >= 12
 
 
-def test_runs_are_cut_by_what_they_give_back(part: Part) -> None:
+def test_runs_are_cut_by_what_they_give_back(find: Find) -> None:
     """The wide image that the first layer is given stays, whichever run that layer is in."""
     layers: list[nn.Module] = [nn.Conv2d(24, 4, 3, padding=1)]
     for _ in range(3):
         layers += [nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
     model = nn.Sequential(nn.Tanh(), nn.Sequential(*layers[:-1]))
-    units = _find(part, model, torch.randn(4, 24, 8, 8)).units
+    units = find(model, torch.randn(4, 24, 8, 8)).units
     assert {"1[3:6]", "1[6:9]"} <= set(units)
 
 
-def test_a_sequential_with_named_children(part: Part) -> None:
+def test_a_sequential_with_named_children(find: Find, part: Callable[[str], Any]) -> None:
     from collections import OrderedDict
 
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -68,28 +73,28 @@ def test_a_sequential_with_named_children(part: Part) -> None:
         layers[f"linear{number}"] = nn.Linear(16, 16)
         layers[f"tanh{number}"] = nn.Tanh()
     model = nn.ModuleDict({"body": nn.Sequential(layers)})["body"]
-    found = _find(part, model, torch.randn(4, 16))
+    found = find(model, torch.randn(4, 16))
     assert found.units
     x = torch.randn(4, 16)
     with part("checkpointed").checkpointed(model, found.units[:1]):
         assert torch.equal(model(x), nn.Sequential(*layers.values())(x))
 
 
-def test_units_of_one_stretch_are_offered_once(part: Part) -> None:
+def test_units_of_one_stretch_are_offered_once(find: Find) -> None:
     model = nn.Sequential(nn.Sequential(_layer()), nn.Sequential(_layer()))
-    units = _find(part, model, torch.randn(2, 4, 16)).units
+    units = find(model, torch.randn(2, 4, 16)).units
     assert ("0" in units) != ("0.0" in units)
 
 
-def test_a_scripted_module_is_let_alone(part: Part) -> None:
+def test_a_scripted_module_is_let_alone(find: Find) -> None:
     inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
     trace: Any = torch.jit.trace
     scripted = trace(inner, torch.randn(4, 16))
-    units = _find(part, nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
+    units = find(nn.Sequential(nn.Linear(16, 16), scripted), torch.randn(4, 16)).units
     assert not [unit for unit in units if unit.startswith("1")]
 
 
-def test_a_thousand_blocks(part: Part) -> None:
+def test_a_thousand_blocks(find: Find) -> None:
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -102,4 +107,4 @@ def test_a_thousand_blocks(part: Part) -> None:
                 x = torch.sin(block(x))
             return x
 
-    assert len(_find(part, Deep(), torch.randn(4, 4)).units) == 1000
+    assert len(find(Deep(), torch.randn(4, 4)).units) == 1000

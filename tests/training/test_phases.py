@@ -1,0 +1,210 @@
+"""Strategies that replace parameters before the optimizer is made, and the optimizer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
+from autofit.strategy import Context, Numerics, Phase, Strategy, TrainingView
+from autofit.testing import NotConformant, PlainContext, check_strategy
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+CPU = torch.device("cpu")
+
+
+class OnOff:
+    """A strategy with one setting, on or off."""
+
+    numerics = Numerics.EXACT
+
+    def __init__(self, name: str, phase: Phase) -> None:
+        self.name = name
+        self.phase = phase
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        return {f"{self.name}.on": Dimension([False, True])}
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        return self.applied(training, is_on=bool(settings[f"{self.name}.on"]))
+
+    @contextmanager
+    def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
+        yield
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        return [f"# {self.name}"] if settings[f"{self.name}.on"] else []
+
+
+class Shards(OnOff):
+    """Trains other parameters than the model came with, as sharding does."""
+
+    numerics = Numerics.ROUNDING
+
+    @contextmanager
+    def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
+        found = {name: p for name, p in training.model.named_parameters() if is_on}
+        for name, parameter in found.items():
+            _set(training.model, name, nn.Parameter(parameter.detach().clone()))
+        try:
+            yield
+        finally:
+            for name, parameter in found.items():
+                parameter.data.copy_(training.model.get_parameter(name))
+                _set(training.model, name, parameter)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path)._parameters[last] = parameter
+
+
+class Swaps(OnOff):
+    """Steps with SGD in place of the user's optimizer, at the same learning rate."""
+
+    gives_back = True
+
+    @contextmanager
+    def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
+        before = training.optimizer
+        if is_on:
+            (group,) = before.param_groups
+            training.optimizer = torch.optim.SGD(group["params"], lr=group["lr"])
+        try:
+            yield
+        finally:
+            if self.gives_back:
+                training.optimizer = before
+
+
+class Looks(OnOff):
+    """Notes whether there is an optimizer when it is applied."""
+
+    saw: object = None
+
+    @contextmanager
+    def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
+        self.saw = training.optimizer
+        yield
+
+
+def _workload() -> Workload:
+    torch.manual_seed(0)
+    return Workload(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
+        torch.randn(4, 6),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+    )
+
+
+def _training(strategies: list[OnOff], settings: Mapping[str, Scalar]) -> Training:
+    workload = _workload()
+    resolved = ResolvedPlan(Plan(4, settings=settings), strategies=strategies)
+    return Training(
+        workload.build_model(), workload.build_optimizer, workload.recipe, resolved, device=CPU
+    )
+
+
+def test_the_optimizer_is_made_of_what_a_parallel_strategy_left() -> None:
+    shards = Shards("shards", Phase.PARALLEL)
+    with _training([], {}) as plain, _training([shards], {"shards.on": True}) as training:
+        batch = _workload().sample_batch
+        own = list(training.model.parameters())
+        (group,) = training.optimizer.param_groups  # type: ignore[union-attr]  # there is one
+        assert all(a is b for a, b in zip(group["params"], own, strict=True))
+        losses = [(float(plain.step(batch)), float(training.step(batch))) for _ in range(3)]
+        assert all(one == other for one, other in losses)
+        assert losses[2][0] < losses[0][0]
+    assert not any(a is b for a, b in zip(training.model.parameters(), own, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("phase", "sees"), [(Phase.MODEL, False), (Phase.PARALLEL, False), (Phase.OPTIMIZER, True)]
+)
+def test_who_comes_before_the_optimizer_sees_none(phase: Phase, sees: bool) -> None:
+    """Only in a plan with a parallel strategy: others find it in every phase."""
+    looks, shards = Looks("looks", phase), Shards("shards", Phase.PARALLEL)
+    with _training([looks, shards], {"looks.on": True, "shards.on": True}):
+        assert (looks.saw is not None) is sees
+    looks.phase = max(phase, Phase.OPTIMIZER) if phase is Phase.PARALLEL else phase
+    with _training([looks, shards], {"looks.on": True}):
+        assert looks.saw is not None
+
+
+def test_a_live_optimizer_is_there_from_the_start() -> None:
+    """As after `Report.apply`."""
+    looks = Looks("looks", Phase.PARALLEL)
+    workload = _workload()
+    model = workload.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = ResolvedPlan(Plan(4, settings={"looks.on": True}), strategies=[looks])
+    with Training(model, optimizer, Recipe(), plan, device=CPU):
+        assert looks.saw is optimizer
+
+
+def test_an_optimizer_is_replaced_and_given_back() -> None:
+    swaps, batch = Swaps("swaps", Phase.OPTIMIZER), _workload().sample_batch
+    workload = _workload()
+    model = workload.build_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    users: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plan = ResolvedPlan(Plan(4, settings={"swaps.on": True}), strategies=[swaps])
+    with Training(model, users, workload.recipe, plan, device=CPU) as training:
+        training.step(batch)
+        assert type(training.optimizer) is torch.optim.SGD
+        assert not any(map(torch.equal, model.parameters(), before))
+    assert training.optimizer is users
+    assert users.state == {}
+
+
+def test_the_suite_runs_over_strategies_of_both_kinds() -> None:
+    for strategy in (Swaps("swaps", Phase.OPTIMIZER), Shards("shards", Phase.PARALLEL)):
+        assert check_strategy(strategy, workloads=[_workload]) == 2
+
+
+def test_the_suite_notices_an_optimizer_that_is_not_given_back() -> None:
+    swaps = Swaps("swaps", Phase.OPTIMIZER)
+    swaps.gives_back = False
+    with pytest.raises(NotConformant, match="optimizer"):
+        check_strategy(swaps, workloads=[_workload])
+
+
+def test_a_context_compares_updates_of_another_optimizer() -> None:
+    swaps = Swaps("swaps", Phase.OPTIMIZER)
+    context = PlainContext(_workload)
+    assert context.compare({"swaps.on": True}, {}, swaps, update=True).equal
+    context = PlainContext(lambda: Workload(_workload().model, torch.randn(4, 6)))
+    found = context.compare({"swaps.on": True}, {}, swaps, update=True)
+    assert found.gradient == 0.0
+    assert all(name.startswith("parameter ") for name in found.differences)
+    assert found.differences
+
+
+def test_a_search_runs_both_kinds() -> None:
+    strategies: list[Strategy | str] = [
+        Swaps("swaps", Phase.OPTIMIZER),
+        Shards("shards", Phase.PARALLEL),
+        "memory_format",
+    ]
+    report = autofit.search(
+        _workload(),
+        device="cpu",
+        vram_budget="64MiB",
+        isolation="inprocess",
+        strategies=strategies,
+        max_probes=6,
+        max_micro_batch=8,
+    )
+    tried = {name for trial in report.trials for name, on in trial.plan.settings.items() if on}
+    assert tried >= {"swaps.on", "shards.on"}
+    assert all(trial.measurement.ok for trial in report.trials if trial.role != "vetoed")
