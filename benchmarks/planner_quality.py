@@ -38,7 +38,7 @@ from autofit.measurement import Role, Trial
 from autofit.planning.confirmation import best_of
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
-from benchmarks.simulated_devices import Device, draw_device
+from benchmarks.simulated_devices import draw_device
 
 FIRST_SEED = 10_000
 CUTS = (8, 15, 30)
@@ -83,17 +83,20 @@ class Score:
     probes: int
 
 
-def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
-    """Search the device once; sampler None: with the planner."""
+def score(job: Job) -> Score:
+    """Run the search that the job describes, in any process."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    device = draw_device(job.seed, hints=job.hints)
     spec, optimum = device.spec(), device.optimum()
     seen: list[Trial] = []
     try:
         result = run_search(
             device.prober(),
             spec,
-            sampler=sampler,
-            max_probes=None if sampler is None else CUTS[-1],
-            veto=veto,
+            sampler=None if job.sampler is None else _OTHERS[job.sampler](job.seed),
+            max_probes=None if job.sampler is None else CUTS[-1],
+            veto=job.veto,
             on_event=lambda event: seen.append(event.trial) if hasattr(event, "trial") else None,
         )
     except NoFeasiblePlan:
@@ -110,14 +113,6 @@ def search(device: Device, sampler: BaseSampler | None, *, veto: bool) -> Score:
 
 def _ooms(probes: list[Trial]) -> int:
     return sum(not trial.ok and trial.measurement.outcome.about_memory for trial in probes)
-
-
-def score(job: Job) -> Score:
-    """Run the search that the job describes, in any process."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    sampler = None if job.sampler is None else _OTHERS[job.sampler](job.seed)
-    return search(draw_device(job.seed, hints=job.hints), sampler, veto=job.veto)
 
 
 def measure(pool: Executor, count: int, sampler: str | None, *, hints: bool, veto: bool) -> str:

@@ -30,6 +30,8 @@ from autofit.planning.posterior import MEMORY_ERROR, Posterior
 from autofit.units import format_bytes
 
 Mask: TypeAlias = NDArray[np.bool_]
+Proposal: TypeAlias = tuple[float, Plan]
+"""The worth of a probe, and its plan."""
 
 MIN_WORTH = 0.002
 MIN_WORTH_WITH_PRIOR = 0.001
@@ -86,14 +88,6 @@ class Forecast:
 
     peak_bytes: int | None
     seconds: float | None
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan, and the worth of a probe of it."""
-
-    plan: Plan
-    worth: float
 
 
 def decide(posterior: Posterior) -> Decision:
@@ -186,17 +180,17 @@ def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
     if leader is None:
         return _likeliest_to_fit(posterior, allowed)
     found = [*_new_plans(posterior, leader, allowed), *_repeats(posterior, leader, allowed)]
-    best = max(found, key=lambda proposal: proposal.worth, default=None)
+    worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
     least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
-    return best.plan if best is not None and best.worth > least else None
+    return plan if worth > least else None
 
 
 def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
     """Return, per level of OOM risk, the best plan at that risk."""
     ahead = posterior.log_speed(leader.plan)[:, None]
     potential = np.maximum(posterior.log_speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
-    proposals = []
+    proposals: list[Proposal] = []
     for sizes in _next_sizes(posterior):
         fits = posterior.memory_limit >= sizes
         gain = (np.maximum(posterior.log_speeds(sizes) - ahead, 0) * fits).mean(axis=0)
@@ -207,7 +201,7 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
         best = int(np.argmax(worth))
         if worth[best] > -np.inf:
             plan = posterior.spec.space.plan(int(sizes[best]), posterior.variants[best])
-            proposals.append(Proposal(plan, float(worth[best])))
+            proposals.append((float(worth[best]), plan))
     return proposals
 
 
@@ -236,11 +230,11 @@ def _repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposa
         for trial in posterior.fitting
         if trial.plan != leader.plan and allowed[posterior.index(trial.plan)]
     }
-    proposals = []
+    proposals: list[Proposal] = []
     for plan, trial in rivals.items():
         ahead = posterior.log_speed(plan) - posterior.log_speed(leader.plan)
         cost = float(oom_cost(posterior, np.array(posterior.oom_risk(plan))))
-        proposals.append(Proposal(plan, _knowledge_gradient(ahead, posterior.noise(trial)) - cost))
+        proposals.append((_knowledge_gradient(ahead, posterior.noise(trial)) - cost, plan))
     return proposals
 
 

@@ -224,8 +224,11 @@ class Posterior:
 
         Lines with a coefficient that has no logarithm are left out.
         """
-        lines = [self.spec.predicted_line(settings) for settings in self.variants]
-        found = {i: line for i, line in enumerate(lines) if line is not None and min(line) > 0}
+        found = {
+            index: line
+            for key, index in self._index.items()
+            if (line := self.spec.predicted_lines.get(key)) is not None and min(line) > 0
+        }
         return found if 0 in found else {}
 
     def _memory_points(self) -> list[Point]:

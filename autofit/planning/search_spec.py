@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from autofit.plan import Dimension, Settings, VariantKey, variant_key
+from autofit.plan import Dimension, VariantKey, variant_key
 from autofit.space import Space
 
 MemoryLine: TypeAlias = tuple[float, float]
 """Fixed bytes, and bytes per sample of the micro-batch."""
+
+_GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,11 @@ class SearchSpec:
     identity: Mapping[str, str] = field(default_factory=dict)
     predicted_lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
 
-    def predicted_line(self, settings: Settings) -> MemoryLine | None:
-        """Return the predicted memory line of a variant; None: unknown."""
-        return self.predicted_lines.get(variant_key(settings))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        space = self.space
         return {
-            "dimensions": [[name, d.to_dict()] for name, d in space.dimensions.items()],
-            "sample_batch_size": space.sample_batch_size,
-            "global_batch": space.global_batch,
-            "may_resplit": space.may_resplit,
-            "max_micro_batch": space.max_micro_batch,
+            "dimensions": [[name, d.to_dict()] for name, d in self.space.dimensions.items()],
+            **{name: getattr(self.space, name) for name in _GEOMETRY},
             "vram_budget_bytes": self.vram_budget_bytes,
             "seed": self.seed,
             "identity": dict(self.identity),
@@ -64,14 +58,9 @@ class SearchSpec:
         """Return the specification that `to_dict` wrote; unknown keys are ignored."""
         space = Space(
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
-            sample_batch_size=data["sample_batch_size"],
-            global_batch=data["global_batch"],
-            may_resplit=data["may_resplit"],
-            max_micro_batch=data["max_micro_batch"],
+            **{name: data[name] for name in _GEOMETRY},
         )
-        lines = {
-            variant_key(settings): (line[0], line[1]) for settings, line in data["predicted_lines"]
-        }
+        lines = {variant_key(settings): tuple(line) for settings, line in data["predicted_lines"]}
         return cls(
             space,
             data["vram_budget_bytes"],
