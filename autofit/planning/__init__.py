@@ -1,1 +1,1 @@
-"""The planner: a pure function from what was measured to the plan to probe next."""
+"""The planner: a pure function from a search's specification and trials to the next plan."""

@@ -206,7 +206,7 @@ def _why_not_run(posterior: Posterior, name: str, value: Scalar, sizes: MicroBat
 
 
 def _why_too_large(posterior: Posterior, variants: Sequence[int]) -> str:
-    """Return what the smallest of those variants' plans would hold."""
+    """Return the reason if no plan of those variants is predicted to fit."""
     space, smallest = posterior.spec.space, posterior.sizes.smallest
     plans = [space.plan(int(smallest[i]), posterior.variants[i]) for i in variants]
     held_bytes = [float(np.median(posterior.held_bytes(plan))) for plan in plans]

@@ -1,4 +1,4 @@
-"""The memory line and the time line of every variant, fitted jointly to what was measured.
+"""The memory line and the time line of every variant, fitted jointly to the measurements.
 
 A variant holds `a + b * micro_batch` bytes and takes `alpha + beta * micro_batch` seconds per
 micro-batch. Both are lines with positive coefficients, so one model serves for both:
@@ -212,7 +212,7 @@ def _predicted_effects(
     variants: Sequence[Settings],
     lines: Mapping[int, tuple[float, float]],
 ) -> dict[Scalar, tuple[float, float]]:
-    """Return log effects on (intercept, slope) of values whose line beside plain ones is known."""
+    """Return log effects on (intercept, slope) of values with a predicted line."""
     found = {variant_key(variants[index]): np.log(line) for index, line in lines.items()}
     effects: dict[Scalar, tuple[float, float]] = {}
     for value in dimension.values[1:]:

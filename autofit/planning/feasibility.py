@@ -1,4 +1,4 @@
-"""What may be run: micro-batches of a space, and what faults of earlier probes rule out.
+"""The micro-batches of a space, and the exclusions that follow from faults of earlier probes.
 
 A fault is blamed on the settings that never worked anywhere: if bfloat16 alone is new in a failing
 variant, every variant with bfloat16 is excluded; if several settings are new, the variants that
@@ -82,7 +82,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Exclusions:
-    """What may no longer be run.
+    """Variants and micro-batches that may no longer be run.
 
     Attributes:
         blamed: settings that fail together -> the reason.
@@ -112,7 +112,7 @@ class Exclusions:
 
 
 def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
-    """Return what these trials rule out."""
+    """Return the exclusions that follow from these trials."""
     blamed: dict[VariantKey, str] = {}
     largest: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()

@@ -63,7 +63,7 @@ class Posterior:
 
     @cached_property
     def exclusions(self) -> Exclusions:
-        """What faults of earlier probes rule out."""
+        """Exclusions that follow from faults of earlier probes."""
         return exclusions_of(self.spec, self.probes)
 
     @cached_property
