@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
 
+from autofit.probing import worker_channel
 from autofit.snapshot import process
+from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,3 +43,64 @@ def _computing_as_before() -> Iterator[None]:
     before = process.computing()
     yield
     process.restore(before)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer | None]:
+    """None on a machine with a GPU: a process that has looked at one cannot be forked."""
+    if torch.cuda.is_available() or not SUPPORTED:
+        yield None
+        return
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers(fork_server: ForkServer | None) -> Iterator[None]:
+    """Workers start in tens of milliseconds, not in seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fork_server is not None:
+            patch.setattr(worker_channel, "subprocess", forked_subprocess(fork_server))
+        yield
+
+
+@pytest.fixture
+def spawned_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start as they do for users."""
+    monkeypatch.setattr(worker_channel, "subprocess", subprocess)
+
+
+@pytest.fixture(scope="session")
+def python(fork_server: ForkServer | None) -> Callable[..., subprocess.Popen[Any]]:
+    """Start an interpreter like `subprocess.Popen`, with torch imported already.
+
+    Its workers are forked, too, unless `forks_workers=False` is given.
+    """
+
+    def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[Any]:
+        command = [sys.executable, *map(str, arguments)]
+        forks_workers = options.pop("forks_workers", True)
+        if fork_server is None:
+            return subprocess.Popen(command, **options)
+        return ForkedPopen(command, server=fork_server, forks_workers=forks_workers, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_python(
+    python: Callable[..., subprocess.Popen[Any]],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run an interpreter, started by `python`, to its end."""
+
+    def run(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with python(*arguments, **pipes | options) as process:
+            try:
+                out, err = process.communicate(timeout=240)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return run

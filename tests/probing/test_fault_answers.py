@@ -195,10 +195,14 @@ def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
     assert "it holds a generator" in str(error)
 
 
-def test_collections_around_probes_pass_over_what_torch_imported(probing: Any) -> None:
+@pytest.mark.usefixtures("spawned_workers")
+def test_collections_around_probes_pass_over_what_torch_imported(
+    open_probing: Any, minefield: Any
+) -> None:
     """Also what it imports to train for the first time, though nobody asked for a survey."""
+    probing = open_probing(minefield({10: counts_objects}))
     probing.at(CALM)
-    probing.at(SIZES["count"])
+    probing.at(10)
     visited, passed_over = probing.raised.args
     assert passed_over > 10 * visited
 
@@ -412,6 +416,7 @@ def test_a_second_search_on_one_device_is_refused(open_probing: Any, minefield: 
     assert open_probing(minefield({}), tamper=exclusive).at(CALM).ok
 
 
+@pytest.mark.usefixtures("spawned_workers")
 def test_a_search_may_run_in_a_thread(open_probing: Any, minefield: Any) -> None:
     """The kernel ties a worker's life to the thread that started it."""
     seen: list[Measurement] = []
