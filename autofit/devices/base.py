@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,10 +35,10 @@ class Environment:
     gpu: str | None
     capability: str | None
     total_bytes: int
-    driver: str | None
-    cuda: str | None
-    torch: str
-    python: str
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str = torch.__version__
+    python: str = platform.python_version()
 
 
 class Mark(Protocol):

@@ -8,7 +8,6 @@ the CPU's own speed.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,16 +96,7 @@ class CpuDevice(TracedDevice):
     @property
     def environment(self) -> Environment:
         """The host and versions."""
-        return Environment(
-            device="cpu",
-            gpu=None,
-            capability=None,
-            total_bytes=self.total_bytes,
-            driver=None,
-            cuda=None,
-            torch=torch.__version__,
-            python=platform.python_version(),
-        )
+        return Environment("cpu", gpu=None, capability=None, total_bytes=self.total_bytes)
 
     def limit(self, vram_budget_bytes: int) -> None:
         """Refuse segments beyond the budget."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -96,8 +95,6 @@ class CudaDevice:
             total_bytes=self.total_bytes,
             driver=self._nvml.driver(),
             cuda=torch.version.cuda,
-            torch=torch.__version__,
-            python=platform.python_version(),
         )
 
     def limit(self, vram_budget_bytes: int) -> None:

@@ -19,11 +19,6 @@ class Nvml:
     def __init__(self, uuid: str) -> None:
         self._handle = _handle(uuid)
 
-    @property
-    def is_there(self) -> bool:
-        """Whether NVML knows the device by that UUID."""
-        return self._handle is not None
-
     def used_bytes(self) -> int | None:
         """Return the bytes of all processes, without those that the driver reserves."""
         info = self._ask(
@@ -68,7 +63,7 @@ def device_uuid(index: int) -> str:
         return listed[index]
     bare = torch.cuda.get_device_properties(index).uuid
     names = [f"{kind}-{bare}" for kind in ("GPU", "MIG")]
-    return next((name for name in names if Nvml(name).is_there), names[0])
+    return next((name for name in names if _handle(name) is not None), names[0])
 
 
 def _handle(uuid: str) -> Any | None:

@@ -80,10 +80,8 @@ class Labels:
 
     def kind_of(self, number: int) -> str:
         """Return the kind of an allocation; those of the forward pass count as activations."""
-        known = self._kinds.get(number)
-        if known is not None:
-            return known
-        return "activations" if number in self._tracer.forward else "temporaries"
+        other = "activations" if number in self._tracer.forward else "temporaries"
+        return self._kinds.get(number, other)
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

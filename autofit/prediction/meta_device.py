@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-
 import torch
 
 from autofit.devices.base import Environment
@@ -45,16 +43,7 @@ class MetaDevice(TracedDevice):
     def environment(self) -> Environment:
         """The GPU, and versions."""
         major, minor = self._gpu.capability
-        return Environment(
-            device="meta",
-            gpu=self._gpu.name,
-            capability=f"{major}.{minor}",
-            total_bytes=self.total_bytes,
-            driver=None,
-            cuda=None,
-            torch=torch.__version__,
-            python=platform.python_version(),
-        )
+        return Environment("meta", self._gpu.name, f"{major}.{minor}", self.total_bytes)
 
     def limit(self, vram_budget_bytes: int) -> None:
         """Do nothing: a dry run has no limit, replays of it have one."""

@@ -156,18 +156,6 @@ def _efficient_supports(call: Call, gpu: Gpu) -> bool:
     )
 
 
-def _math_supports(call: Call, gpu: Gpu) -> bool:
-    return bool(_switches.math_sdp_enabled())
-
-
-_SUPPORTS: dict[Kernel, Callable[[Call, Gpu], bool]] = {
-    Kernel.CUDNN: _cudnn_supports,
-    Kernel.FLASH: _flash_supports,
-    Kernel.EFFICIENT: _efficient_supports,
-    Kernel.MATH: _math_supports,
-}
-
-
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -231,7 +219,13 @@ def _efficient(call: Call) -> Any:
     )[0]
 
 
-_RUN = {
+_SUPPORTS: dict[Kernel, Callable[[Call, Gpu], bool]] = {
+    Kernel.CUDNN: _cudnn_supports,
+    Kernel.FLASH: _flash_supports,
+    Kernel.EFFICIENT: _efficient_supports,
+    Kernel.MATH: lambda call, gpu: bool(_switches.math_sdp_enabled()),
+}
+_RUN: dict[Kernel, Callable[[Call], Any]] = {
     Kernel.CUDNN: _cudnn,
     Kernel.FLASH: _flash,
     Kernel.EFFICIENT: _efficient,

@@ -153,10 +153,9 @@ def _lstm_cell(
     state: Sequence[torch.Tensor],
     of_data: torch.Tensor,
     of_hidden: torch.Tensor,
-    data_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
+    *biases: torch.Tensor | None,
 ) -> Any:
-    cell = data, list(state), of_data, of_hidden, data_bias, hidden_bias
+    cell = data, list(state), of_data, of_hidden, *biases
     with beneath():
         if not data.is_meta:
             return aten.lstm_cell(*cell)
@@ -170,10 +169,9 @@ def _gru_cell(
     hidden: torch.Tensor,
     of_data: torch.Tensor,
     of_hidden: torch.Tensor,
-    data_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
+    *biases: torch.Tensor | None,
 ) -> Any:
-    cell = data, hidden, of_data, of_hidden, data_bias, hidden_bias
+    cell = data, hidden, of_data, of_hidden, *biases
     with beneath():
         if not data.is_meta:
             return aten.gru_cell(*cell)

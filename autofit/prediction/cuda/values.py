@@ -208,12 +208,9 @@ def _is_for_meta(func: Any, given: list[torch.Tensor], kwargs: Any) -> bool:
 
 _TORCH, _OURS = (f"{Path(str(module.__file__)).parent}/" for module in (torch, autofit))
 _OPTIMIZERS = f"{_TORCH}optim/"
-_UTILITIES = (
-    "/_compile.py",
-    "/_contextlib.py",
-    "/_python_dispatch.py",
-    "/contextlib.py",
-    "/eval_frame.py",
+_UTILITIES = tuple(
+    f"/{name}.py"
+    for name in ("_compile", "_contextlib", "_python_dispatch", "contextlib", "eval_frame")
 )
 
 
@@ -223,8 +220,7 @@ def _passes_on(file: str) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _users_line(frames: Sequence[traceback.FrameSummary]) -> str:
