@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,13 +16,16 @@ from autofit.checks.verdict import Verdict
 from autofit.devices.base import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest
 from autofit.measurement import Outcome, Trial
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
+
+if TYPE_CHECKING:
+    from autofit.probing.survey import Survey
 
 Method = Literal["auto", "probe", "predict"]
 METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
@@ -62,8 +65,14 @@ def check(
     learned = Calibration.of(calibration)
     found = find_gpu(gpu)
     if will_probe(method, gpu, device):
-        target = Target(device, vram_budget)
-        return _by_probe(workload, target, plan, strategies, payloads)
+        from autofit.probing.probe import run_one
+
+        chosen, target = load_strategies(strategies), Target(device, vram_budget)
+
+        def resolved(survey: Survey) -> ResolvedPlan:
+            return resolve(plan, survey.space(), chosen, payloads)
+
+        return _by_probe(*run_one(workload, chosen, target, resolved))
     budget = budget_bytes(
         1.0 if vram_budget is None else vram_budget,
         total_bytes=found.total_bytes,
@@ -120,28 +129,8 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
     )
 
 
-def _by_probe(
-    workload: Workload,
-    target: Target,
-    plan: Plan | None,
-    strategies: Iterable[str | Strategy] | None,
-    payloads: Mapping[str, Any] | None,
-) -> Verdict:
-    from autofit.probing.probe import run_one
-
-    chosen = load_strategies(strategies)
-    trial, survey = run_one(
-        workload, chosen, target, lambda survey: resolve(plan, survey.space(), chosen, payloads)
-    )
-    environment, space = survey.environment, survey.space()
-    plain = {**space.fixed, **space.plain_settings}
-    verdict = _by_trial(trial, survey.vram_budget_bytes)
-    kind = environment.device.partition(":")[0]
-    return replace(verdict, plan=trial.plan.without(plain), device=kind, gpu=environment.gpu)
-
-
-def _by_trial(trial: Trial, budget: int) -> Verdict:
-    measured = trial.measurement
+def _by_probe(trial: Trial, survey: Survey) -> Verdict:
+    measured, environment, space = trial.measurement, survey.environment, survey.space()
     fits: bool | None = None
     if measured.outcome is Outcome.OK or measured.outcome.about_memory:
         fits = measured.ok
@@ -149,10 +138,12 @@ def _by_trial(trial: Trial, budget: int) -> Verdict:
     detail = measured.detail or (None if measured.ok else f"the probe ended as {measured.outcome}")
     return Verdict(
         fits,
-        trial.plan,
+        trial.plan.without({**space.fixed, **space.plain_settings}),
         "probe",
-        budget,
+        survey.vram_budget_bytes,
         required,
         detail=detail,
         peak_allocated_bytes=measured.peak_allocated_bytes if measured.ok else None,
+        device=environment.device.partition(":")[0],
+        gpu=environment.gpu,
     )

@@ -14,7 +14,7 @@ payloads survive JSON; a training script can be told what to write.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from autofit.equivalence.comparison import NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import gradients_noted
 from autofit.equivalence.strategy_context import PlainContext
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, payloads_of
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, Settings, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.snapshot.snapshot import Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
@@ -32,26 +32,75 @@ from autofit.training.optimizers import Optimizers
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
-# One strategy on one workload: what it offers there, and where it breaks its contract.
-
 _STEPS_COMPARED = 3
 _MOST_VALUES = 5
-"""Of a setting with more values than these beside the first, some in equal distances are tried."""
+"""Most values tried of a setting besides the first; of more, evenly spaced ones are tried."""
 
 _ROUNDING_TOLERANCE = 1e-4
 """Largest difference of a ROUNDING strategy's losses and gradients, relative to their size."""
 _EMPTIED = "_backward_hooks keys: absent became ()"
-"""A tensor keeps the container of its hooks after the last of them was taken away."""
+"""A tensor keeps the container of its hooks after the last one is removed."""
+
+
+class NotConformant(AssertionError):
+    """A strategy breaks its contract; the message lists every way in which it does."""
+
+
+def check_strategy(
+    strategy: Strategy | str,
+    *,
+    workloads: Sequence[Callable[[], Workload]] = (convolutions, attention),
+    device: str | torch.device = "cpu",
+    capabilities: Capabilities | None = None,
+) -> int:
+    """Run the whole suite over the values that the strategy offers for these workloads.
+
+    Args:
+        strategy: an object, or the name of an installed one.
+        workloads: functions that build workloads, alike on each call.
+        device: where to train.
+        capabilities: of the device; None: all of them, so that every value is tried (on a CPU,
+            slow types are emulated and TF32 changes nothing).
+
+    Returns:
+        The number of variants that were tried.
+
+    Raises:
+        NotConformant: the strategy breaks its contract, or offers no value besides the first for
+            any of the workloads.
+        InvalidRequest: the object is not a strategy.
+    """
+    (checked,) = load_strategies([strategy])
+    torch_device = torch.device(device)
+    problems: list[str] = []
+    tried = changed = 0
+    with _one_thread():
+        for build in workloads:
+            case = Case(checked, build, torch_device, capabilities)
+            for variant in case.variants():
+                tried += 1
+                changed += not case.is_plain(variant)
+                where = f"{build.__name__}, {dict(variant.plan.settings)}"
+                problems += [f"{where}: {problem}" for problem in case.problems(variant)]
+    if problems:
+        raise NotConformant("\n".join([f"strategy {checked.name!r}:", *problems]))
+    if not changed:
+        raise NotConformant(
+            f"strategy {checked.name!r} offers no value besides the plain one for "
+            f"{', '.join(build.__name__ for build in workloads)}, so nothing was tried: pass "
+            "workloads=[...], functions that build a Workload it is for"
+        )
+    return tried
 
 
 class Case:
-    """One strategy on one workload.
+    """One strategy on one workload: the variants, and breaches of the contract.
 
     Args:
-        strategy: what is tested.
-        build: makes the workload, alike each time.
+        strategy: the strategy under test.
+        build: builds the workload, alike on each call.
         device: where to train.
-        capabilities: what the device can do; None: everything.
+        capabilities: of the device; None: all of them.
     """
 
     def __init__(
@@ -66,31 +115,35 @@ class Case:
         self._device = device
         context = PlainContext(build, device, capabilities)
         self._dimensions = collect_dimensions([strategy], context)
-        self._plain = self._steps({}, {})
+        self._samples = build().sample_batch_size
+        self._plain = self._steps(self._resolved({}))
 
-    def variants(self) -> Iterator[tuple[dict[str, Scalar], dict[str, Any]]]:
-        """The first values, then other values of each setting beside the others' first."""
+    def variants(self) -> Iterator[ResolvedPlan]:
+        """Yield the first values, then each other value with all others at their first."""
         first = {name: dimension.values[0] for name, dimension in self._dimensions.items()}
         if not first:
             return
-        yield first, payloads_of(self._dimensions, first)
+        yield self._resolved(first)
         for name, dimension in self._dimensions.items():
             for value in _spread(dimension.values[1:]):
-                settings = self._with_allowed_others(first | {name: value}, dimension)
-                yield settings, payloads_of(self._dimensions, settings)
+                yield self._resolved(self._with_allowed_others(first | {name: value}, dimension))
 
-    def is_plain(self, settings: Mapping[str, Scalar]) -> bool:
-        """Whether every setting is at its first value."""
+    def _resolved(self, settings: Settings) -> ResolvedPlan:
+        plan = Plan(self._samples, settings=settings)
+        return ResolvedPlan(plan, payloads_of(self._dimensions, settings), (self._strategy,))
+
+    def is_plain(self, variant: ResolvedPlan) -> bool:
+        """Return whether every setting is at its first value."""
+        settings = variant.plan.settings
         return all(settings[name] == d.values[0] for name, d in self._dimensions.items())
 
-    def problems(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """Every way in which the strategy breaks its contract with these settings."""
-        is_plain = self.is_plain(settings)
+    def problems(self, variant: ResolvedPlan) -> list[str]:
+        """Return every way in which the strategy breaks its contract with this variant."""
         return [
             *self._json_problems(),
-            *self._description_problems(settings, payloads, is_plain),
-            *self._arithmetic_problems(settings, payloads, is_plain),
-            *self._leaving_problems(settings, payloads),
+            *self._description_problems(variant),
+            *self._arithmetic_problems(variant),
+            *self._leaving_problems(variant),
         ]
 
     def _with_allowed_others(
@@ -109,20 +162,16 @@ class Case:
                 if back.to_dict() != dimension.to_dict():
                     yield f"{name} is not the same after JSON"
 
-    def _description_problems(
-        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_plain: bool
-    ) -> Iterator[str]:
-        lines = self._strategy.describe(settings, payloads)
+    def _description_problems(self, variant: ResolvedPlan) -> Iterator[str]:
+        lines = self._strategy.describe(variant.plan.settings, variant.payloads)
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             yield f"describe must return a list of lines, got {lines!r}"
-        elif bool(lines) is is_plain:
-            yield f"describe must have lines just where a value is not the first, got {lines}"
+        elif bool(lines) is self.is_plain(variant):
+            yield f"describe must return lines if and only if a value is not the first, got {lines}"
 
-    def _arithmetic_problems(
-        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any], is_plain: bool
-    ) -> Iterator[str]:
-        run = self._steps(settings, payloads)
-        numerics = Numerics.EXACT if is_plain else self._strategy.numerics
+    def _arithmetic_problems(self, variant: ResolvedPlan) -> Iterator[str]:
+        run = self._steps(variant)
+        numerics = Numerics.EXACT if self.is_plain(variant) else self._strategy.numerics
         if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
             yield f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
         elif numerics < Numerics.REDUCED_PRECISION:
@@ -133,31 +182,23 @@ class Case:
                     yield f"{where[0]} differs {when}"
                     return
 
-    def _leaving_problems(
-        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> Iterator[str]:
-        """What is left behind by no step at all, by one step, and by one that raised."""
-        for line in self._left(settings, payloads, lambda training, batch: None):
+    def _leaving_problems(self, variant: ResolvedPlan) -> Iterator[str]:
+        """Yield the traces left by no step at all, by one step, and by one that raised."""
+        for line in self._left(variant, lambda training, batch: None):
             yield f"left behind: {line}"
         for body in (_one_step, _a_step_that_raises):
-            for line in self._left(settings, payloads, body):
+            for line in self._left(variant, body):
                 if not _is_training(line):
                     yield f"left behind by {body.__name__.strip('_').replace('_', ' ')}: {line}"
 
-    def _left(
-        self,
-        settings: Mapping[str, Scalar],
-        payloads: Mapping[str, Any],
-        body: Callable[[Training, Any], None],
-    ) -> list[str]:
-        workload = self._build()
-        model = workload.build_model().to(self._device)
+    def _left(self, variant: ResolvedPlan, body: Callable[[Training, Any], None]) -> list[str]:
+        workload, model = self._fresh()
         optimizer = workload.build_optimizer(model)
-        batch = workload.batch(workload.sample_batch_size)
-        plain = ResolvedPlan(Plan(workload.sample_batch_size))
+        batch, settings = workload.batch(self._samples), variant.plan.settings
+        plain = ResolvedPlan(Plan(self._samples))
         with Training(model, optimizer, workload.recipe, plain, device=self._device) as training:
             before = _state(model, optimizer)
-            with suppress(_Deliberate), self._strategy.apply(training, settings, payloads):
+            with suppress(_Deliberate), self._strategy.apply(training, settings, variant.payloads):
                 body(training, batch)
             left = differences(before, _state(model, optimizer))
             if training.optimizer is not optimizer:
@@ -166,27 +207,26 @@ class Case:
                 left.append("training.scaler: there was none before")
         return [line for line in left if not line.endswith(_EMPTIED)]
 
-    def _steps(
-        self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
-    ) -> list[StepTrace]:
-        """Return what each of some steps left, and the parameters and buffers after the last."""
-        workload = self._build()
-        model = workload.build_model().to(self._device)
-        plan = Plan(workload.sample_batch_size, settings=settings)
-        resolved = ResolvedPlan(plan, payloads, (self._strategy,))
+    def _steps(self, variant: ResolvedPlan) -> list[StepTrace]:
+        """Return the traces of some steps, and the parameters and buffers after the last."""
+        workload, model = self._fresh()
         make, traces = workload.build_optimizer, list[StepTrace]()
-        with Training(model, make, workload.recipe, resolved, device=self._device) as training:
+        with Training(model, make, workload.recipe, variant, device=self._device) as training:
             torch.manual_seed(1)
             for _ in range(_STEPS_COMPARED):
                 with gradients_noted(training, update=True) as gradients:
-                    loss = training.step(workload.batch(workload.sample_batch_size))
+                    loss = training.step(workload.batch(self._samples))
                 traces.append(StepTrace(loss, gradients))
         left = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         return [*traces, StepTrace(0.0, {}, state=left)]
 
+    def _fresh(self) -> tuple[Workload, torch.nn.Module]:
+        workload = self._build()
+        return workload, workload.build_model().to(self._device)
+
 
 def _spread(values: Sequence[Scalar]) -> list[Scalar]:
-    """At most _MOST_VALUES of them, both ends included."""
+    """Return at most _MOST_VALUES of them, both ends included."""
     if len(values) <= _MOST_VALUES:
         return list(values)
     last = len(values) - 1
@@ -194,7 +234,7 @@ def _spread(values: Sequence[Scalar]) -> list[Scalar]:
 
 
 class _Deliberate(Exception):
-    """Raised to see what a failing training leaves behind."""
+    """Raised to look at a failing training."""
 
 
 def _one_step(training: Training, batch: Any) -> None:
@@ -213,60 +253,9 @@ def _state(model: torch.nn.Module, optimizer: Optimizers) -> Digest:
 
 
 def _is_training(difference: str) -> bool:
-    """Whether a training itself changes this: values, optimizer state, random states."""
+    """Return whether a training itself changes this: values, optimizer state, random states."""
     place = difference.split(":")[0]
     return place.endswith((" values", " gradient")) or "random" in place or ".state" in place
-
-
-class NotConformant(AssertionError):
-    """A strategy breaks its contract; the message lists every way in which it does."""
-
-
-def check_strategy(
-    strategy: Strategy | str,
-    *,
-    workloads: Sequence[Callable[[], Workload]] = (convolutions, attention),
-    device: str | torch.device = "cpu",
-    capabilities: Capabilities | None = None,
-) -> int:
-    """Run the whole suite over the values that the strategy offers for these workloads.
-
-    Args:
-        strategy: an object, or the name of an installed one.
-        workloads: functions that build what to train, alike each time they are called.
-        device: where to train.
-        capabilities: what the device can do; None: everything, so that every value is tried
-            (on a CPU, slow types are emulated and TF32 changes nothing).
-
-    Returns:
-        How many values were tried.
-
-    Raises:
-        NotConformant: the strategy breaks its contract, or has nothing to choose for any of the
-            workloads, so that nothing could be tried.
-        InvalidRequest: it is no strategy at all.
-    """
-    (checked,) = load_strategies([strategy])
-    torch_device = torch.device(device)
-    problems: list[str] = []
-    tried = changed = 0
-    with _one_thread():
-        for build in workloads:
-            case = Case(checked, build, torch_device, capabilities)
-            for settings, payloads in case.variants():
-                tried += 1
-                changed += not case.is_plain(settings)
-                found = case.problems(settings, payloads)
-                problems += [f"{build.__name__}, {settings}: {problem}" for problem in found]
-    if problems:
-        raise NotConformant("\n".join([f"strategy {checked.name!r}:", *problems]))
-    if not changed:
-        raise NotConformant(
-            f"strategy {checked.name!r} offers no value beside the plain one for "
-            f"{', '.join(build.__name__ for build in workloads)}, so nothing was tried: pass "
-            "workloads=[...], functions that build a Workload it is for"
-        )
-    return tried
 
 
 @contextmanager
