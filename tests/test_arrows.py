@@ -38,7 +38,7 @@ ALLOWED = {
     "memory": VOCABULARY,
     "devices": VOCABULARY | {"memory"},
     "training": VOCABULARY | {"devices", "memory"},
-    "snapshot": VOCABULARY | {"interrupts", "training"},
+    "snapshot": VOCABULARY | {"interrupts"},
     "equivalence": VOCABULARY | {"snapshot", "training"},
     "probing": VOCABULARY | TRAINING | {"interrupts", "registry"},
     "prediction": VOCABULARY | TRAINING | {"probing", "registry"},

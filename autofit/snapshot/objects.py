@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import torch
 
 if TYPE_CHECKING:
-    from autofit.training.workload import Workload
+    from _typeshed import DataclassInstance
 
 _ENTERED = (
     torch.nn.Module,
@@ -35,11 +35,11 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of a tensor that hold the hooks registered on it."""
 
 
-def live_objects(workload: Workload, *, but: Container[str] = ()) -> dict[str, object]:
+def live_objects(workload: DataclassInstance, *, but: Container[str] = ()) -> dict[str, object]:
     """Return the objects that a training may change, by a name that says where each was found.
 
     Args:
-        workload: what is trained.
+        workload: the `Workload`, or any dataclass: this room knows nothing of trainings.
         but: fields of it to leave out.
     """
     objects: dict[str, object] = {}
