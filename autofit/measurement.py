@@ -162,7 +162,7 @@ class Trial:
     """One entry of a study.
 
     Attributes:
-        number: its place in the study, from 0, the baseline.
+        number: its number in the study, from 0, the baseline; lost trials leave gaps.
         role: why it was run.
         plan: the plan that was run.
         measurement: the result.

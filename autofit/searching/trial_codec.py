@@ -76,11 +76,11 @@ def plan_of(params: dict[str, Any], space: Space) -> Plan:
 
 
 def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec) -> Trial:
-    """Store a finished trial, tell Optuna its state, and return it as `trials_of` numbers it."""
+    """Store a finished trial, tell Optuna its state, and return it with its number."""
     asked.set_constraint(_CONSTRAINT, _excess(trial, spec))
     asked.set_user_attr(_RECORD, trial.to_dict())
     study.tell(asked, *_value_and_state(trial))
-    return replace(trial, number=[frozen.number for frozen in _recorded(study)].index(asked.number))
+    return replace(trial, number=asked.number)
 
 
 def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
@@ -92,14 +92,11 @@ def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
 
 
 def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
-    """Return the recorded trials in order, numbered from 0, without unfinished and lost ones."""
-    records = [frozen.user_attrs[_RECORD] for frozen in _recorded(study)]
-    return tuple(_trial(number, data) for number, data in enumerate(records))
-
-
-def _recorded(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps."""
     finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
-    return [t for t in finished if _RECORD in t.user_attrs]
+    return tuple(
+        _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
+    )
 
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:

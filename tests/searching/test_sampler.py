@@ -79,6 +79,19 @@ def test_each_outcome_has_its_state_and_constraint(
     assert [value <= 0 for value in frozen.constraints.values()] == [feasible]
 
 
+def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedDevice) -> None:
+    plan = device.space.baseline
+    ok = Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30)
+    with Store.open(None, {}) as store:
+        store.begin(device.spec())
+        with store.asking(plan) as first, store.asking(plan) as second:
+            later = store.record(second, Trial(0, Role.SEARCH, plan, ok))
+            assert [trial.number for trial in store.trials] == [later.number]
+            earlier = store.record(first, Trial(0, Role.BASELINE, plan, ok))
+        assert store.trials == (earlier, later)
+    assert (earlier.number, later.number) == (0, 1)
+
+
 def test_trials_of_an_older_study_are_read() -> None:
     """Its records keep the measurement apart, and no number."""
     measurement = Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30)
