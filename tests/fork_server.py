@@ -49,25 +49,43 @@ class ForkServer:
     Its environment has room for a worker's mark, and another order of sets than its parent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket | None = None) -> None:
         self.lock = threading.Lock()
-        self.connection, theirs = socket.socketpair()
-        self.connection.settimeout(300)
+        self._connection = connection
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def connection(self) -> socket.socket:
+        """The socket on which it takes orders; it is started when it is first needed."""
+        if self._connection is None:
+            self._connection, theirs = socket.socketpair()
+            self._connection.settimeout(300)
+            with theirs:
+                self._process = self._start(theirs.fileno())
+        return self._connection
+
+    @property
+    def serves_here(self) -> bool:
+        """Whether it can fork: the kernel ends what it forks with the thread that started it."""
+        return self._connection is not None or threading.current_thread() is threading.main_thread()
+
+    def _start(self, descriptor: int) -> subprocess.Popen[bytes]:
         root = Path(__file__).parents[1]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _SERVE, str(theirs.fileno()), str(root)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=os.environ | {_MARK: "0" * 32, "PYTHONHASHSEED": "1"},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", _SERVE, str(descriptor), str(root)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[descriptor],
+            start_new_session=True,
+            env=os.environ | {_MARK: "0" * 32, "PYTHONHASHSEED": "1"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
 
     def close(self) -> None:
         """End it; the processes that it has forked live on."""
-        self.connection.close()
-        self._process.wait()
+        if self._process is not None:
+            self.connection.close()
+            self._process.kill()
+            self._process.wait()
 
 
 class ForkedPopen(subprocess.Popen[Any]):
@@ -90,8 +108,9 @@ class ForkedPopen(subprocess.Popen[Any]):
         inherited: Callable[..., None] = getattr(super(), "_execute_child")  # noqa: B009  # not in typeshed
         call = inspect.signature(inherited).bind(*arguments).arguments
         command = list(map(os.fspath, call["args"]))
-        if command[0] != _PYTHON or call["preexec_fn"] is not None:
-            inherited(*arguments)  # to fail as it does, or for what cannot be sent
+        unsent = call["preexec_fn"] is not None
+        if command[0] != _PYTHON or unsent or not self._server.serves_here:
+            inherited(*arguments)
             return
         given = (call["p2cread"], call["c2pwrite"], call["errwrite"])
         streams = {n: descriptor if descriptor >= 0 else n for n, descriptor in enumerate(given)}
@@ -235,9 +254,7 @@ def _serve_apart(connection: socket.socket) -> Callable[[], object]:
 def _fork_workers(connection: socket.socket) -> None:
     from autofit.probing import worker_channel
 
-    server = ForkServer.__new__(ForkServer)
-    server.connection, server.lock = connection, threading.Lock()
-    vars(worker_channel)["subprocess"] = forked_subprocess(server)
+    vars(worker_channel)["subprocess"] = forked_subprocess(ForkServer(connection))
 
 
 def _program(arguments: list[str]) -> Callable[[], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,7 @@ def loss_of(output, target):
 """
 
 
-def output_of(*command: str | Path, cwd: Path) -> str:
-    ran = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cwd, timeout=240
-    )
+def output_of(ran: subprocess.CompletedProcess[str]) -> str:
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -53,13 +51,16 @@ def output_of(*command: str | Path, cwd: Path) -> str:
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(MODEL + LOSS + SEARCH.replace("MODEL", "Mine()") + "print('the end')\n")
-    shown = output_of(script, cwd=tmp_path)
+    command = [sys.executable, str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    shown = output_of(ran)
     assert shown.splitlines()[-2:] == [f"found {shown.split()[-3]}", "the end"]
     assert shown.count("found") == 1, "the worker ran the script a second time"
 
 
-@pytest.mark.slow
-def test_a_notebook_cell_may_hold_the_model(tmp_path: Path) -> None:
+def test_a_notebook_cell_may_hold_the_model(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     """As a kernel runs cells: code with no file, in the namespace of __main__."""
     cells = [MODEL, LOSS, SEARCH.replace("MODEL", "Mine"), "print(repr(report))"]
     kernel = (
@@ -67,17 +68,18 @@ def test_a_notebook_cell_may_hold_the_model(tmp_path: Path) -> None:
         f"for number, cell in enumerate({cells!r}):\n"
         "    exec(compile(cell, f'<cell {number}>', 'exec'), __main__.__dict__)\n"
     )
-    shown = output_of("-c", kernel, cwd=tmp_path)
+    shown = output_of(run_python("-c", kernel, cwd=tmp_path))
     assert shown.startswith("found ")
     assert "<Report of " in shown
 
 
-@pytest.mark.slow
-def test_a_module_beside_the_script_is_found_by_the_worker(tmp_path: Path) -> None:
+def test_a_module_beside_the_script_is_found_by_the_worker(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     (tmp_path / "my_models.py").write_text(MODEL)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     script = tmp_path / "train.py"
     imports = "from my_models import *\n"
     script.write_text(imports + LOSS + SEARCH.replace("MODEL", "Mine"))
-    assert output_of(script, cwd=folder).startswith("found ")
+    assert output_of(run_python(script, cwd=folder)).startswith("found ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,37 +65,22 @@ def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Pa
         loaded.soak()
 
 
-TARGET = """
-import torch
-from autofit import Workload
-
-def small():
-    return Workload(lambda: torch.nn.Linear(16, 16), torch.randn(4, 16))
-"""
-
-
-def test_the_command_line_soaks_a_report(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(TARGET)
+def test_the_command_line_soaks_a_report(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    target = f"{Path(__file__).parents[1] / 'workloads' / 'small.py'}:linear"
     here = ["--device", "cpu", "--isolation", "inprocess"]
     budget = ["--vram-budget", "4MiB", "--strategies", "precision", "--max-probes", "2"]
-    searched = run("search", "mine.py:small", *here, *budget, "--out", "r.json", cwd=tmp_path)
+    command = ["-m", "autofit", "search", target, *here, *budget, "--out", "r.json"]
+    searched = run_python(*command, cwd=tmp_path)
     assert searched.returncode == 0, searched.stderr
-    soaked = run("soak", "r.json", "--steps", "36", *here, "--json", cwd=tmp_path)
+    command = ["-m", "autofit", "soak", "r.json", "--steps", "36", *here, "--json"]
+    soaked = run_python(*command, cwd=tmp_path)
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["held"] else 1)
     assert said["steps"] == 36
     assert said["measurement"]["outcome"] == "ok"
     assert said["plan"] == json.loads((tmp_path / "r.json").read_text())["best"]["plan"]
-
-
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "autofit", *command],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import functools
 import os
 import runpy
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -230,19 +229,15 @@ def test_a_model_whose_own_code_reaches_it_is_described_all_the_same() -> None:
     assert _digest(_workload(model)) == _digest(_workload(model))
 
 
-def test_the_same_workload_has_it_in_every_process() -> None:
+def test_the_same_workload_has_it_in_every_process(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     script = Path(__file__).parents[1] / "workloads" / "print_fingerprint.py"
     printed = StringIO()
     with redirect_stdout(printed):
         runpy.run_path(str(script))  # the sets of this process have another order
-    elsewhere = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert elsewhere.stdout == printed.getvalue()
+    elsewhere = run_python(script, env={**os.environ, "PYTHONHASHSEED": "1"})
+    assert elsewhere.stdout == printed.getvalue(), elsewhere.stderr
     assert len(elsewhere.stdout.strip()) == 32
 
 

@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.multiprocessing.spawn import spawn
-from torch.nn.parallel import DistributedDataParallel
 
-RANKS = 2
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = x + torch.dropout(torch.tanh(self.norm(self.linear(x))), 0.1, True)
-        return mixed
-
-
-def _train(rank: int, options: dict[str, Any], checkpoint: bool, module: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer() for _ in range(4)))
-    units = ["0", "1", "2"] if checkpoint else []
-    buffers = [name for name, _ in model.named_buffers()]
-    checkpointed = __import__(module, fromlist=["checkpointed"]).checkpointed
-    with checkpointed(model, units, buffers) if checkpoint else nullcontext():
-        parallel = DistributedDataParallel(model, **options)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(rank + 1)
-        for _ in range(3):
-            parallel(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-def _rank(rank: int, port: int, options: dict[str, Any], module: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
-    states = [
-        _train(rank, options, checkpoint, module).state_dict() for checkpoint in (False, True)
-    ]
-    torch.save(states, Path(folder) / f"{rank}.pt")
-    dist.barrier()  # a rank that leaves while the other still talks may abort
-    dist.destroy_process_group()
+PROGRAM = Path(__file__).parents[2] / "workloads" / "ddp_rank.py"
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "static graph": {"static_graph": True},
+    "unused parameters": {"find_unused_parameters": True},
+}
 
 
 def _free_port() -> int:
@@ -64,16 +27,26 @@ def _free_port() -> int:
         return port
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
-)
-def test_two_ranks(part: Callable[[str], Any], tmp_path: Path, options: dict[str, Any]) -> None:
-    module = part("checkpointed").__name__
-    spawn(  # type: ignore[no-untyped-call]  # torch does not annotate it
-        _rank, (_free_port(), options, module, str(tmp_path)), nprocs=RANKS
-    )
-    for rank in range(RANKS):
-        plain, checkpointed = torch.load(tmp_path / f"{rank}.pt")
+@pytest.fixture(scope="module")
+def trained(
+    python: Callable[..., subprocess.Popen[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with the weights of both ranks."""
+    folder = tmp_path_factory.mktemp("ddp")
+    more = (_free_port(), folder, json.dumps(CASES))
+    ranks = [python(PROGRAM, rank, *more, forks_workers=False) for rank in range(2)]
+    try:
+        assert [rank.wait(200) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(trained: Path, case: str) -> None:
+    for rank in range(2):
+        plain, checkpointed = torch.load(trained / f"{case}-{rank}.pt")
         assert plain.keys() == checkpointed.keys()
         assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
