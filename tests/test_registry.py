@@ -14,8 +14,15 @@ import torch
 
 from autofit import registry
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Scalar
-from autofit.registry import collect_dimensions, installed_names, load_strategies
+from autofit.plan import Dimension, Plan, Scalar
+from autofit.registry import (
+    collect_dimensions,
+    installed_names,
+    load_strategies,
+    resolve,
+    strategies_of,
+)
+from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 from autofit.testing import PlainContext
 from autofit.training.workload import Workload
@@ -202,3 +209,39 @@ def test_a_users_exception_keeps_its_type_and_names_the_strategy() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         collect_dimensions([Doubling(ZeroDivisionError())], _context())
     assert "'doubling'" in caught.value.__notes__[0]
+
+
+LEVELS = Space({"doubling.on": Dimension([0, 1, 2], payloads={1: ["a"], 2: ["a", "b"]})}, 8)
+
+
+def test_a_plan_is_resolved_with_the_space_s_values_and_payloads() -> None:
+    doubling = Doubling()
+    plain = resolve(None, LEVELS, [doubling])
+    assert plain.plan == LEVELS.baseline
+    assert plain.payloads == {}
+    chosen = resolve(Plan(4, settings={"doubling.on": 2}), LEVELS, [doubling])
+    ((strategy, settings, payloads),) = chosen.by_strategy()
+    assert strategy is doubling
+    assert settings == {"doubling.on": 2}
+    assert payloads == {"doubling.on": ["a", "b"]}
+    with pytest.raises(InvalidRequest, match=r"doubling\.on.*\b7\b"):
+        resolve(Plan(4, settings={"doubling.on": 7}), LEVELS, [doubling])
+
+
+def test_a_setting_with_a_payload_of_its_own_may_have_any_value() -> None:
+    plan, given = Plan(4, settings={"doubling.on": 7}), {"doubling.on": ["z"], "other.x": 1}
+    resolved = resolve(plan, LEVELS, [Doubling()], given)
+    assert resolved.plan == plan
+    assert resolved.payloads == {"doubling.on": ["z"]}
+    with pytest.raises(InvalidRequest, match=r"\b7\b"):
+        resolve(plan, LEVELS, [], given)
+
+
+def test_strategies_of_a_plan_are_those_given_remembered_or_installed() -> None:
+    doubling, plan = Doubling(), Plan(4, settings={"doubling.on": 1, "precision.dtype": "as_is"})
+    assert doubling in strategies_of(plan, remembered=[doubling])
+    assert doubling in strategies_of(plan, [doubling], remembered=[Doubling()])
+    names = [strategy.name for strategy in strategies_of(plan, [doubling])]
+    assert sorted(names) == ["doubling", "precision"]
+    with pytest.raises(InvalidRequest, match="'doubling'"):
+        strategies_of(plan)

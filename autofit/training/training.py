@@ -30,7 +30,8 @@ class Training(AbstractContextManager["Training"]):
 
     Args:
         model: already on `device`.
-        optimizer: over the model's parameters; with `Recipe.train_step`, a mapping of several.
+        optimizer: over the model's parameters; with `Recipe.train_step`, a mapping of several. A
+            function of the model is called for it, after strategies of `Phase.PARALLEL`.
         recipe: the user's loss, clipping and functions around the update.
         resolved: the plan, with the strategies that apply its settings.
         device: each micro-batch is moved to it when its turn comes.

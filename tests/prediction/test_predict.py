@@ -80,6 +80,13 @@ def test_a_setting_that_the_gpu_has_not() -> None:
         predict(gpt(), plan=Plan(4, settings={"magic.wand": 1}))
 
 
+def test_a_setting_of_none_of_the_given_strategies_is_refused() -> None:
+    """Ignored, it would be another training that is predicted."""
+    plan = Plan(4, settings={"precision.dtype": "bfloat16"})
+    with pytest.raises(InvalidRequest, match=r"precision\.dtype"):
+        predict(gpt(), plan=plan, strategies=["memory_format"], gpu="A100")
+
+
 def test_a_setting_whose_meaning_takes_a_run() -> None:
     level = Plan(4, settings={"checkpointing.level": 1})
     with pytest.raises(CannotTell, match=r"\b1\b.*real device.*payloads="):
