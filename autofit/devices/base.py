@@ -57,7 +57,7 @@ class Device(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the hardware supports natively."""
+        """The native features of the hardware."""
 
     @property
     def environment(self) -> Environment:

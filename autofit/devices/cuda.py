@@ -74,7 +74,7 @@ class CudaDevice:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the GPU supports natively."""
+        """The native features of the GPU."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return Capabilities(
             device_type="cuda",

@@ -30,7 +30,7 @@ class MetaDevice(TracedDevice):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the GPU supports natively."""
+        """The native features of the GPU."""
         return Capabilities(
             device_type="meta",
             bfloat16=self._gpu.native_bfloat16,

@@ -82,7 +82,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
 
 @dataclass
 class _Steps:
-    """What the steps have shown so far: seconds, allocated bytes at the end of each, and loss."""
+    """The steps so far: seconds, allocated bytes at the end of each, and the last loss."""
 
     times_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)

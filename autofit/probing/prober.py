@@ -69,7 +69,7 @@ class Target:
 
 
 class SupportsProbing(Protocol):
-    """What the engine of a search needs.
+    """The part of a prober that the engine of a search needs.
 
     Raises (any of its methods):
         WorkerFailed: no worker can be started, or it ended or hung amid what is not a probe.

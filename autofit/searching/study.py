@@ -1,4 +1,4 @@
-"""The study of a search: its specification and its trials, kept where the user said.
+"""The study of a search: its specification and its trials, kept where the user chose.
 
 Promises: a finished trial is stored before the next is asked for; a study that is opened again has
 the same specification and every finished trial; a study that belongs to another search, or that

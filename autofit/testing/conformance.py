@@ -5,10 +5,10 @@
     def test_my_strategy():
         check_strategy(MyStrategy())
 
-It promises what the strategy contract says: the first values change nothing, to the bit; leaving
-gives model, optimizer and process back as they were, also when the training failed; an EXACT
+It holds a strategy to its contract: the first values change nothing, to the bit; leaving
+restores model, optimizer and process, also when the training failed; an EXACT
 strategy trains with equal losses and gradients, a ROUNDING one within a tolerance; dimensions and
-payloads survive JSON; a training script can be told what to write.
+payloads survive JSON; `describe` gives the lines that a training script needs.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _opened(batch: Batch) -> Batch:
 
 
 def _parts(leaf: Any) -> dict[Any, Any] | None:
-    """What a mapping or dataclass holds by name; None: it is neither."""
+    """Return the fields of a mapping or dataclass by name; None if it is neither."""
     if isinstance(leaf, Mapping):
         return dict(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

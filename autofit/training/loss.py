@@ -71,7 +71,7 @@ class Recipe:
             raise InvalidRequest(f"clip_grad_norm must be a number above zero, got {norm!r}")
 
     def weight(self, batch: Batch) -> float:
-        """What the loss of this batch is a mean over.
+        """Return the number of items that the loss of this batch is a mean over.
 
         Raises:
             InvalidRequest: the user's function returned what no mean can be over.
@@ -93,10 +93,10 @@ class Recipe:
     def loss_and_source(
         self, model: torch.nn.Module, batch: Batch
     ) -> tuple[torch.Tensor, LossSource]:
-        """The loss, and where it came from.
+        """Return the loss and its source.
 
         Raises:
-            InvalidRequest: the loss is no scalar, or the model's output holds nothing to average.
+            InvalidRequest: the loss is not a scalar, or the model's output has nothing to average.
         """
         if self.loss_fn is not None:
             return scalar(self.loss_fn(model, batch), "loss_fn"), LossSource.LOSS_FN

@@ -1,1 +1,1 @@
-"""What CUDA does and the meta device does not: kernels, scratch memory, autocast."""
+"""Behaviour of CUDA that the meta device lacks: kernels, scratch memory, autocast."""
