@@ -162,7 +162,7 @@ class Trial:
     """One entry of a study.
 
     Attributes:
-        number: its number in the study, from 0, the baseline; lost trials leave gaps.
+        number: its number in the study, counted from 0; numbers of lost trials are missing.
         role: why it was run.
         plan: the plan that was run.
         measurement: the result.

@@ -219,8 +219,17 @@ class ResolvedPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], strategies: Sequence[Strategy]) -> ResolvedPlan:
-        """Return the resolved plan that `to_dict` wrote, its strategies taken from those given."""
+        """Return the resolved plan that `to_dict` wrote, its strategies taken from those given.
+
+        Raises:
+            InvalidRequest: a strategy of the plan is not among those given.
+        """
         own = tuple(strategy for strategy in strategies if strategy.name in data["strategies"])
+        if missing := sorted(set(data["strategies"]) - {strategy.name for strategy in own}):
+            raise InvalidRequest(
+                f"the plan was resolved with strategies that are not given here: "
+                f"{', '.join(missing)}; give them too"
+            )
         return cls(Plan.from_dict(data["plan"]), data["payloads"], own)
 
 

@@ -108,6 +108,9 @@ def exit_codes() -> Iterator[None]:
         typer.echo(f"autofit: {error}", err=True)
         sys.exit(error.exit_code)
     except SystemExit as end:
+        if is_users(end):
+            _show_traceback(end)
+            sys.exit(3)
         if end.code == _INTERRUPTED:
             typer.echo("autofit: interrupted before anything that fits was measured", err=True)
         raise
@@ -116,7 +119,7 @@ def exit_codes() -> Iterator[None]:
         sys.exit(3 if is_users(error) else 4)
 
 
-def _show_traceback(error: Exception) -> None:
+def _show_traceback(error: BaseException) -> None:
     """Show the traceback of the user's code without the frames between the probe and here."""
     from autofit.probing.messages import WorkerTraceback
 

@@ -114,7 +114,7 @@ def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
     """Return the measurement to record for a proposal that must not run; None if it may.
 
     A plan that was run before keeps the measurement of that time. One that is excluded, refused at
-    this size, or whose upper bound is over the budget, is recorded as not run. Both are PRUNED.
+    this size, or whose upper bound is over the budget, is recorded as not run.
     """
     before = next((trial for trial in posterior.probes if trial.plan == plan), None)
     if before is not None:

@@ -42,6 +42,7 @@ def probe(
         InvalidRequest: an argument is of another kind, or the plan names a setting or a value
             that does not exist here.
         DeviceUnavailable: the device is not there.
+        WorkerFailed: the worker ended or hung while it looked at the workload.
         Exception: what the user's own code raised, as it was raised.
     """
     check_arguments(workload, plan, payloads)

@@ -61,11 +61,14 @@ class Session:
 
     def run(self, call: Call) -> Reply:
         """Call a function within its budget; what it raises is part of the reply."""
-        value, error = None, None
+        value: object = None
+        error: BaseException | None = None
         try:
             self._device.limit(call.vram_budget_bytes)
             value = call.function(self)
-        except Exception as raised:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:  # a SystemExit of the user's is the user's error too
             error = raised
         fault = self.device_fault()
         return Reply(value, exception=error, spent=fault is not None, device_fault=fault)

@@ -73,6 +73,7 @@ def run_search(
         NoFeasiblePlan: not one plan that was tried fits the budget.
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
         StudyRefused: the study cannot be written.
+        WorkerFailed: no worker could be started.
         Exception: whatever the user's code raised on the plain workload.
     """
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)

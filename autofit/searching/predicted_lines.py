@@ -38,7 +38,7 @@ def predicted_lines(prober: Prober, survey: Survey, space: Space) -> tuple[Lines
     # prediction; and only the process that predicts imports it, below.
     try:
         return prober.run(partial(predict_lines, space=space, budget=survey.vram_budget_bytes))
-    except Exception as error:  # lines are a help, never worth a search
+    except (Exception, SystemExit) as error:  # lines are a help, never worth a search
         why = f"memory was not predicted before the first probe: {type(error).__name__}: {error}"
         return {}, (why,)
 

@@ -154,10 +154,8 @@ def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | N
     try:
         first, second = (resolve(p, spec.space, prober.strategies) for p in (baseline, best))
         compared = prober.compare(first, second, samples, spec.vram_budget_bytes).to_dict()
-    except (
-        Exception,
-        KeyboardInterrupt,
-    ):  # a note is not worth failing a search that has its answer
+    # A note is not worth failing a search that has its answer.
+    except (Exception, KeyboardInterrupt, SystemExit):
         return None
     finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
     return compared if finite else None

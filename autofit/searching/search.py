@@ -96,6 +96,7 @@ def search(
         NoFeasiblePlan: nothing fits the budget.
         StudyRefused: the study belongs to another search, is in use, or cannot be written.
         DeviceUnavailable: the device is not there.
+        WorkerFailed: the worker ended or hung before the first probe.
         Exception: what the user's own code raised, as it was raised.
     """
     started = time.monotonic()

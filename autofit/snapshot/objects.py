@@ -35,17 +35,17 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of a tensor that hold the hooks registered on it."""
 
 
-def live_objects(workload: DataclassInstance, *, but: Container[str] = ()) -> dict[str, object]:
+def live_objects(holder: DataclassInstance, *, but: Container[str] = ()) -> dict[str, object]:
     """Return the objects that a training may change, by a name that says where each was found.
 
     Args:
-        workload: the `Workload`, or any dataclass: this room knows nothing of trainings.
+        holder: a dataclass whose fields are searched, such as a `Workload`.
         but: fields of it to leave out.
     """
     objects: dict[str, object] = {}
-    for field in fields(workload):
+    for field in fields(holder):
         if field.name not in but:
-            objects |= reachable(getattr(workload, field.name), field.name)
+            objects |= reachable(getattr(holder, field.name), field.name)
     return objects
 
 

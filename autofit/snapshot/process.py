@@ -43,7 +43,7 @@ class Flag:
 
     def put_back(self, value: Any) -> None:
         """Write `value` where it is known and differs from what is there."""
-        if value is not UNREADABLE and self.value() != value:
+        if value != UNREADABLE and self.value() != value:
             self.write(value)
 
 
@@ -88,7 +88,7 @@ def _flags() -> Iterator[Flag]:
     yield Flag("os.environ", lambda: dict(sorted(os.environ.items())), _write_environment)
     yield Flag("cwd", os.getcwd, os.chdir)
     yield Flag("umask", _umask, os.umask)
-    yield Flag("sys.path", lambda: list(sys.path), lambda value: sys.path.__init__(value))  # type: ignore[misc]  # replaces the contents of the live list
+    yield Flag("sys.path", lambda: list(sys.path), _write_sys_path)
     yield Flag("gc.enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
     yield Flag("gc.threshold", gc.get_threshold, lambda value: gc.set_threshold(*value))
     yield Flag("sys.recursionlimit", sys.getrecursionlimit, sys.setrecursionlimit)
@@ -262,6 +262,10 @@ def _replace_entries(live: dict[Any, Any], entries: dict[Any, Any]) -> None:
 def _write_warnings_filters(filters: list[Any]) -> None:
     warnings.resetwarnings()  # also tells the interpreter that its caches of filters are stale
     warnings.filters[:] = filters  # type: ignore[index]  # typeshed calls it a Sequence; it is a list
+
+
+def _write_sys_path(entries: list[str]) -> None:
+    sys.path[:] = entries
 
 
 def _write_environment(variables: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """What a third party tests a strategy, a planner or a sampler with.
 
-The names are loaded when they are first used: a simulated device needs no torch.
+The names are loaded when they are first used.
 """
 
 from __future__ import annotations

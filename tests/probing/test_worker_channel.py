@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import DeviceUnavailable, InvalidRequest
+import autofit
+from autofit.errors import DeviceUnavailable, InvalidRequest, is_users
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -237,6 +240,20 @@ def test_a_worker_computes_as_its_parent_does() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision(before)
+
+
+def exits() -> nn.Module:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_an_exit_while_the_model_is_built_is_the_users_error(isolation: Any) -> None:
+    workload = Workload(exits, (torch.randn(4, 6), torch.arange(4)), criterion=_criterion)
+    with pytest.raises(SystemExit) as exited:
+        autofit.probe(workload, device="cpu", vram_budget=BUDGET, isolation=isolation)
+    assert exited.value.code == 0
+    assert is_users(exited.value)
+    assert "in exits" in "".join(traceback.format_exception(exited.value))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")

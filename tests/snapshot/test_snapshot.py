@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import signal
 import sys
@@ -297,6 +298,15 @@ def test_flags_of_mixed_ways_to_set_tf32_are_put_back() -> None:
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert before["torch.backends.cuda.matmul.fp32_precision"] == "'tf32'"
+
+
+@pytest.mark.usefixtures("spared_process")
+def test_flags_that_cannot_be_read_are_left_alone_in_another_process() -> None:
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    computing = process.computing()
+    assert process.UNREADABLE in computing.values()
+    process.restore(pickle.loads(pickle.dumps(computing)))
+    assert process.computing() == computing
 
 
 class StubbornRandom(random.Random):
