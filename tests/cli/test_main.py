@@ -51,6 +51,11 @@ def absent():
 
 unbuilt = Workload(absent, torch.randn(4, 8))
 
+def exits():
+    raise SystemExit(0)
+
+exiting = Workload(exits, torch.randn(4, 8))
+
 def broken():
     return undefined_name
 
@@ -312,6 +317,7 @@ def test_a_plan_that_is_none_exits_with_2(
     [
         ("models.py:failing", "RuntimeError: the loss is nowhere to be found"),
         ("models.py:broken", "NameError: name 'undefined_name' is not defined"),
+        ("models.py:exiting", "SystemExit: 0"),
     ],
 )
 def test_the_users_own_errors_exit_with_3_and_their_traceback(
