@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+PYTHON, NUMPY = "Python's random state", "numpy's random state"
+"""Names in `Comparison.changes` and in the payloads of strategies."""
+
+
 class Phase(IntEnum):
     """When a strategy is applied: MODEL first, COMPILE last; undone in the opposite order."""
 

@@ -1,6 +1,6 @@
-"""Whether the accumulation count may change: whether a split batch trains like a whole one.
+"""Decide whether the accumulation count may change, by comparing gradients on a few samples.
 
-Tried on a few samples. Where the gradients differ beyond rounding, the count stays at the
+Where the gradients differ beyond rounding, the count stays at the
 baseline's unless the user allows otherwise, and a note says by how much they differ, where, and
 what would free it.
 """
@@ -23,12 +23,12 @@ from autofit.training.workload import Workload
 
 @dataclass(frozen=True)
 class Resplit:
-    """What was decided.
+    """Decision about the accumulation count.
 
     Attributes:
         allowed: whether the accumulation count may change.
-        comparison: of split and whole gradients; None where that was not asked or failed.
-        notes: what a reader of the report should know.
+        comparison: of split and whole gradients; None where it was not needed or failed.
+        notes: for the reader of the report.
     """
 
     allowed: bool
@@ -36,12 +36,12 @@ class Resplit:
     notes: tuple[str, ...] = ()
 
 
-def decide_resplit(bench: TrainingBuilder, workload: Workload) -> Resplit:
-    """Whether split batches of the bench's workload may train in place of whole ones.
+def decide_resplit(builder: TrainingBuilder, workload: Workload) -> Resplit:
+    """Decide whether split batches of the workload may train in place of whole ones.
 
     Args:
-        bench: where it is tried.
-        workload: the same; its model may have been left out.
+        builder: builds the trainings that are compared.
+        workload: of the builder; its model is not used.
     """
     allowed = workload.allow_resplit
     if workload.global_batch is None or workload.global_batch == 1:
@@ -52,14 +52,14 @@ def decide_resplit(bench: TrainingBuilder, workload: Workload) -> Resplit:
         why = "copies of one sample do not show whether split gradients equal whole ones"
         return _unknown(why, "two or more samples", allowed)
     try:
-        comparison = _split_against_whole(bench)
-        noise = None if comparison.equal else _whole_against_whole(bench)
+        comparison = _split_against_whole(builder)
+        noise = None if comparison.equal else _whole_against_whole(builder)
     except Exception as error:
         release_exception(error)
         why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
         return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
     finally:
-        bench.reclaim_or_not()
+        builder.reclaim_or_not()
     if noise is None:
         return Resplit(True, comparison)
     if not noise.equal and not allowed:
@@ -72,21 +72,21 @@ def decide_resplit(bench: TrainingBuilder, workload: Workload) -> Resplit:
 
 
 def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
-    """Nothing was compared, and `why`."""
+    """Return the decision where no gradients could be compared."""
     return Resplit(allowed, notes=() if allowed else (_kept(why, way_out),))
 
 
-def _split_against_whole(bench: TrainingBuilder) -> Comparison:
+def _split_against_whole(builder: TrainingBuilder) -> Comparison:
     samples = SAMPLES_OF_A_COMPARISON
     whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
-    return compare_plans(bench, ResolvedPlan(whole), ResolvedPlan(split), samples)
+    return compare_plans(builder, ResolvedPlan(whole), ResolvedPlan(split), samples)
 
 
-def _whole_against_whole(bench: TrainingBuilder) -> Comparison:
-    """The same samples with other random numbers: what differs is the model's own noise."""
+def _whole_against_whole(builder: TrainingBuilder) -> Comparison:
+    """Compare the same samples under two seeds, which shows the noise of the model itself."""
     whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
-    passes = (whole, bench.seed), (whole, bench.seed + 1)
-    return compare_passes(bench, passes, SAMPLES_OF_A_COMPARISON)
+    passes = (whole, builder.seed), (whole, builder.seed + 1)
+    return compare_passes(builder, passes, SAMPLES_OF_A_COMPARISON)
 
 
 def _note(comparison: Comparison, workload: Workload) -> str:

@@ -1,4 +1,4 @@
-"""What a training step left, and whether two steps over the same samples agree.
+"""Record the results of a training step, and compare two steps over the same samples.
 
 Agreement is judged by the roundings that the data types explain, or, given a `NoiseFloor`, name by
 name and no more strictly than two runs of the same step agree with each other.
@@ -32,12 +32,12 @@ class NotRepeatable(Exception):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What a training step left.
+    """Results of a training step.
 
     Attributes:
         loss: the detached mean loss, or a number.
         gradients: of each parameter that has one, by name; strided and real.
-        state: other tensors and plain values that the step left, by a name for a reader.
+        state: other tensors and plain values after the step, by a readable name.
         tolerance: relative difference that roundings in the types of this step explain.
         normalizing: names of the modules that normalized over the batch.
         ran: names of the modules whose forward ran.
@@ -125,7 +125,7 @@ def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None
     """Return whether the second step agrees with the first, by how much, and where it does not.
 
     Args:
-        first: what is compared with.
+        first: the reference step.
         second: a step over the same samples.
         noise: judge each value by it, and the states too; None: judge the loss and the norm of
             all gradients by the roundings of both steps.
@@ -135,9 +135,8 @@ def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None
         for name in {**first.gradients, **second.gradients}
     }
     size = math.hypot(*(_norm(gradient) for gradient in first.gradients.values()))
-    loss, other = float(first.loss), float(second.loss)
     found = Comparison(
-        loss=0.0 if loss == other else _relative(abs(other - loss), abs(loss)),
+        loss=_loss_difference(float(first.loss), float(second.loss)),
         gradient=_relative(math.hypot(*distances.values()), size),
         tolerance=max(first.tolerance, second.tolerance),
         ran=first.ran | second.ran,
@@ -152,6 +151,12 @@ def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None
     if first.normalizing:
         return replace(found, modules=first.normalizing, normalizes_over_batch=True)
     return replace(found, modules=_owners_of_largest(distances))
+
+
+def _loss_difference(first: float, second: float) -> float:
+    """Return the relative difference; NaN and infinity equal themselves."""
+    same = first == second or (math.isnan(first) and math.isnan(second))
+    return 0.0 if same else _relative(abs(second - first), abs(first))
 
 
 def _owners_of_largest(distances: Mapping[str, float]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ Pass: TypeAlias = tuple[ResolvedPlan, int]
 
 
 def compare_plans(
-    bench: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
+    builder: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
 ) -> Comparison:
     """Return how loss and gradients of the second plan differ from the first's.
 
@@ -39,17 +39,17 @@ def compare_plans(
         InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
         Exception: whatever the model or the device raises.
     """
-    if bench.fresh_workload().train_step is not None:
+    if builder.fresh_workload().train_step is not None:
         raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
-    return compare_passes(bench, ((first, bench.seed), (second, bench.seed)), samples)
+    return compare_passes(builder, ((first, builder.seed), (second, builder.seed)), samples)
 
 
-def compare_passes(bench: TrainingBuilder, passes: tuple[Pass, Pass], samples: int) -> Comparison:
+def compare_passes(builder: TrainingBuilder, passes: tuple[Pass, Pass], samples: int) -> Comparison:
     """Return how two passes over the same samples differ; raises as `compare_plans` does."""
-    batch = bench.fresh_workload().batch(samples)  # once: a function may make another each time
+    batch = builder.fresh_workload().batch(samples)  # once: a function may make another each time
 
     def compared(*, calm: bool) -> Comparison:
-        first, second = (_pass(bench, *each, batch, calm=calm) for each in passes)
+        first, second = (_pass(builder, *each, batch, calm=calm) for each in passes)
         return compare(first, second)
 
     try:
@@ -62,10 +62,10 @@ def compare_passes(bench: TrainingBuilder, passes: tuple[Pass, Pass], samples: i
 
 
 def _pass(
-    bench: TrainingBuilder, resolved: ResolvedPlan, seed: int, batch: Batch, *, calm: bool
+    builder: TrainingBuilder, resolved: ResolvedPlan, seed: int, batch: Batch, *, calm: bool
 ) -> StepTrace:
-    bench.reclaim()
-    with bench.training(bench.fresh_workload(), resolved) as training:
+    builder.reclaim()
+    with builder.training(builder.fresh_workload(), resolved) as training:
         return accumulated(training, batch, seed=seed, calm=calm)
 
 
@@ -157,7 +157,7 @@ def _types_of_outputs() -> Iterator[set[torch.dtype]]:
 def _tolerance(dtype: torch.dtype, device_type: str) -> float:
     """Return the sum of roundings: some thousand units in the last place, or a few coarse ones.
 
-    On a GPU float32 counts as TF32, in which cuDNN convolves unless told otherwise.
+    On a GPU float32 counts as TF32, in which cuDNN convolves by default.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0

@@ -1,9 +1,9 @@
 """Compare training steps that start alike: with some settings applied, and without.
 
 A `StepComparer` steps one live training again and again, each time from the same weights, buffers,
-attributes and random numbers, and lists what the step left. Numbers and lengths beside the modules
+attributes and random numbers, and records the results. Numbers and lengths beside the modules
 (attributes of helper objects and classes, globals of the model's files) are the user's: they are
-not put back, but what a step adds to them is compared.
+not put back, but their changes during a step are compared.
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ from autofit.errors import release_exception
 from autofit.snapshot import process
 from autofit.snapshot.objects import generator_access
 from autofit.snapshot.snapshot import Snapshot
-from autofit.strategy import Comparison
+from autofit.strategy import NUMPY, PYTHON, Comparison
 from autofit.training.training import Training
 
 Apply: TypeAlias = Callable[[Training], AbstractContextManager[Any]]
 """Applies some settings to a training; leaving the context undoes them."""
-
-PYTHON, NUMPY = "Python's random state", "numpy's random state"
-"""Names in `Comparison.changes` and in the payloads of strategies."""
 
 _RANDOM = {"random": PYTHON, "numpy.random": NUMPY, "torch.random": "torch's random state"}
 _DEEPEST = 4

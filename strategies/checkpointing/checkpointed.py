@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidRequest
+from autofit.strategy import NUMPY, PYTHON
 
 from .tensor_tree import put_tensors, take_tensors
 from .units import Unit
@@ -29,7 +30,6 @@ from .units import Unit
 StatePath: TypeAlias = tuple[str, str]
 """Dotted name of a module below the one that is run, and its buffer's or a random state's name."""
 
-_PYTHON, _NUMPY = "Python's random state", "numpy's random state"
 _FORWARD = "_autofit_forward"
 _RUNS = "_autofit_runs"
 _STATE = "_autofit_state"
@@ -93,7 +93,7 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     Raises:
         InvalidRequest: the model has no such buffer.
     """
-    if state in (_PYTHON, _NUMPY):
+    if state in (PYTHON, NUMPY):
         return None
     path, _, name = state.rpartition(".")
     try:
@@ -231,9 +231,9 @@ def _place(
     holder: nn.Module, module: str, name: str
 ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Return how to get and set a buffer or a random state."""
-    if name == _PYTHON:
+    if name == PYTHON:
         return random.getstate, random.setstate
-    if name == _NUMPY:
+    if name == NUMPY:
         numpy = sys.modules["numpy"].random
         return numpy.get_state, numpy.set_state
     buffers = holder.get_submodule(module)._buffers

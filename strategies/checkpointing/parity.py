@@ -39,15 +39,15 @@ class Parity:
 
     Attributes:
         left_out: unit -> how its recomputation changes the training.
-        state: what a forward pass changes and its recomputation has to find as it was, as
-            `checkpointed` takes it.
+        state: names of the buffers and random states that a forward pass changes and that its
+            recomputation must find unchanged, for `checkpointed`.
     """
 
     left_out: dict[str, str] = field(default_factory=dict)
     state: set[str] = field(default_factory=set)
 
 
-class NotRepeatable(Exception):
+class _UnrepeatableStep(Exception):
     """Two plain steps from the same state differ."""
 
 
@@ -66,7 +66,7 @@ def find_parity(context: Context, compare: Compare, layers: Sequence[Sequence[st
     try:
         if not gate.fits_plainly(layers):
             gate.compare_within(layers)
-    except NotRepeatable as why:
+    except _UnrepeatableStep as why:
         gate.parity.left_out = dict.fromkeys((unit for layer in layers for unit in layer), str(why))
     return gate.parity
 
@@ -137,18 +137,15 @@ class _Gate:
             return _TOO_LARGE
         if found.equal:
             return None
-        (first, *_) = found.differences
-        return (
-            f"it cannot run twice ({first})"
-            if first.startswith("it raises")
-            else (f"it changes {first}")
-        )
+        first = next(iter(found.differences), "loss or gradients")
+        raises = first.startswith("it raises")
+        return f"it cannot run twice ({first})" if raises else f"it changes {first}"
 
     def _compare(self, units: Collection[str]) -> Comparison:
         """Compare a step with these units checkpointed, or left out of those that always are.
 
         Raises:
-            NotRepeatable: a step without them differs from itself.
+            _UnrepeatableStep: a step without them differs from itself.
         """
         self._comparisons += 1
         found = self._compare_steps(
@@ -158,7 +155,7 @@ class _Gate:
             seed=self._seed,
         )
         if not found.is_repeatable:
-            raise NotRepeatable(*found.differences)
+            raise _UnrepeatableStep(*found.differences)
         self.parity.state |= found.changes
         self._ran |= found.ran
         return found

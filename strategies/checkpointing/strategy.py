@@ -121,7 +121,8 @@ class Checkpointing:
         try:
             small = survey(context, SMALL)
         except (torch.OutOfMemoryError, NeedsSavedTensors):
-            context.note("checkpointing left out: a step of 2 samples does not fit into memory")
+            why = f"a step of {SMALL} samples does not fit into memory"
+            context.note(f"checkpointing left out: {why}")
             return _PLAIN
         large = _long_enough(context, small)
         found = find_candidates(

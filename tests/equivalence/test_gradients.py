@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.comparison import StepTrace, compare
+from autofit.equivalence.comparison import NoiseFloor, StepTrace, compare
 from autofit.equivalence.gradients import accumulated, batch_normalizing
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
@@ -155,6 +156,14 @@ def test_from_nothing_to_something_is_infinitely_far() -> None:
     nothing = StepTrace(0.0, {"w": torch.zeros(3)}, 1e-3)
     assert compare(nothing, nothing).equal
     assert compare(nothing, StepTrace(1.0, {"w": torch.ones(3)}, 1e-3)).gradient == float("inf")
+
+
+def test_losses_that_are_not_a_number_agree() -> None:
+    nan, number = (StepTrace(loss, {"w": torch.ones(3)}) for loss in (math.nan, 1.0))
+    for noise in (None, NoiseFloor()):
+        assert compare(nan, nan, noise).equal
+        assert not compare(nan, number, noise).equal
+        assert not compare(number, nan, noise).equal
 
 
 def test_the_tolerance_is_what_the_coarsest_type_explains() -> None:

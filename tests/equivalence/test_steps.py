@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.equivalence.steps import NUMPY, PYTHON, StepComparer
+from autofit.equivalence.steps import StepComparer
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.strategy import Comparison
+from autofit.strategy import NUMPY, PYTHON, Comparison
 from autofit.testing import PlainContext
 from autofit.testing.samples import attention, convolutions
 from autofit.training.loss import Recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -274,6 +275,15 @@ def gate(checkpointing: Any) -> Callable[[nn.Module, list[list[str]]], Any]:
 def test_what_is_made_right_is_let_through(gate: Gate, kind: type[Clean]) -> None:
     torch.manual_seed(0)
     assert gate(Stack([Clean, kind, Clean]), [["blocks.0", "blocks.1"]]).left_out == {}
+
+
+class NotANumber(Clean):
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * math.nan
+
+
+def test_a_model_whose_loss_is_not_a_number_can_be_compared(gate: Gate) -> None:
+    assert gate(Stack([Clean, NotANumber, Clean]), [["blocks.0", "blocks.1"]]).left_out == {}
 
 
 @pytest.mark.parametrize(("kind", "why"), HARMFUL.items())
