@@ -260,7 +260,7 @@ def _placements(build: Callable[[], Workload], units: Sequence[str] | None) -> l
     """All placements found before they are thinned to levels; None: of all candidates."""
     context = PlainContext(build)
     looks, find = _part("profile"), _part("units").find_candidates
-    small, large = (looks.survey(context, micro_batch) for micro_batch in (2, 32))
+    small, large = (looks.profile_step(context, micro_batch) for micro_batch in (2, 32))
     timeline = looks.brought_by_samples(small, large)
     found = find(context.model, timeline).timeline if units is None else timeline.of(units)
     parse = _part("units").Unit.parse

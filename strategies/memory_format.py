@@ -1,9 +1,9 @@
 """Channels-last weights for convolutions.
 
-`memory_format.layout` starts at "as_is". Only the weights are laid out anew: a convolution whose
-weight is channels-last answers in channels-last whatever it is given, so the activations follow
-by themselves. Each weight is rearranged inside its own storage. No second copy is held, parameter
-identities and storages stay, and going back restores the strides that were there.
+`memory_format.layout` starts at "as_is". Only the weights change layout: a convolution with a
+channels-last weight returns channels-last output for any input, so the activations follow. Each
+weight is rearranged inside its own storage: no second copy is held, parameter identities and
+storages stay, and undoing restores the former strides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MemoryFormat:
     numerics = Numerics.ROUNDING
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Two layouts where the model has 2-d or 3-d convolutions whose layout is still open."""
+        """Return two layouts where the model has 2-d or 3-d convolutions in the default one."""
         others = ["channels_last"] if _convolution_weights(context.model) else []
         return {SETTING: Dimension(["as_is", *others])}
 
@@ -41,7 +41,7 @@ class MemoryFormat:
         settings: Mapping[str, Scalar],
         payloads: Mapping[str, Any],
     ) -> AbstractContextManager[None]:
-        """Rearrange the convolution weights; leaving the context arranges them back."""
+        """Rearrange the convolution weights; leaving the context undoes it."""
         if settings.get(SETTING, "as_is") == "as_is":
             return nullcontext()
         return _channels_last(training)
@@ -51,7 +51,7 @@ class MemoryFormat:
         settings: Mapping[str, Scalar],
         payloads: Mapping[str, Any],
     ) -> list[str]:
-        """The lines that do the same in a training script."""
+        """Return the equivalent lines of a training script."""
         if settings.get(SETTING, "as_is") == "as_is":
             return []
         return ["model = model.to(memory_format=torch.channels_last)  # _3d for 3-d convolutions"]
@@ -74,7 +74,7 @@ def _channels_last(training: TrainingView) -> Iterator[None]:
 
 
 def _convolution_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights that fill a stretch of memory of their own and are not channels-last already."""
+    """Return the weights that fill a stretch of memory and are not yet channels-last."""
     weights: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, _CONVOLUTIONS):
@@ -90,14 +90,14 @@ def _convolution_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _lay_out(training: TrainingView, weight: nn.Parameter, strides: tuple[int, ...]) -> None:
-    """Give a weight, its gradient and its optimizer state these strides, values kept."""
+    """Give a weight, its gradient and its optimizer state these strides; keep their values."""
     for tensor in (weight, weight.grad, *_state_of(training.optimizer, weight)):
         if tensor is not None and tensor.shape == weight.shape and _fills_its_stretch(tensor):
             _rearrange(tensor, strides)
 
 
 def _rearrange(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
-    """The same values in the same stretch of memory, in another order."""
+    """Reorder the values within their stretch of memory."""
     values = tensor.detach().clone()
     in_place = tensor.data.as_strided(tensor.shape, strides)  # a version counter of its own
     in_place.copy_(values)

@@ -1,8 +1,8 @@
-"""Fewer bits in the arithmetic: TF32, bfloat16 and float16, where the device does them natively.
+"""Reduced precision: TF32, bfloat16 and float16, where the device supports them natively.
 
 `precision.dtype` starts at "as_is". The reduced types run forward and loss under autocast, so
 parameters, gradients and optimizer state stay as they are; float16 also scales the loss. A model
-whose weights are mostly no float32 already chose its precision, and gets no other.
+whose weights are mostly not float32 keeps the precision it has chosen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Precision:
     numerics = Numerics.REDUCED_PRECISION
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """The types this device does natively; as it is where most weights are no float32."""
+        """Return the types the device supports natively; "as_is" alone without float32 weights."""
         if not _mostly_float32(context.model):
             return {SETTING: Dimension(["as_is"])}
         values = ["as_is", *_native(context.capabilities)]
@@ -42,7 +42,7 @@ class Precision:
         settings: Mapping[str, Scalar],
         payloads: Mapping[str, Any],
     ) -> AbstractContextManager[None]:
-        """Run forward and loss in the chosen type; leaving the context takes it back."""
+        """Run forward and loss in the chosen type; leaving the context undoes it."""
         dtype = str(settings.get(SETTING, "as_is"))
         if dtype == "as_is":
             return nullcontext()
@@ -53,7 +53,7 @@ class Precision:
         settings: Mapping[str, Scalar],
         payloads: Mapping[str, Any],
     ) -> list[str]:
-        """The lines that do the same in a training script."""
+        """Return the equivalent lines of a training script."""
         dtype = settings.get(SETTING, "as_is")
         if dtype == "as_is":
             return []
@@ -85,7 +85,7 @@ def _native(capabilities: Capabilities) -> list[str]:
 
 
 def _mostly_float32(model: torch.nn.Module) -> bool:
-    """Whether at least half of the floating weights are float32, the type autocast acts on."""
+    """Return whether at least half of the floating weights are float32, as autocast needs."""
     floating = [p for p in model.parameters() if p.is_floating_point()]
     float32 = sum(p.numel() for p in floating if p.dtype == torch.float32)
     return float32 > 0 and 2 * float32 >= sum(p.numel() for p in floating)
@@ -110,16 +110,16 @@ def _tf32_is_on() -> bool:
 
 
 def _parts() -> tuple[Any, ...]:
-    """Where torch keeps the precision of float32 products on a GPU."""
+    """Return the modules that hold torch's precision of float32 products on a GPU."""
     cudnn: Any = torch.backends.cudnn  # torch does not annotate its parts
     return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
 
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    """TF32 on, through both of torch's interfaces, each left as it was found.
+    """Enable TF32 through both of torch's interfaces, and restore each on leaving.
 
-    torch keeps the older `allow_tf32` beside the newer `fp32_precision` and refuses to read the
+    torch keeps the older `allow_tf32` along with the newer `fp32_precision` and refuses to read the
     older one where the two disagree, so turning on only one would break the user's own reads.
     """
     olds: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
@@ -139,7 +139,7 @@ def _tf32() -> Iterator[None]:
 
 
 def _is_readable(part: Any) -> bool:
-    """Whether torch tells the older flag; it refuses where only the newer one was set."""
+    """Return whether the older flag can be read; torch refuses where only the newer was set."""
     try:
         part.allow_tf32  # noqa: B018  # reading it is the question
     except RuntimeError:

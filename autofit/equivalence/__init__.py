@@ -1,1 +1,1 @@
-"""Do two ways to train the same samples agree?"""
+"""Compare ways to train on the same samples."""

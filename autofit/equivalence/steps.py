@@ -1,7 +1,7 @@
 """Compare training steps that start alike: with some settings applied, and without.
 
 A `StepComparer` steps one live training again and again, each time from the same weights, buffers,
-attributes and random numbers, and records the results. Numbers and lengths beside the modules
+attributes and random numbers, and records the results. Numbers and lengths outside the modules
 (attributes of helper objects and classes, globals of the model's files) are the user's: they are
 not put back, but their changes during a step are compared.
 """
@@ -98,7 +98,7 @@ class StepComparer:
         """
         with _one_thread(self._is_exact):
             if self._reference is None or self._key != (key, seed, update):
-                self._reference = None  # or it would be on the device beside its successor
+                self._reference = None  # frees its device memory for its successor
                 self._reference = self._step(reference, seed, update)
                 self._key, self._knows_noise = (key, seed, update), False
                 self._changes = self._changed(seed)
@@ -245,7 +245,7 @@ def _visible(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _outside(model: nn.Module) -> dict[str, float]:
-    """Return numbers and lengths beside the modules to which a forward may add."""
+    """Return the numbers and lengths outside the modules to which a forward may add."""
     spaces: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Looks at a training at one micro-batch: what it saves, and how long its parts take."""
+"""Profile a step at one micro-batch: saved tensors, and the time that each module takes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,104 @@ from .saved_tensors import Recorder, saving_by
 from .timeline import Timeline
 from .units import Unit
 
-# Times the forward passes of chosen modules, on the device's own clock.
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
+"""Limits of the steps that parts are timed in, and the seconds after which they suffice."""
+
+LOOKS, MOST_LOOKS = 8, 24
+"""Usual and largest number of recorded steps where a model skips parts at random."""
+
+FORWARDS_IN_A_STEP = 3
+"""Cost of a step in forward passes: a backward pass computes two products for each of theirs."""
+
+Seen = TypeVar("Seen")
+Run = Callable[[TrainingView, Any], None]
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Saved tensors and duration of one step.
+
+    Attributes:
+        micro_batch: samples in it.
+        timeline: of the calls of all modules.
+        step_s: seconds of one step, too noisy to compare steps by.
+        checkpointed_itself: modules that checkpoint something on their own.
+    """
+
+    micro_batch: int
+    timeline: Timeline
+    step_s: float
+    checkpointed_itself: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations of the parts of a step.
+
+    Attributes:
+        seconds: module -> forward seconds over all its calls.
+        step_s: seconds of the whole step.
+    """
+
+    seconds: Mapping[str, float]
+    step_s: float
+
+    def of(self, unit: str, model: torch.nn.Module) -> float:
+        """Return the forward seconds of a unit; those of a run are the sum over its children."""
+        return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
+
+
+def profile_step(context: Context, micro_batch: int) -> StepProfile:
+    """Record one step at this micro-batch and time another; the weights do not change.
+
+    Where a step does not fit, a forward pass that keeps no saved tensors is recorded instead.
+
+    Raises:
+        torch.OutOfMemoryError: not even the forward pass fits.
+        NeedsSavedTensors: a step does not fit, and the forward pass needs its saved tensors.
+    """
+
+    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> StepProfile:
+        recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
+        step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
+        itself = frozenset(recorder.checkpointed_itself)
+        return StepProfile(micro_batch, recorder.timeline(), step_s, itself)
+
+    return _of_a_step_or_a_forward(context, micro_batch, look)
+
+
+def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
+    """Time these modules in repeated steps at this micro-batch.
+
+    Raises:
+        torch.OutOfMemoryError, NeedsSavedTensors: as `profile_step` does.
+    """
+
+    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Times:
+        return _timed(training, names, partial(run, training, batch), keep, steps=MOST_STEPS)
+
+    return _of_a_step_or_a_forward(context, micro_batch, look)
+
+
+def brought_by_samples(small: StepProfile, large: StepProfile) -> Timeline:
+    """Return the large profile's timeline, with only the bytes that grow with the micro-batch.
+
+    Storages that do not grow (masks, weights computed in the forward pass) are not activations:
+    counted, they would make the wrong parts look worth checkpointing.
+    """
+    few, many = small.timeline.storages, large.timeline.storages
+    added = large.micro_batch - small.micro_batch
+    if not added or [s.first for s in few] != [s.first for s in many]:
+        return large.timeline
+    storages = [
+        replace(more, nbytes=round(max(0, more.nbytes - less.nbytes) * large.micro_batch / added))
+        for less, more in zip(few, many, strict=True)
+    ]
+    return replace(large.timeline, storages=storages)
 
 
 class Stopwatch:
-    """Seconds of each module over all its forward calls, and of the body as a whole.
+    """Time each module over all its forward calls, and the body as a whole, on the device's clock.
 
     Args:
         model: holds the modules.
@@ -54,11 +147,11 @@ class Stopwatch:
                 handle.remove()
 
     def seconds(self) -> dict[str, float]:
-        """Forward seconds of each module; waits for the device."""
+        """Return the forward seconds of each module; waits for the device."""
         return {name: sum(map(self._between, calls)) for name, calls in self._calls.items()}
 
     def whole_s(self) -> float:
-        """Seconds of the body; waits for the device."""
+        """Return the seconds of the body; waits for the device."""
         return self._between(self._whole) if self._whole else 0.0
 
     def _begin(self, name: str) -> Any:
@@ -90,130 +183,6 @@ class Stopwatch:
         return float(begin.elapsed_time(end)) / 1000
 
 
-def _host_clock() -> float:
-    """Seconds; of this thread's work alone where it does all of it, whatever others are doing."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def _is_forward() -> bool:
-    """Whether no backward pass is under way: there, only recomputations call modules."""
-    return torch._C._current_graph_task_id() == -1
-
-
-LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
-"""Parts are timed until the steps are enough, or have taken long enough."""
-
-LOOKS, MOST_LOOKS = 8, 24
-"""Steps that are watched where parts of a model are skipped at random."""
-
-FORWARDS_IN_A_STEP = 3
-"""A backward pass computes two products for each one of the forward pass."""
-
-Seen = TypeVar("Seen")
-Run = Callable[[TrainingView, Any], None]
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What one step saved.
-
-    Attributes:
-        micro_batch: samples in it.
-        timeline: with the calls of all modules.
-        step_s: seconds of such a step, to say how long it takes and not to compare it.
-        checkpointed_itself: modules that checkpoint something on their own.
-    """
-
-    micro_batch: int
-    timeline: Timeline
-    step_s: float
-    checkpointed_itself: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Times:
-    """How long the parts of a step take.
-
-    Attributes:
-        seconds: module -> forward seconds over all its calls.
-        step_s: seconds of the whole step.
-    """
-
-    seconds: Mapping[str, float]
-    step_s: float
-
-    def of(self, unit: str, model: torch.nn.Module) -> float:
-        """Forward seconds of a unit; a run of children takes what they take together."""
-        return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
-
-
-def survey(context: Context, micro_batch: int) -> Survey:
-    """Watch one step at this micro-batch, and time another; the weights stay as they are.
-
-    Where a step does not fit, a forward pass that lets everything go is watched instead.
-
-    Raises:
-        torch.OutOfMemoryError: not even the forward pass fits.
-        NeedsSavedTensors: a step does not fit, and the forward pass cannot let go of anything.
-    """
-
-    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Survey:
-        recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
-        step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
-        itself = frozenset(recorder.checkpointed_itself)
-        return Survey(micro_batch, recorder.timeline(), step_s, itself)
-
-    return _of_a_step_or_a_forward(context, micro_batch, look)
-
-
-def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
-    """Time these modules in steps at this micro-batch, until they can be told apart.
-
-    Raises:
-        torch.OutOfMemoryError, NeedsSavedTensors: as `survey` does.
-    """
-
-    def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> Times:
-        return _timed(training, names, partial(run, training, batch), keep, steps=MOST_STEPS)
-
-    return _of_a_step_or_a_forward(context, micro_batch, look)
-
-
-def brought_by_samples(small: Survey, large: Survey) -> Timeline:
-    """The large survey's timeline, with those bytes of each storage that grow with the micro-batch.
-
-    What does not grow (weights that are computed in the forward pass, masks) is no activation: it
-    would make parts look worth checkpointing that are not, and drown those that are.
-    """
-    few, many = small.timeline.storages, large.timeline.storages
-    added = large.micro_batch - small.micro_batch
-    if not added or [s.first for s in few] != [s.first for s in many]:
-        return large.timeline
-    storages = [
-        replace(more, nbytes=round(max(0, more.nbytes - less.nbytes) * large.micro_batch / added))
-        for less, more in zip(few, many, strict=True)
-    ]
-    return replace(large.timeline, storages=storages)
-
-
-def _of_a_whole_step(
-    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool
-) -> Recorder:
-    """Watches a step; where steps skip parts at random (LayerDrop), one that skips least."""
-    looks: list[tuple[set[str], Recorder]] = []
-    for number in range(1, MOST_LOOKS + 1):
-        recorder = Recorder(training, batch, keep=keep)
-        with recorder.watching():
-            run()
-        looks.append((set(recorder.timeline().calls_of), recorder))
-        called = [units for units, _ in looks]
-        is_whole = max(map(len, called)) == len(set.union(*called))
-        is_alike = number > 1 and all(units == called[0] for units in called)
-        if is_alike or (is_whole and number >= LOOKS):
-            break
-    return max(looks, key=lambda look: len(look[0]))[1]
-
-
 def _of_a_step_or_a_forward(
     context: Context, micro_batch: int, look: Callable[[Run, bool, TrainingView, Any], Seen]
 ) -> Seen:
@@ -240,13 +209,31 @@ def _forward(training: TrainingView, batch: Any) -> None:
     training.loss(batch)
 
 
+def _of_a_whole_step(
+    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool
+) -> Recorder:
+    """Record a step; where steps skip parts at random (LayerDrop), one that skips fewest."""
+    looks: list[tuple[set[str], Recorder]] = []
+    for number in range(1, MOST_LOOKS + 1):
+        recorder = Recorder(training, batch, keep=keep)
+        with recorder.watching():
+            run()
+        looks.append((set(recorder.timeline().calls_of), recorder))
+        called = [units for units, _ in looks]
+        is_whole = max(map(len, called)) == len(set.union(*called))
+        is_alike = number > 1 and all(units == called[0] for units in called)
+        if is_alike or (is_whole and number >= LOOKS):
+            break
+    return max(looks, key=lambda look: len(look[0]))[1]
+
+
 def _timed(
     training: TrainingView, names: Collection[str], run: Callable[[], None], keep: bool, steps: int
 ) -> Times:
-    """Seconds of each module and of the whole: of the fastest run, shared out as in the usual one.
+    """Return the seconds of the fastest run, divided among the modules by their median shares.
 
-    What slows a whole run down (another process, a clock that falls) slows its parts alike, so a
-    part's share of its own run says more than its seconds.
+    Other processes and falling clocks slow all parts of a run alike, so the share of a part in
+    its own run is less noisy than its seconds.
     """
     shares: dict[str, list[float]] = {name: [] for name in names}
     wholes_s: list[float] = []
@@ -263,3 +250,13 @@ def _timed(
     whole_s = min(wholes_s)
     seconds = {name: whole_s * median(each) for name, each in shares.items()}
     return Times(seconds, whole_s if keep else FORWARDS_IN_A_STEP * whole_s)
+
+
+def _host_clock() -> float:
+    """Return seconds; of thread time where one thread does all work, to exclude other processes."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def _is_forward() -> bool:
+    """Return whether no backward pass is under way: there, only recomputations call modules."""
+    return torch._C._current_graph_task_id() == -1

@@ -23,8 +23,12 @@ from .tensor_tree import take_tensors
 from .timeline import Call, Storage, Timeline
 
 
+class NeedsSavedTensors(Exception):
+    """The forward pass itself runs a backward pass, so what it saves cannot be dropped."""
+
+
 class Recorder:
-    """Records the forward passes of a training that run inside `watching`.
+    """Record the forward passes of a training that run inside `watching`.
 
     Args:
         training: its model's modules are watched, each by its first dotted name.
@@ -79,8 +83,6 @@ class Recorder:
         ]
         return Timeline(storages, calls)
 
-    # -- hooks ---------------------------------------------------------------------------------
-
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors, _ = take_tensors((args, kwargs))
         observed = self._is_observed()
@@ -130,8 +132,6 @@ class Recorder:
         self._sign.square()
         return self._sign_was_seen and not in_backward
 
-    # -- storages ------------------------------------------------------------------------------
-
     def _entry_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of this tensor's storage; None for one that is not counted."""
         (key,) = self._reference(tensor) or (None,)
@@ -165,13 +165,9 @@ def saving_by(
         undo()
 
 
-class NeedsSavedTensors(Exception):
-    """The forward pass itself runs a backward pass, so what it saves cannot be dropped."""
-
-
 @dataclass
 class _Open:
-    """A call that has begun."""
+    """A call under way."""
 
     unit: str
     start: int

@@ -1,8 +1,8 @@
-"""The strategy: one dimension along the best frontier of checkpoint placements.
+"""The checkpointing strategy: one dimension along the frontier of checkpoint placements.
 
 `checkpointing.level` 0 is plain PyTorch; each level further up needs less memory and more time
-than the one before. What a level checkpoints was found by measuring the user's own model, and
-stands in its payload by name, so that level 2 means the same modules tomorrow.
+than the one before. The units of a level are found by measuring the user's model and stored in
+its payload by name, so that a level always means the same modules.
 """
 
 from __future__ import annotations
@@ -21,82 +21,23 @@ from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 from .checkpointed import checkpointed, owner_of
 from .parity import Parity, find_parity
 from .placement import Placement, frontier, spread, thinned
-from .profile import Survey, Times, brought_by_samples, survey, time_parts
+from .profile import StepProfile, Times, brought_by_samples, profile_step, time_parts
 from .saved_tensors import NeedsSavedTensors
 from .timeline import Timeline
 from .units import Unit, find_candidates, layers, make_of
 
-# From looks at a model to the dimension's levels: what each checkpoints, costs and saves.
-
-
-def make_dimension(
-    model: nn.Module, timeline: Timeline, times: Times, state: Sequence[str]
-) -> Dimension:
-    """The levels, from none to least memory, with payloads and hints.
-
-    Args:
-        timeline: what the samples bring; its units are candidates that train alike when
-            checkpointed.
-        times: of the parts of the units.
-        state: what a forward pass changes, as `checkpointed` takes it.
-    """
-    placements = thinned(find_placements(model, timeline, times))
-    payloads: dict[Scalar, Any] = {}
-    hints: dict[Scalar, Hint] = {}
-    for level, placement in enumerate(placements):
-        hints[level] = _hint(placement, placements[0], times.step_s)
-        if placement.units:
-            payloads[level] = {
-                "units": list(placement.units),
-                "state": _within(state, placement.units, model),
-            }
-    return Dimension(range(len(placements)), payloads=payloads, hints=hints)
-
-
-def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
-    """The best placements of a timeline's units, too many perhaps to be levels."""
-    seconds = {unit: times.of(unit, model) for unit in timeline.calls_of}
-    return spread(frontier(timeline, _evened(model, timeline, seconds)))
-
-
-def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> dict[str, float]:
-    """Units of one make take the same time: that of all of them together, less noisy than each."""
-    kinds: dict[Any, list[str]] = {}
-    for unit in seconds:
-        kinds.setdefault((make_of(unit, model), timeline.gain(unit)), []).append(unit)
-    means = {tuple(alike): fmean(seconds[unit] for unit in alike) for alike in kinds.values()}
-    return {unit: mean for alike, mean in means.items() for unit in alike}
-
-
-def _hint(placement: Placement, plain: Placement, step_s: float) -> Hint:
-    return Hint(
-        bytes_per_sample=placement.peak_bytes / plain.peak_bytes if plain.peak_bytes else None,
-        seconds_per_sample=(step_s + placement.recompute_s) / step_s if step_s > 0 else None,
-    )
-
-
-def _within(state: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:
-    """What of the state lies in a module that one of the units runs, or in none."""
-    inside = {
-        module
-        for unit in units
-        for part in Unit.parse(unit).parts(model)
-        for module in model.get_submodule(part).modules()
-    }
-    return [name for name in state if owner_of(model, name) in (None, *inside)]
-
-
 SETTING = "checkpointing.level"
-SMALL, LARGE = 2, (8, 32, 128)
-"""Micro-batches to look at; a batch of one is refused by batch normalization."""
 
-_PLAIN = Dimension([0])
+SMALL, LARGE = 2, (8, 32, 128)
+"""Micro-batches to profile; batch normalization refuses a batch of one."""
+
+LONG_ENOUGH_S = 0.03
+"""From this duration on, kernels rather than their launches determine the times of a step."""
 
 MOST_NAMED = 8
 """Units named in a note."""
 
-LONG_ENOUGH_S = 0.03
-"""A step that takes this long is no longer made of launches alone; its times tell parts apart."""
+_PLAIN = Dimension([0])
 
 
 class Checkpointing:
@@ -107,7 +48,7 @@ class Checkpointing:
     numerics = Numerics.EXACT
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """The levels of this model; 0 alone where nothing in it is worth checkpointing.
+        """Return the levels of this model; 0 alone where nothing is worth checkpointing.
 
         Runs the user's step a few dozen times on small batches; on the meta device, where nothing
         can be measured or compared, not at all.
@@ -119,7 +60,7 @@ class Checkpointing:
 
     def _levels(self, context: Context) -> Dimension:
         try:
-            small = survey(context, SMALL)
+            small = profile_step(context, SMALL)
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             why = f"a step of {SMALL} samples does not fit into memory"
             context.note(f"checkpointing left out: {why}")
@@ -146,7 +87,7 @@ class Checkpointing:
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        """Checkpoint the units of the level; leaving the context takes it back.
+        """Checkpoint the units of the level; leaving the context undoes it.
 
         Raises:
             InvalidRequest: the payload names a unit that this model does not have.
@@ -157,7 +98,7 @@ class Checkpointing:
         return checkpointed(training.model, payload["units"], _state_of(payload))
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """The lines that do the same in a training script."""
+        """Return the equivalent lines of a training script."""
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
             return []
@@ -189,6 +130,60 @@ class Checkpointing:
         return find_parity(context, compare, layers)
 
 
+def make_dimension(
+    model: nn.Module, timeline: Timeline, times: Times, state: Sequence[str]
+) -> Dimension:
+    """Return the levels, from none to least memory, with payloads and hints.
+
+    Args:
+        timeline: bytes that grow with the samples; its units train alike when checkpointed.
+        times: of the parts of the units.
+        state: names of what a forward pass changes, for `checkpointed`.
+    """
+    placements = thinned(find_placements(model, timeline, times))
+    payloads: dict[Scalar, Any] = {}
+    hints: dict[Scalar, Hint] = {}
+    for level, placement in enumerate(placements):
+        hints[level] = _hint(placement, placements[0], times.step_s)
+        if placement.units:
+            payloads[level] = {
+                "units": list(placement.units),
+                "state": _within(state, placement.units, model),
+            }
+    return Dimension(range(len(placements)), payloads=payloads, hints=hints)
+
+
+def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
+    """Return the best placements of a timeline's units, possibly more than become levels."""
+    seconds = {unit: times.of(unit, model) for unit in timeline.calls_of}
+    return spread(frontier(timeline, _evened(model, timeline, seconds)))
+
+
+def _long_enough(context: Context, small: StepProfile) -> StepProfile:
+    """Profile the first micro-batch whose step takes long enough, or the last one that fits."""
+    found = small
+    is_long = small.step_s >= LONG_ENOUGH_S  # another size is needed for the bytes all the same
+    for micro_batch in (2 * SMALL,) if is_long else LARGE:
+        try:
+            found = profile_step(context, micro_batch)
+        except (torch.OutOfMemoryError, NeedsSavedTensors):
+            break
+        if found.step_s >= LONG_ENOUGH_S:
+            break
+    return found
+
+
+def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
+    """Yield one line for each reason, with the units that it applies to."""
+    units_of: dict[str, list[str]] = {}
+    for unit, why in left_out.items():
+        units_of.setdefault(why, []).append(unit)
+    for why, units in units_of.items():
+        more = f" and {len(units) - MOST_NAMED} more" if len(units) > MOST_NAMED else ""
+        are = "is" if len(units) == 1 else "are"
+        yield f"{', '.join(units[:MOST_NAMED])}{more} {are} not checkpointed: {why}"
+
+
 def _placed(
     units: Collection[str], state: Collection[str]
 ) -> tuple[dict[str, Scalar], dict[str, Any]]:
@@ -199,30 +194,32 @@ def _placed(
 
 
 def _state_of(payload: Mapping[str, Any]) -> Any:
-    """Reports and studies written before attributes were state have buffers alone."""
+    """Return the state of a payload; older reports and studies have "buffers" in its place."""
     return payload["state"] if "state" in payload else payload["buffers"]
 
 
-def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
-    """A line for each reason, with the units that it is the reason for."""
-    units_of: dict[str, list[str]] = {}
-    for unit, why in left_out.items():
-        units_of.setdefault(why, []).append(unit)
-    for why, units in units_of.items():
-        more = f" and {len(units) - MOST_NAMED} more" if len(units) > MOST_NAMED else ""
-        are = "is" if len(units) == 1 else "are"
-        yield f"{', '.join(units[:MOST_NAMED])}{more} {are} not checkpointed: {why}"
+def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> dict[str, float]:
+    """Return, for each unit, the mean seconds of all units of its make, to reduce noise."""
+    kinds: dict[Any, list[str]] = {}
+    for unit in seconds:
+        kinds.setdefault((make_of(unit, model), timeline.gain(unit)), []).append(unit)
+    means = {tuple(alike): fmean(seconds[unit] for unit in alike) for alike in kinds.values()}
+    return {unit: mean for alike, mean in means.items() for unit in alike}
 
 
-def _long_enough(context: Context, small: Survey) -> Survey:
-    """At the first micro-batch whose step takes long enough, or the last one that fits."""
-    found = small
-    is_long = small.step_s >= LONG_ENOUGH_S  # another size is needed for the bytes all the same
-    for micro_batch in (2 * SMALL,) if is_long else LARGE:
-        try:
-            found = survey(context, micro_batch)
-        except (torch.OutOfMemoryError, NeedsSavedTensors):
-            break
-        if found.step_s >= LONG_ENOUGH_S:
-            break
-    return found
+def _hint(placement: Placement, plain: Placement, step_s: float) -> Hint:
+    return Hint(
+        bytes_per_sample=placement.peak_bytes / plain.peak_bytes if plain.peak_bytes else None,
+        seconds_per_sample=(step_s + placement.recompute_s) / step_s if step_s > 0 else None,
+    )
+
+
+def _within(state: Collection[str], units: Sequence[str], model: nn.Module) -> list[str]:
+    """Return the names whose state is held by a module of these units, or by no module."""
+    inside = {
+        module
+        for unit in units
+        for part in Unit.parse(unit).parts(model)
+        for module in model.get_submodule(part).modules()
+    }
+    return [name for name in state if owner_of(model, name) in (None, *inside)]

@@ -1,7 +1,9 @@
-"""Names of the parts of a model that can be checkpointed.
+"""Units: the parts of a model that can be checkpointed, and which of them are worth it.
 
 A unit is a module, by its dotted name ("encoder.layers.3"), or a run of consecutive children of a
-flat `nn.Sequential` ("features[4:8]" is its children 4 to 7).
+flat `nn.Sequential` ("features[4:8]" is its children 4 to 7). A unit is worth checkpointing if that
+frees a good part of the bytes saved in it. A lone layer frees almost nothing, because it saves
+little more than its input, so runs of about sqrt(n) children, and their halves, are units too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,16 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from autofit.errors import InvalidRequest
 
 from .timeline import Call, Timeline
+
+LEAST_SHARE_GIVEN_BACK = 0.25
+LEAST_SHARE_OF_ALL = 1 / 5000
+SHORTEST_SEQUENTIAL = 4
+MOST_UNITS = 1000
+
+CHECKPOINTS_ITSELF = (
+    "its code checkpoints a part of it already; to have placements compared, turn that off (in "
+    "transformers: model.gradient_checkpointing_disable()) and search again"
+)
 
 _SEGMENT = re.compile(r"(?P<module>.*)\[(?P<start>\d+):(?P<stop>\d+)\]")
 
@@ -37,7 +49,7 @@ class Unit:
 
     @classmethod
     def parse(cls, name: str) -> Unit:
-        """The unit that `str` named."""
+        """Return the unit that `str` gave this name."""
         match = _SEGMENT.fullmatch(name)
         if match is None:
             return cls(name)
@@ -45,14 +57,14 @@ class Unit:
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """The children of a Sequential that the unit is made of; None: a whole module."""
+        """The range of the children in a Sequential; None: the unit is a whole module."""
         return None if self.start is None or self.stop is None else (self.start, self.stop)
 
     def find(self, model: nn.Module) -> nn.Module:
-        """The module, or the Sequential that holds the run.
+        """Return the module, or the Sequential that holds the run.
 
         Raises:
-            InvalidRequest: the model has no such module, or it is no Sequential of that length.
+            InvalidRequest: the model has no such module, or it is not a Sequential of that length.
         """
         try:
             found = model.get_submodule(self.module)
@@ -65,13 +77,13 @@ class Unit:
             is_plain_sequential(found) and self.run[1] <= len(found._modules)
         ):
             raise InvalidRequest(
-                f"{self.module!r} is no nn.Sequential with children {self.start} to "
+                f"{self.module!r} is not an nn.Sequential with children {self.start} to "
                 f"{self.run[1] - 1}: the plan was made for another model; search again"
             )
         return found
 
     def parts(self, model: nn.Module) -> list[str]:
-        """Names of the modules that the unit runs, outermost ones only, in their order."""
+        """Return the names of the outermost modules that the unit runs, in their order."""
         if self.run is None:
             return [self.module]
         return names_of_children(self.module, self.find(model))[slice(*self.run)]
@@ -80,55 +92,13 @@ class Unit:
         return self.module if self.run is None else f"{self.module}[{self.start}:{self.stop}]"
 
 
-def make_of(unit: str, model: nn.Module) -> Hashable:
-    """Equal for units of one make: alike in all their modules, with weights of the same shapes."""
-    parts = map(model.get_submodule, Unit.parse(unit).parts(model))
-    return tuple(tuple(map(_make_of_module, part.modules())) for part in parts)
-
-
-def _make_of_module(module: nn.Module) -> Hashable:
-    """Without its children; a parametrized module has a class of its own, which says nothing."""
-    named = module._parameters.items()
-    weights = tuple((name, p.shape, p.dtype) for name, p in named if p is not None)
-    children = tuple(module._modules)
-    return type_before_parametrizations(module), children, weights, module.extra_repr()
-
-
-def names_of_children(name: str, module: nn.Module) -> list[str]:
-    """Dotted names of the children of the module with this name, in their order."""
-    return [f"{name}.{child}" if name else child for child in module._modules]
-
-
-def is_plain_sequential(module: nn.Module) -> bool:
-    """Whether the module runs its children one after the other, and does nothing else."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-# Which parts of a model are worth checkpointing: modules at every level, and runs of children.
-#
-# A unit is worth it if it gives back a good part of what is saved in it. A lone layer gives back
-# next to nothing, for what it saves is what it was given. Where a flat `nn.Sequential` of such
-# layers holds the activations, runs of its children are made units: about as many as the square
-# root of its length, and their halves.
-
-LEAST_SHARE_GIVEN_BACK = 0.25
-LEAST_SHARE_OF_ALL = 1 / 5000
-SHORTEST_SEQUENTIAL = 4
-MOST_UNITS = 1000
-
-CHECKPOINTS_ITSELF = (
-    "its code checkpoints a part of it already; to have placements compared, turn that off (in "
-    "transformers: model.gradient_checkpointing_disable()) and search again"
-)
-
-
 @dataclass(frozen=True)
 class Candidates:
-    """What was found.
+    """The units of a model that are worth checkpointing.
 
     Attributes:
         timeline: of one forward pass, its calls those of the units.
-        left_out: module -> why it is no candidate, where a reader should know.
+        left_out: module -> reason for the report why it is not a candidate.
     """
 
     timeline: Timeline
@@ -143,10 +113,10 @@ class Candidates:
 def find_candidates(
     model: nn.Module, timeline: Timeline, checkpointed_itself: Collection[str] = ()
 ) -> Candidates:
-    """The units of a model that are worth checkpointing.
+    """Find the units of a model that are worth checkpointing.
 
     Args:
-        timeline: with the calls of all modules, and the bytes that samples bring.
+        timeline: of the calls of all modules, with the bytes that grow with the samples.
         checkpointed_itself: modules that checkpoint something on their own.
     """
     itself = sorted(name for name in checkpointed_itself if name)
@@ -169,7 +139,7 @@ def find_candidates(
 
 
 def layers(timeline: Timeline) -> list[list[str]]:
-    """All units in a few lists, each without nested ones; outermost units first."""
+    """Return all units in a few lists, each without nested ones; outermost units first."""
     found: list[list[str]] = []
     ends: list[int] = []
     for unit, calls in timeline.calls_of.items():
@@ -180,6 +150,30 @@ def layers(timeline: Timeline) -> list[list[str]]:
         found[depth].append(unit)
         ends[depth] = max(call.end for call in calls)
     return found
+
+
+def make_of(unit: str, model: nn.Module) -> Hashable:
+    """Return a key that is equal for units of the same modules with weights of the same shapes."""
+    parts = map(model.get_submodule, Unit.parse(unit).parts(model))
+    return tuple(tuple(map(_make_of_module, part.modules())) for part in parts)
+
+
+def names_of_children(name: str, module: nn.Module) -> list[str]:
+    """Return the dotted names of the children of the module with this name, in their order."""
+    return [f"{name}.{child}" if name else child for child in module._modules]
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Return whether the module only runs its children one after the other."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _make_of_module(module: nn.Module) -> Hashable:
+    """Return the key of one module; a parametrized one counts as the class before that."""
+    named = module._parameters.items()
+    weights = tuple((name, p.shape, p.dtype) for name, p in named if p is not None)
+    children = tuple(module._modules)
+    return type_before_parametrizations(module), children, weights, module.extra_repr()
 
 
 def _worthy(timeline: Timeline) -> set[str]:
@@ -199,7 +193,7 @@ def _saved_in(timeline: Timeline, calls: Sequence[Call]) -> int:
 
 
 def _best(timeline: Timeline) -> Timeline:
-    """Worthy units alone, one for each stretch, the largest where they are too many."""
+    """Return the worthy units, one for each stretch; the largest where they are too many."""
     stretches: set[tuple[tuple[int, int], ...]] = set()
     kept: list[str] = []
     worthy = _worthy(timeline)
@@ -212,7 +206,7 @@ def _best(timeline: Timeline) -> Timeline:
 
 
 def _cannot_be_covered(model: nn.Module) -> Iterator[str]:
-    """Modules whose `forward` is compiled away, and all within them."""
+    """Yield the modules whose `forward` is compiled away, and all within them."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
             yield from (f"{name}.{inner}".strip(".") for inner, _ in module.named_modules())
@@ -221,7 +215,7 @@ def _cannot_be_covered(model: nn.Module) -> Iterator[str]:
 def _runs(
     name: str, module: nn.Module, timeline: Timeline, worthy: Collection[str]
 ) -> Iterator[Call]:
-    """Calls of runs of a flat Sequential's children: about sqrt(n) runs, and halves of them."""
+    """Yield the calls of about sqrt(n) runs of a flat Sequential's children, and their halves."""
     children = names_of_children(name, module)
     is_flat = 2 * sum(child in worthy for child in children) <= len(children)
     if len(children) < SHORTEST_SEQUENTIAL or not is_flat:
