@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") is not None:  # keywords hold names of folders too
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A shell starts what ends in "&" with SIGINT ignored, and what tests start would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

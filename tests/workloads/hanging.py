@@ -1,0 +1,97 @@
+"""Programs whose workers hang, for tests that kill or interrupt them: see `main`.
+
+A worker that hangs makes the file $HANGS; with $HANGS_NEVER in the environment none does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import autofit
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Target, open_prober
+from autofit.probing.worker_channel import WorkerProcess
+from autofit.snapshot.snapshot import differences, digest
+
+SECONDS = 600
+
+
+def sleep() -> None:
+    Path(os.environ["HANGS"]).touch()
+    time.sleep(SECONDS)
+
+
+def hold_the_interpreter() -> None:
+    Path(os.environ["HANGS"]).touch()
+    ctypes.PyDLL(None).sleep(SECONDS)
+
+
+def refuse_the_death_signal() -> None:
+    ctypes.CDLL(None).prctl(1, 0)
+    sleep()
+
+
+class Hangs(nn.Module):
+    """Hangs in a forward of more than `above` samples."""
+
+    def __init__(self, hang: Callable[[], None], above: int) -> None:
+        super().__init__()
+        self.hang, self.above, self.layer = hang, above, nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > self.above and "HANGS_NEVER" not in os.environ:
+            self.hang()
+        output: torch.Tensor = self.layer(inputs)
+        return output
+
+
+def start() -> None:
+    """Start a worker and ask it nothing."""
+    worker = WorkerProcess()
+    print("ready", flush=True)
+    time.sleep(SECONDS)
+    worker.kill()
+
+
+def probe(hang: str) -> None:
+    """Probe a plan whose first forward hangs."""
+    workload = autofit.Workload(Hangs(globals()[hang], above=1), torch.ones(2, 16))
+    with open_prober(workload, target=Target("cpu", "64MiB")) as prober:
+        print("ready", flush=True)
+        prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
+
+
+def search(study: str | None = None) -> None:
+    """Search where larger micro-batches than the baseline's hang; say what came of it."""
+    model = Hangs(sleep, above=2)
+    torch.manual_seed(3)
+    before = digest({"model": model})
+    try:
+        report = autofit.search(
+            model,
+            torch.ones(2, 16),
+            device="cpu",
+            vram_budget="64MiB",
+            strategies=[],
+            study=study,
+            max_probes=4 if study else None,
+            progress=lambda event: print(type(event).__name__, event.progress.probes, flush=True),
+        )
+        print("report:", report.record.search.stopped_because, report.best.plan.micro_batch)
+    except KeyboardInterrupt:
+        print("interrupted")
+    finally:
+        print("changed:", differences(before, digest({"model": model})), flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
