@@ -90,10 +90,10 @@ def is_users(error: BaseException) -> bool:
 
 @contextmanager
 def users_code() -> Iterator[None]:
-    """What is raised inside is the user's, but for autofit's own errors."""
+    """Mark what is raised inside, `sys.exit` included, as the user's, but for autofit's errors."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         mark_users(error)
         raise
 

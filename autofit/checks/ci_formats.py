@@ -23,7 +23,7 @@ def junit_xml(name: str, verdict: Verdict, regression: Regression | None) -> str
     return _suite(name, output)
 
 
-def junit_xml_of_error(name: str, error: Exception) -> str:
+def junit_xml_of_error(name: str, error: BaseException) -> str:
     """Return one test case with an error, for a check that raised."""
     text = "".join(traceback.format_exception(error))
     return _suite(name, "", "error", f"{type(error).__name__}: {error}", text)

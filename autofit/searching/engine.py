@@ -127,8 +127,12 @@ class _Search:
         self._allowance, self._tell = allowance, tell
         self._trials = store.trials
         self._posterior = Posterior(spec, self._trials)
-        self._baseline = next((t for t in self._trials if t.role is Role.BASELINE), None)
         self.interrupts = Interrupts()
+
+    @property
+    def _baseline(self) -> Trial | None:
+        """The baseline's trial; None before it is stored."""
+        return next((t for t in self._trials if t.role is Role.BASELINE), None)
 
     @property
     def has_ok_trial(self) -> bool:
@@ -144,12 +148,13 @@ class _Search:
         best = confirmation.best_of(self._posterior)
         if best is None:
             raise result.nothing_fits(self._spec, self._trials)
-        assert self._baseline is not None  # it is the first probe
+        baseline = self._baseline
+        assert baseline is not None  # it is the first probe
         return SearchResult(
             self._spec,
             self._trials,
             best,
-            self._baseline,
+            baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             stopped_because,
         )
@@ -167,7 +172,7 @@ class _Search:
             if reason is not None:
                 return reason
             if self._baseline is None:
-                self._baseline = self._probe(self._spec.space.baseline, Role.BASELINE)
+                self._probe(self._spec.space.baseline, Role.BASELINE)
                 continue
             choice: Plan | BaseSampler | None = self._foreign_sampler
             # Hardly any sampler stops by itself: it gets the probes that were asked for, and where

@@ -56,6 +56,11 @@ def exits():
 
 exiting = Workload(exits, torch.randn(4, 8))
 
+def leaving():
+    def loss_fn(model, batch):
+        raise SystemExit(0)
+    return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
+
 def broken():
     return undefined_name
 
@@ -328,6 +333,17 @@ def test_the_users_own_errors_exit_with_3_and_their_traceback(
     assert ran.out == ""
     assert words in ran.err
     assert "models.py" in ran.err
+
+
+@pytest.mark.parametrize("target", ["exits", "leaving"])
+def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
+    forked: Callable[..., Ran], folder: Path, target: str
+) -> None:
+    """0 would mean that the training fits."""
+    ran = forked("check", f"models.py:{target}", "--gpu", "L4", "--junit-xml", "check.xml")
+    assert ran.code == 3, ran.err
+    assert "SystemExit: 0" in ran.err
+    assert "SystemExit" in (folder / "check.xml").read_text()
 
 
 def test_a_forgotten_criterion_is_told_from_a_worker_too(forked: Callable[..., Ran]) -> None:

@@ -302,7 +302,8 @@ def test_flags_of_mixed_ways_to_set_tf32_are_put_back() -> None:
 
 @pytest.mark.usefixtures("spared_process")
 def test_flags_that_cannot_be_read_are_left_alone_in_another_process() -> None:
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    cudnn: Any = torch.backends.cudnn  # its stub lacks the attribute
+    cudnn.conv.fp32_precision = "ieee"
     computing = process.computing()
     assert process.UNREADABLE in computing.values()
     process.restore(pickle.loads(pickle.dumps(computing)))
