@@ -1,4 +1,4 @@
-"""After `scrub`, nothing that a caught exception held is alive."""
+"""After `release_exception`, nothing that a caught exception held is alive."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Step:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """So that what is freed was freed by the scrubbing, not by a lucky collection."""
+    """So that what is freed was freed by `release_exception`, not by a lucky collection."""
     gc.disable()
     yield
     gc.enable()

@@ -77,7 +77,7 @@ def test_without_a_budget_it_is_the_gpus_memory() -> None:
     assert 10 * GIB < half < 12 * GIB
 
 
-def test_what_cannot_be_traced_could_not_be_told() -> None:
+def test_what_cannot_be_traced_is_undecided() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = model(batch[0]).mean()
         return loss * (1 if loss.item() > 0 else 2)

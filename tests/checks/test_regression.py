@@ -25,7 +25,7 @@ def written(tmp_path: Path, content: object) -> Path:
     return path
 
 
-def test_verdicts_told_the_same_way_compare_required_bytes(tmp_path: Path) -> None:
+def test_verdicts_of_one_method_compare_required_bytes(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("predict", 1000, 900).to_dict())
     regression = compare_with(verdict("predict", 1040, 900), before, 0.05)
     assert regression.quantity == "required bytes"
@@ -38,7 +38,7 @@ def test_more_than_allowed_does_not_pass(tmp_path: Path) -> None:
     assert not compare_with(verdict("predict", 1060, 900), before, 0.05).passed
 
 
-def test_verdicts_told_differently_compare_peak_allocated(tmp_path: Path) -> None:
+def test_verdicts_of_two_methods_compare_peak_allocated(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("probe", 1000, 500).to_dict())
     regression = compare_with(verdict("predict", 2000, 505), before, 0.05)
     assert regression.quantity == "peak allocated bytes"

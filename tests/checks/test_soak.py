@@ -127,7 +127,7 @@ SEEN = replace(TOLD, step_times_s=[0.1] * 20, loss=1.0)
     ],
     ids=["all held", "peak", "speed", "drift", "loss", "too short for the loss", "leak"],
 )
-def test_what_strayed_is_named(seen: Measurement, strayed: str | None) -> None:
+def test_what_differs_is_named(seen: Measurement, strayed: str | None) -> None:
     lines = compare(TOLD, seen)
     assert len(lines) == (strayed is not None)
     assert all(strayed is not None and strayed in line for line in lines)

@@ -113,7 +113,7 @@ def test_check_fails_where_the_need_grew(target: str, tmp_path: Path) -> None:
     assert run(*grown, "--max-regression", "100000%")[0] == 0
 
 
-def test_what_cannot_be_told_cannot_be_compared_either(target: str, tmp_path: Path) -> None:
+def test_an_undecided_verdict_cannot_be_compared(target: str, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     earlier.write_text(run("check", target, "--gpu", "L4", "--json")[1])
     branching = target.replace(":make", ":branching")

@@ -346,7 +346,7 @@ def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
     assert "SystemExit" in (folder / "check.xml").read_text()
 
 
-def test_a_forgotten_criterion_is_told_from_a_worker_too(forked: Callable[..., Ran]) -> None:
+def test_a_forgotten_criterion_is_reported_from_a_worker_too(forked: Callable[..., Ran]) -> None:
     ran = forked("search", "models.py:unlabelled", "--device", "cpu", "--vram-budget", "32MiB")
     assert ran.code == 3
     assert "(input, target)" in ran.err.splitlines()[-1]

@@ -71,7 +71,7 @@ def test_a_module_is_found_in_the_current_folder(
 
 
 @pytest.mark.parametrize("target", ["", "file.py", "file.py:", ":name", "package.module"])
-def test_what_is_no_target_is_told_how_to_write_one(target: str) -> None:
+def test_the_error_for_a_bad_target_says_how_to_write_one(target: str) -> None:
     with pytest.raises(InvalidRequest, match=r"write path/to/file\.py:name"):
         load_target(target)
 
@@ -86,7 +86,7 @@ def test_a_module_that_is_not_there_is_named() -> None:
         load_target("no_such_package.models:make")
 
 
-def test_a_name_that_is_not_there_is_told_what_there_is(script: Path) -> None:
+def test_the_error_for_a_missing_name_lists_the_names_there_are(script: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"'nake'.*make, Zoo, ready"):
         load_target(f"{script}:nake")
 
@@ -96,7 +96,7 @@ def test_what_is_no_workload_is_named_by_its_type(script: Path) -> None:
         load_target(f"{script}:number")
 
 
-def test_a_function_that_wants_arguments_is_told_so(script: Path) -> None:
+def test_a_function_that_needs_arguments_is_refused(script: Path) -> None:
     with script.open("a") as file:
         file.write("def sized(tokens, width=2): ...\n")
     with pytest.raises(InvalidRequest, match=r"sized.*tokens"):

@@ -27,7 +27,7 @@ def key() -> str:
     return f"test-{uuid.uuid4()}"
 
 
-def test_the_second_is_refused_and_told_who_holds_it(key: str) -> None:
+def test_the_second_is_refused_with_the_name_of_the_holder(key: str) -> None:
     with (
         DeviceLock(key),
         pytest.raises(DeviceUnavailable, match=rf"\b{os.getpid()}\b.*{key}"),

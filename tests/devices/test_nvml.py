@@ -71,7 +71,7 @@ def test_what_others_give_back_hides_no_growth_of_our_own() -> None:
     assert memory.outside_allocator(GIB + 200 * MIB) == CONTEXT + 200 * MIB
 
 
-def test_a_neighbour_that_comes_and_goes_is_not_counted_again_each_time() -> None:
+def test_a_process_that_comes_and_goes_is_not_counted_again_each_time() -> None:
     memory = ProcessMemory(CONTEXT, GIB)
     for _ in range(20):
         memory.outside_allocator(GIB + 100 * MIB)
@@ -79,7 +79,7 @@ def test_a_neighbour_that_comes_and_goes_is_not_counted_again_each_time() -> Non
     assert memory.outside_allocator(GIB) == CONTEXT + 100 * MIB
 
 
-def test_a_neighbour_that_came_while_the_context_was_made_is_not_all_ours() -> None:
+def test_a_process_that_came_while_the_context_was_made_is_not_all_ours() -> None:
     assert ProcessMemory(9 * GIB, 20 * GIB).outside_allocator(20 * GIB) == CONTEXT_BYTES
 
 

@@ -95,7 +95,7 @@ def test_losses_that_are_no_mean_over_samples_show(recipe: dict[str, Any]) -> No
     assert found.modules
 
 
-def test_recurrent_dropout_is_calmed_and_put_back() -> None:
+def test_recurrent_dropout_is_switched_off_and_put_back() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()

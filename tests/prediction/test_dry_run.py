@@ -370,7 +370,7 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
     assert any("dry run" in note for note in caught.value.__notes__)
 
 
-def test_a_tensor_that_was_made_on_the_cpu_is_told_from_what_needs_a_gpu() -> None:
+def test_a_tensor_that_was_made_on_the_cpu_is_distinguished_from_what_needs_a_gpu() -> None:
     error = fails(lambda model, batch: model(batch[0] + torch.randn(batch[0].shape)).mean())
     assert "device=batch.device" in str(error)
     assert "autofit.probe" not in str(error)

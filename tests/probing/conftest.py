@@ -1,4 +1,4 @@
-"""A prober in a worker process, and models that go wrong above a chosen micro-batch."""
+"""A prober in a worker process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from autofit.devices.open import open_device
 from autofit.measurement import Measurement
@@ -19,32 +18,7 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.training.workload import Workload
-
-CALM = 2
-"""A micro-batch at which a `Minefield` behaves."""
-
-Mine = Callable[[Any, torch.Tensor], object]
-
-
-class Minefield(nn.Module):
-    """A small model with another fault at each micro-batch that is listed.
-
-    A mine is called with the model and its output in every forward; what it returns, if it is a
-    tensor, replaces the output.
-    """
-
-    def __init__(self, mines: dict[int, Mine]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.mines = mines
-        self.kept: list[torch.Tensor] = []
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(inputs)
-        if len(inputs) in self.mines:
-            replaced = self.mines[len(inputs)](self, output)
-            return replaced if isinstance(replaced, torch.Tensor) else output
-        return output
+from tests.faulty_model import NO_FAULT
 
 
 @dataclass
@@ -105,7 +79,7 @@ def opener() -> Iterator[Opens]:
             if tamper is not None:
                 model.tampering = Tampering(tamper)
             prober = open_prober(
-                Workload(model, torch.ones(CALM, 16)),
+                Workload(model, torch.ones(NO_FAULT, 16)),
                 target=Target("cpu", vram_budget),
                 deadlines=Deadlines(shortest_s=shortest_s, unknown_s=60.0),
             )
@@ -147,9 +121,3 @@ def running() -> Callable[[int], bool]:
 def open_files() -> Callable[[], int]:
     """How many file descriptors this process has open."""
     return lambda: len(os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture(scope="session")
-def minefield() -> type[Minefield]:
-    """`Minefield`, for tests."""
-    return Minefield

@@ -20,8 +20,8 @@ from autofit.devices.base import Device
 from autofit.errors import DeviceUnavailable, WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.units import GIB, MIB
+from tests.faulty_model import NO_FAULT, FaultyModel
 
-CALM = 2
 Model = Any
 
 
@@ -41,10 +41,10 @@ class Unsendable(ValueError):
 
 
 def raises(make: Callable[[], BaseException]) -> Callable[[Model, torch.Tensor], object]:
-    def mine(model: Model, output: torch.Tensor) -> object:
+    def fault(model: Model, output: torch.Tensor) -> object:
         raise make()
 
-    return mine
+    return fault
 
 
 def accelerator_error(code: int) -> Exception:
@@ -160,19 +160,19 @@ SIZES = {name: size for size, name in enumerate(FAULTS, start=10)}
 
 
 @pytest.fixture(scope="module")
-def probing(open_module_probing: Any, minefield: Any) -> Any:
+def probing(open_module_probing: Any) -> Any:
     """One model for all faults, and one worker as long as they leave it alive."""
-    mines = {SIZES[name]: mine for name, (_, mine) in FAULTS.items()}
-    return open_module_probing(minefield(mines), vram_budget="256MiB")
+    faults = {SIZES[name]: fault for name, (_, fault) in FAULTS.items()}
+    return open_module_probing(FaultyModel(faults), vram_budget="256MiB")
 
 
 @pytest.mark.parametrize("fault", LIVES_ON)
-def test_a_fault_is_told_by_its_name_and_the_worker_lives_on(probing: Any, fault: str) -> None:
-    before = probing.at(CALM)
+def test_a_fault_is_recognized_and_the_worker_lives_on(probing: Any, fault: str) -> None:
+    before = probing.at(NO_FAULT)
     worker = probing.worker
     measurement: Measurement = probing.at(SIZES[fault])
     assert measurement.outcome is LIVES_ON[fault][0], measurement.detail
-    after = probing.at(CALM)
+    after = probing.at(NO_FAULT)
     assert after.outcome is Outcome.OK
     assert after.peak_allocated_bytes == before.peak_allocated_bytes, "something was left behind"
     assert probing.worker == worker
@@ -184,7 +184,7 @@ def test_the_users_own_error_arrives_as_it_was_raised(probing: Any) -> None:
     assert type(error) is OwnError
     assert error.args == ("no such token", 7)
     assert error.code == 7
-    assert "in mine" in str(error.__cause__), "the worker's traceback comes along"
+    assert "in fault" in str(error.__cause__), "the worker's traceback comes along"
 
 
 def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
@@ -196,12 +196,10 @@ def test_an_error_that_cannot_travel_arrives_as_text(probing: Any) -> None:
 
 
 @pytest.mark.usefixtures("spawned_workers")
-def test_collections_around_probes_pass_over_what_torch_imported(
-    open_probing: Any, minefield: Any
-) -> None:
+def test_collections_around_probes_pass_over_what_torch_imported(open_probing: Any) -> None:
     """Also what it imports to train for the first time, though nobody asked for a survey."""
-    probing = open_probing(minefield({10: counts_objects}))
-    probing.at(CALM)
+    probing = open_probing(FaultyModel({10: counts_objects}))
+    probing.at(NO_FAULT)
     probing.at(10)
     visited, passed_over = probing.raised.args
     assert passed_over > 10 * visited
@@ -213,7 +211,7 @@ def test_a_leak_says_how_much_and_how_long(probing: Any) -> None:
     assert re.search(r"\d+ steps", detail)
 
 
-def test_a_cycle_is_told_from_a_leak(probing: Any) -> None:
+def test_a_cycle_is_distinguished_from_a_leak(probing: Any) -> None:
     assert "cycle" in probing.at(SIZES["cycle"]).detail
 
 
@@ -232,7 +230,7 @@ class Vast(nn.Module):
 def test_out_of_memory_in_the_optimizer(open_probing: Any) -> None:
     probing = open_probing(Vast())
     worker = probing.worker
-    measurement = probing.at(CALM)
+    measurement = probing.at(NO_FAULT)
     assert measurement.outcome is Outcome.OOM
     assert "Tried to allocate" in measurement.detail
     assert probing.worker == worker
@@ -240,11 +238,11 @@ def test_out_of_memory_in_the_optimizer(open_probing: Any) -> None:
 
 @pytest.mark.parametrize("fault", COSTS_THE_WORKER)
 def test_what_a_probe_leaves_behind_costs_the_worker(probing: Any, fault: str) -> None:
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     worker = probing.worker
     assert probing.at(SIZES[fault]).outcome is COSTS_THE_WORKER[fault][0]
     assert probing.worker is None
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     assert probing.worker != worker
 
 
@@ -260,11 +258,9 @@ def dies_unseen(device: Any) -> Device:
     return device  # type: ignore[no-any-return]  # it is what was given
 
 
-def test_a_device_that_died_unseen_is_found_before_ok_is_said(
-    open_probing: Any, minefield: Any
-) -> None:
-    probing = open_probing(minefield({}), tamper=dies_unseen)
-    measurement = probing.at(CALM)
+def test_a_device_that_died_unseen_is_found_before_ok_is_said(open_probing: Any) -> None:
+    probing = open_probing(FaultyModel(), tamper=dies_unseen)
+    measurement = probing.at(NO_FAULT)
     assert measurement.outcome is Outcome.POISONED
     assert measurement.step_times_s == ()
     assert probing.worker is None
@@ -280,24 +276,24 @@ def is_full(device: Any) -> Device:
     return device  # type: ignore[no-any-return]  # it is what was given
 
 
-def test_a_full_device_is_not_taken_for_a_dead_one(open_probing: Any, minefield: Any) -> None:
-    probing = open_probing(minefield({}), tamper=is_full)
+def test_a_full_device_is_not_taken_for_a_failed_one(open_probing: Any) -> None:
+    probing = open_probing(FaultyModel(), tamper=is_full)
     worker = probing.worker
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     assert probing.worker == worker
 
 
 def dies_in_the_survey(folder: Path) -> Callable[[Model, torch.Tensor], object]:
     """The first forward of all kills the device; `is_mortal` shows it."""
 
-    def mine(model: Model, output: torch.Tensor) -> object:
+    def fault(model: Model, output: torch.Tensor) -> object:
         if not (folder / "died").exists():
             (folder / "died").touch()
             vars(builtins)["is_dead"] = True
             raise accelerator_error(710)
         return output
 
-    return mine
+    return fault
 
 
 def is_mortal(device: Any) -> Device:
@@ -313,13 +309,13 @@ def is_mortal(device: Any) -> Device:
 
 
 def test_a_device_that_died_in_the_survey_costs_the_worker_and_no_plan(
-    open_probing: Any, minefield: Any, tmp_path: Path
+    open_probing: Any, tmp_path: Path
 ) -> None:
-    model = minefield({CALM: dies_in_the_survey(tmp_path)})
+    model = FaultyModel({NO_FAULT: dies_in_the_survey(tmp_path)})
     probing = open_probing(model, tamper=is_mortal)
     assert probing.prober.survey().loss is None
     assert probing.worker is None
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
 
 
 def has_no_room(device: Device) -> Device:
@@ -329,19 +325,19 @@ def has_no_room(device: Device) -> Device:
 
 
 def test_where_others_leave_no_room_for_a_worker_the_probe_is_out_of_memory(
-    open_probing: Any, minefield: Any, monkeypatch: pytest.MonkeyPatch
+    open_probing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probing = open_probing(minefield({}), tamper=has_no_room)
+    probing = open_probing(FaultyModel(), tamper=has_no_room)
     probing.prober.renew()
     monkeypatch.setenv("NO_ROOM", "1")
-    measurement = probing.at(CALM)
+    measurement = probing.at(NO_FAULT)
     assert measurement.outcome is Outcome.OOM
     assert measurement.contended
     assert "worker" in measurement.detail
     with pytest.raises(DeviceUnavailable, match="worker"):
-        open_probing(minefield({}), tamper=has_no_room)
+        open_probing(FaultyModel(), tamper=has_no_room)
     monkeypatch.delenv("NO_ROOM")
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
 
 
 OTHERS = "GIB_HELD_BY_OTHERS"
@@ -376,10 +372,10 @@ OTHERS_DO = [others_leave, others_take_all, others_take_all_and_it_runs_out, oth
 
 
 @pytest.fixture(scope="module")
-def crowd(open_module_probing: Any, minefield: Any) -> Any:
+def shared_device(open_module_probing: Any) -> Any:
     """One worker for everything that others may do."""
-    mines = dict(enumerate(OTHERS_DO, start=10))
-    return open_module_probing(minefield(mines), tamper=is_shared)
+    faults = dict(enumerate(OTHERS_DO, start=10))
+    return open_module_probing(FaultyModel(faults), tamper=is_shared)
 
 
 @pytest.mark.parametrize(
@@ -391,13 +387,13 @@ def crowd(open_module_probing: Any, minefield: Any) -> Any:
         (others_take_all, others_take_all, False, Outcome.OVER_BUDGET),
         (others_take_all, others_take_all_and_it_runs_out, True, Outcome.OOM),
     ],
-    ids=["calm", "moved once", "moves on and on", "spilled", "took the room"],
+    ids=["none", "moved once", "moves on and on", "spilled", "took the room"],
 )
 def test_other_processes_on_the_device(
-    crowd: Any, before: Any, amid: Any, contended: bool, outcome: Outcome
+    shared_device: Any, before: Any, amid: Any, contended: bool, outcome: Outcome
 ) -> None:
-    crowd.at(10 + OTHERS_DO.index(before))
-    measurement = crowd.at(10 + OTHERS_DO.index(amid))
+    shared_device.at(10 + OTHERS_DO.index(before))
+    measurement = shared_device.at(10 + OTHERS_DO.index(amid))
     assert measurement.outcome is outcome
     assert measurement.contended is contended
 
@@ -407,20 +403,20 @@ def exclusive(device: Any) -> Device:
     return device  # type: ignore[no-any-return]  # it is what was given
 
 
-def test_a_second_search_on_one_device_is_refused(open_probing: Any, minefield: Any) -> None:
-    first = open_probing(minefield({}), tamper=exclusive)
+def test_a_second_search_on_one_device_is_refused(open_probing: Any) -> None:
+    first = open_probing(FaultyModel(), tamper=exclusive)
     first.prober.renew()  # no worker is there now, and the device is still the first search's
     with pytest.raises(DeviceUnavailable, match="search"):
-        open_probing(minefield({}), tamper=exclusive)
+        open_probing(FaultyModel(), tamper=exclusive)
     first.prober.close()
-    assert open_probing(minefield({}), tamper=exclusive).at(CALM).ok
+    assert open_probing(FaultyModel(), tamper=exclusive).at(NO_FAULT).ok
 
 
 @pytest.mark.usefixtures("spawned_workers")
-def test_a_search_may_run_in_a_thread(open_probing: Any, minefield: Any) -> None:
+def test_a_search_may_run_in_a_thread(open_probing: Any) -> None:
     """The kernel ties a worker's life to the thread that started it."""
     seen: list[Measurement] = []
-    thread = threading.Thread(target=lambda: seen.append(open_probing(minefield({})).at(CALM)))
+    thread = threading.Thread(target=lambda: seen.append(open_probing(FaultyModel()).at(NO_FAULT)))
     thread.start()
     thread.join()
     assert [measurement.ok for measurement in seen] == [True]

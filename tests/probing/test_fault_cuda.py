@@ -26,7 +26,7 @@ from autofit.units import GIB, MIB
 
 pytestmark = pytest.mark.cuda
 
-CALM, STORMY = 2, 64
+NO_FAULT, FAULTY = 2, 64
 ALL = 2**50
 THREADS = 8
 SECONDS_FOR_MEMORY_TO_COME_BACK = 30.0
@@ -102,7 +102,7 @@ class AllocatesInBackward(torch.autograd.Function):
 
 
 class Hungry(nn.Module):
-    """Needs more than 4 GiB in the phase that it is told to, at a stormy micro-batch."""
+    """Needs more than 4 GiB in a given phase, at a faulty micro-batch."""
 
     def __init__(self, phase: str) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Hungry(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(inputs)
-        if len(inputs) < STORMY:
+        if len(inputs) < FAULTY:
             return output
         if self.phase == "forward":
             return output + output.new_empty(6 * GIB // 4).max()
@@ -120,7 +120,7 @@ class Hungry(nn.Module):
 
 
 class Faulty(nn.Module):
-    """Runs `fault` at a stormy micro-batch."""
+    """Runs `fault` at a faulty micro-batch."""
 
     def __init__(self, fault: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Faulty(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(inputs)
-        if len(inputs) >= STORMY:
+        if len(inputs) >= FAULTY:
             self.fault(output)
         return output
 
@@ -216,7 +216,7 @@ class Probing:
     ) -> Measurement:
         if self.prober is None:
             self.prober = open_prober(
-                Workload(model, torch.ones(CALM, 16)),
+                Workload(model, torch.ones(NO_FAULT, 16)),
                 target=Target("cuda", vram_budget),
                 deadlines=Deadlines(shortest_s=60.0),
             )
@@ -242,25 +242,25 @@ def probe() -> Iterator[Probing]:
 def test_one_worker_serves_probe_after_probe(probe: Probing) -> None:
     """What cuBLAS holds for its handles is no memory that a probe left behind."""
     model = Hungry("never")
-    first = probe(model, CALM)
+    first = probe(model, NO_FAULT)
     worker = probe.worker
     assert worker is not None
-    second = probe(model, CALM)
+    second = probe(model, NO_FAULT)
     assert probe.worker == worker
     assert first.ok
     assert second.peak_allocated_bytes == first.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(
-    ("phase", "micro_batch"), [("forward", STORMY), ("backward", STORMY), ("optimizer", CALM)]
+    ("phase", "micro_batch"), [("forward", FAULTY), ("backward", FAULTY), ("optimizer", NO_FAULT)]
 )
 def test_the_cap_is_met_in_any_phase(probe: Probing, phase: str, micro_batch: int) -> None:
     model = Hungry(phase)
     measurement = probe(model, micro_batch)
     assert measurement.outcome is Outcome.OOM
     assert "Tried to allocate" in str(measurement.detail)
-    if micro_batch != CALM:
-        assert probe(model, CALM).ok
+    if micro_batch != NO_FAULT:
+        assert probe(model, NO_FAULT).ok
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ def test_after_a_fault_of_the_device_the_search_goes_on(
     probe: Probing, fault: Any, outcome: Outcome
 ) -> None:
     model = Faulty(fault)
-    assert probe(model, STORMY).outcome is outcome
-    assert probe(model, CALM).ok
+    assert probe(model, FAULTY).outcome is outcome
+    assert probe(model, NO_FAULT).ok
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def used_bytes(nvml: Nvml) -> int:
 
 
 class Neighbour:
-    """Another process on the device, with a context and nothing else until it is told."""
+    """Another process on the device, with a context and nothing else until it is asked."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -338,9 +338,9 @@ def test_memory_that_another_process_takes_marks_the_probe(
     used_bytes(nvml)
     asks = WhenOthersTook(tmp_path, does_no_more)
     model = Faulty(asks)
-    assert not probe(model, CALM).contended
+    assert not probe(model, NO_FAULT).contended
     with asks.answered_by(lambda: neighbour.takes(8 * GIB, leaving=4 * GIB)):
-        measurement = probe(model, STORMY)
+        measurement = probe(model, FAULTY)
     assert measurement.ok
     assert measurement.contended
 
@@ -350,14 +350,14 @@ def test_cublas_without_memory_for_a_handle_is_out_of_memory(
 ) -> None:
     asks = WhenOthersTook(tmp_path, uses_cublas_anew)
     model = Faulty(asks)
-    assert probe(model, CALM, vram_budget=None).ok
+    assert probe(model, NO_FAULT, vram_budget=None).ok
     before = used_bytes(nvml)
     with asks.answered_by(lambda: neighbour.takes(ALL, leaving=24 * MIB)):
-        measurement = probe(model, STORMY)
+        measurement = probe(model, FAULTY)
     assert measurement.outcome is Outcome.OOM
     neighbour.kill()
     await_used_at_most(nvml, before)
-    assert probe(model, CALM).ok
+    assert probe(model, NO_FAULT).ok
 
 
 def test_a_device_too_full_for_a_new_worker_costs_the_probe_alone(
@@ -365,17 +365,17 @@ def test_a_device_too_full_for_a_new_worker_costs_the_probe_alone(
 ) -> None:
     model = Hungry("never")
     before = used_bytes(nvml)
-    assert probe(model, CALM).ok
+    assert probe(model, NO_FAULT).ok
     assert probe.prober is not None
     probe.prober.renew()
     await_used_at_most(nvml, before + 64 * MIB)
     neighbour.takes(ALL, leaving=24 * MIB)
-    measurement = probe(model, CALM)
+    measurement = probe(model, NO_FAULT)
     assert measurement.outcome is Outcome.OOM
     assert measurement.contended
     neighbour.kill()
     await_used_at_most(nvml, before + 64 * MIB)
-    assert probe(model, CALM).ok
+    assert probe(model, NO_FAULT).ok
 
 
 def test_a_killed_parent_gives_the_device_its_memory_back(nvml: Nvml) -> None:

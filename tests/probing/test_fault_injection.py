@@ -28,8 +28,8 @@ from autofit.measurement import Outcome
 from autofit.probing.prober import MOST_WORKERS_PER_PLAN
 from autofit.probing.worker_channel import oom_kills, outcome_of_death
 from autofit.training.workload import Workload
+from tests.faulty_model import NO_FAULT, FaultyModel
 
-CALM = 2
 SECONDS_TO_HANG = 600
 
 
@@ -37,7 +37,7 @@ def hangs(model: Any, output: torch.Tensor) -> None:
     time.sleep(SECONDS_TO_HANG)
 
 
-def hangs_deaf_to_sigterm(model: Any, output: torch.Tensor) -> None:
+def hangs_ignoring_sigterm(model: Any, output: torch.Tensor) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(SECONDS_TO_HANG)
 
@@ -117,7 +117,7 @@ def floods(model: Any, output: torch.Tensor) -> None:
 
 HANGS: dict[Any, str] = {
     hangs: "in hangs",
-    hangs_deaf_to_sigterm: "in hangs_deaf_to_sigterm",
+    hangs_ignoring_sigterm: "in hangs_ignoring_sigterm",
     hangs_in_a_deadlock: "in hangs_in_a_deadlock",
     hangs_in_native_code_with_the_interpreter_locked: "with_the_interpreter_locked",
     stops: "where",
@@ -130,45 +130,45 @@ DEATHS: dict[Any, str] = {
     crashes_with_a_child_alive: "SIGABRT",
 }
 OTHERS = (floods, starts_strays, writes_to_every_pipe, forks)
-SIZES = {mine: size for size, mine in enumerate([*HANGS, *DEATHS, *OTHERS], start=10)}
+SIZES = {fault: size for size, fault in enumerate([*HANGS, *DEATHS, *OTHERS], start=10)}
 
 
 @pytest.fixture(scope="module")
-def probing(open_module_probing: Any, minefield: Any) -> Any:
+def probing(open_module_probing: Any) -> Any:
     """One prober for all; whatever happens, its next probe must be well again."""
-    mines = {size: mine for mine, size in SIZES.items()}
-    return open_module_probing(minefield(mines), shortest_s=1.0)
+    faults = {size: fault for fault, size in SIZES.items()}
+    return open_module_probing(FaultyModel(faults), shortest_s=1.0)
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
 def test_a_hang_costs_one_probe_and_says_where(
     probing: Any, running: Callable[[int], bool], hang: Any
 ) -> None:
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     lost = probing.worker
     measurement = probing.at(SIZES[hang], patient=False)
     assert measurement.outcome is Outcome.TIMEOUT
     assert measurement.seconds >= 1.0, "what it cost counts against the search's time"
     assert HANGS[hang] in measurement.detail
     assert not running(lost)
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     assert probing.worker != lost
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
 def test_a_death_costs_one_probe(probing: Any, running: Callable[[int], bool], death: Any) -> None:
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     lost = probing.worker
     measurement = probing.at(SIZES[death])
     assert measurement.outcome is Outcome.CRASHED
     assert DEATHS[death] in measurement.detail
     assert not running(lost)
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     assert probing.worker != lost
 
 
-def test_floods_of_output_harm_nothing(probing: Any) -> None:
-    assert probing.at(CALM).ok
+def test_much_output_harms_nothing(probing: Any) -> None:
+    assert probing.at(NO_FAULT).ok
     worker = probing.worker
     assert probing.at(SIZES[floods]).ok
     assert probing.worker == worker
@@ -185,7 +185,7 @@ def test_every_answer_is_to_the_question(probing: Any, noise: Any) -> None:
 def test_what_the_users_code_started_ends_with_the_worker(
     probing: Any, running: Callable[[int], bool]
 ) -> None:
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     threads = list(probing.prober._channel._process._threads)
     assert probing.at(SIZES[starts_strays]).outcome is Outcome.USER_ERROR
     strays = probing.raised.args
@@ -209,10 +209,8 @@ def test_a_kill_by_the_kernel_is_host_memory() -> None:
     assert outcome_of_death(-signal.SIGSEGV, kills - 1) is Outcome.CRASHED
 
 
-def test_a_plan_costs_three_workers_of_one_budget_at_most(
-    open_probing: Any, minefield: Any
-) -> None:
-    probing = open_probing(minefield({8: exits}), vram_budget=None)
+def test_a_plan_costs_three_workers_of_one_budget_at_most(open_probing: Any) -> None:
+    probing = open_probing(FaultyModel({8: exits}), vram_budget=None)
     budget = probing.prober.vram_budget_bytes
     seen = [probing.at(8) for _ in range(MOST_WORKERS_PER_PLAN + 1)]
     assert [measurement.outcome for measurement in seen] == [Outcome.CRASHED] * len(seen)
@@ -222,23 +220,21 @@ def test_a_plan_costs_three_workers_of_one_budget_at_most(
     assert probing.prober.vram_budget_bytes == budget, "whatever was free meanwhile"
 
 
-def test_nothing_of_a_worker_stays_open(
-    open_probing: Any, minefield: Any, open_files: Callable[[], int]
-) -> None:
-    probing = open_probing(minefield({8: exits}))
+def test_nothing_of_a_worker_stays_open(open_probing: Any, open_files: Callable[[], int]) -> None:
+    probing = open_probing(FaultyModel({8: exits}))
     probing.prober.renew()
     before, threads = open_files(), threading.active_count()
-    assert probing.at(CALM).ok
+    assert probing.at(NO_FAULT).ok
     probing.prober.renew()
     assert (open_files(), threading.active_count()) == (before, threads)
 
 
 def test_a_worker_that_cannot_start_says_why(
-    open_probing: Any, minefield: Any, monkeypatch: pytest.MonkeyPatch
+    open_probing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(WorkerFailed, match="/nonexistent/python"):
-        open_probing(minefield({8: exits}))
+        open_probing(FaultyModel({8: exits}))
 
 
 def test_a_worker_that_dies_in_the_survey_says_how(open_probing: Any) -> None:
@@ -266,11 +262,11 @@ def test_a_disk_without_room_says_what_to_do(open_probing: Any) -> None:
 
 
 def test_a_temporary_folder_that_is_missing_says_what_to_do(
-    open_probing: Any, minefield: Any, monkeypatch: pytest.MonkeyPatch
+    open_probing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     with pytest.raises(WorkerFailed, match="TMPDIR"):
-        open_probing(minefield({8: exits}))
+        open_probing(FaultyModel({8: exits}))
 
 
 def test_a_model_that_cannot_be_pickled_names_both_ways_out(open_probing: Any) -> None:

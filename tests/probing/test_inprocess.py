@@ -272,7 +272,7 @@ def _dying(device: Mortal) -> Workload:
 
 
 @pytest.mark.parametrize("end", ["probe", "survey", "compare"])
-def test_a_device_that_died_is_told_and_all_the_rest_is_given_back(
+def test_a_device_that_died_is_reported_and_all_the_rest_is_given_back(
     mortal: Mortal, end: str
 ) -> None:
     gc.unfreeze()

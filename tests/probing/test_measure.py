@@ -143,7 +143,7 @@ def test_more_than_the_budget_is_over_budget_with_both_numbers() -> None:
     assert measured.step_times_s
 
 
-def test_a_loss_that_is_not_finite_is_told_and_kept_out_of_json() -> None:
+def test_a_loss_that_is_not_finite_is_reported_and_kept_out_of_json() -> None:
     steps: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_a_loss_that_is_not_finite_is_told_and_kept_out_of_json() -> None:
     assert measured.loss is None
 
 
-def test_a_cache_that_is_flushed_in_every_step_is_told() -> None:
+def test_a_cache_that_is_flushed_in_every_step_is_reported() -> None:
     """Each step wants a larger block than any that is cached, and there is no room for both."""
     steps: list[int] = []
 

@@ -117,7 +117,7 @@ def test_notes_travel() -> None:
     assert _there_and_back(noted).__notes__ == ["in sample 7"]
 
 
-def test_an_unreadable_exception_is_told_in_words() -> None:
+def test_an_unreadable_exception_is_described_in_words() -> None:
     data = exception_to_dict(Strict(3, "bad"), "where") | {"pickled": "bm90IGEgcGlja2xl"}
     back = exception_from_dict(data)
     assert isinstance(back, WorkloadFailed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,12 +22,9 @@ from autofit.registry import load_strategies
 from autofit.strategy import Comparison
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
+from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
 
 MIB = 2**20
-
-
-def _session(make: Callable[[], Workload], strategies: Any = ()) -> Session:
-    return Session(make, strategies, CpuDevice())
 
 
 def _probe(session: Session, plan: Plan, budget: int = 256 * MIB) -> Reply:
@@ -41,22 +37,6 @@ def _compare(session: Session, first: Plan, second: Plan, samples: int) -> Compa
     return compare_plans(session.builder, one, other, samples)
 
 
-def _net(*middle: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 4))
-
-
-def _labelled(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    dice = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(samples, 6, generator=dice),
-        torch.randint(0, 4, (samples,), generator=dice),
-    )
-
-
-CROSS_ENTROPY = nn.functional.cross_entropy
-
-
 def test_the_budget_is_in_force_from_the_first_look_on() -> None:
     class Limited(CpuDevice):
         limits: list[int]
@@ -67,7 +47,7 @@ def test_the_budget_is_in_force_from_the_first_look_on() -> None:
 
     device = Limited()
     device.limits = []
-    workload = Workload(_net(), _labelled()[0])
+    workload = Workload(classifier(), labelled()[0])
     session = Session(lambda: workload, (), device)
     session.run(Call(partial(take_survey, vram_budget_bytes=64 * MIB), 64 * MIB))
     assert device.limits == [64 * MIB]
@@ -79,7 +59,7 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
     weights = torch.rand(4)
 
     def make() -> Workload:
-        return Workload(_net(), _labelled(), criterion=nn.CrossEntropyLoss(weight=weights))
+        return Workload(classifier(), labelled(), criterion=nn.CrossEntropyLoss(weight=weights))
 
     device = CpuDevice()
     with device.accounting():
@@ -89,7 +69,7 @@ def test_class_weights_follow_the_model_to_the_device() -> None:
     assert criterion.weight is not None
     assert torch.equal(criterion.weight, weights)
     assert criterion.weight.data_ptr() != weights.data_ptr()
-    assert _probe(_session(make), Plan(4)).value.ok
+    assert _probe(session_of(make), Plan(4)).value.ok
 
 
 class _Deep(nn.Module):
@@ -138,7 +118,7 @@ def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
             optimizer=lambda p: torch.optim.AdamW(p, foreach=False),
         )
 
-    session = _session(make)
+    session = session_of(make)
     reply = _probe(session, Plan(rows), budget_mib * MIB)
     assert reply.value.outcome is Outcome.OOM
     assert "out of memory" in reply.value.detail
@@ -150,7 +130,9 @@ def test_memory_that_ends_in_any_phase_is_an_outcome_and_costs_nothing_after(
 
 
 def test_probes_do_not_see_each_other() -> None:
-    session = _session(lambda: Workload(_net(nn.Tanh()), _labelled(), criterion=CROSS_ENTROPY))
+    session = session_of(
+        lambda: Workload(classifier(nn.Tanh()), labelled(), criterion=CROSS_ENTROPY)
+    )
     first = _probe(session, Plan(64)).value
     _probe(session, Plan(512))
     again = _probe(session, Plan(64)).value
@@ -167,7 +149,7 @@ def test_the_users_own_errors_keep_type_text_and_traceback(kind: type[BaseExcept
     def breaks_here(output: Any, target: Any) -> torch.Tensor:
         raise kind("sample 3 is broken")
 
-    session = _session(lambda: Workload(_net(), _labelled(), criterion=breaks_here))
+    session = session_of(lambda: Workload(classifier(), labelled(), criterion=breaks_here))
     reply = _probe(session, Plan(4))
     assert reply.value.outcome is Outcome.USER_ERROR
     assert type(reply.exception) is kind
@@ -189,14 +171,14 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
     class Labels(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = _net()
+            self.net = classifier()
 
         def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
             out: torch.Tensor = self.net(x)
             return out.argmax(1) if more.get("criterion", 0) is None else out
 
-    arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, **more}
-    reply = _probe(_session(lambda: Workload(Labels(), **arguments)), Plan(4))
+    arguments = {"sample_batch": labelled(), "criterion": CROSS_ENTROPY, **more}
+    reply = _probe(session_of(lambda: Workload(Labels(), **arguments)), Plan(4))
     assert reply.value.outcome is Outcome.USER_ERROR
     assert isinstance(reply.exception, InvalidRequest)
     with pytest.raises(InvalidRequest, match=message):
@@ -204,8 +186,8 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
 
 
 def test_a_loss_that_is_not_finite_is_an_outcome() -> None:
-    session = _session(
-        lambda: Workload(_net(), _labelled(), criterion=lambda y, t: y.sum() * float("inf"))
+    session = session_of(
+        lambda: Workload(classifier(), labelled(), criterion=lambda y, t: y.sum() * float("inf"))
     )
     reply = _probe(session, Plan(4))
     assert reply.value.outcome is Outcome.NONFINITE
@@ -229,7 +211,7 @@ def test_a_gan_is_probed_by_its_own_step() -> None:
         return loss
 
     optimizers = {"generator": torch.optim.Adam, "critic": torch.optim.SGD}
-    session = _session(
+    session = session_of(
         lambda: Workload(Gan(), torch.randn(4, 6), optimizer=optimizers, train_step=step),
         strategies=load_strategies(["precision"]),
     )
@@ -243,8 +225,8 @@ def test_a_gan_is_probed_by_its_own_step() -> None:
 
 
 def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them() -> None:
-    session = _session(
-        lambda: Workload(lambda: nn.Linear(6, 4), _labelled(), criterion=CROSS_ENTROPY),
+    session = session_of(
+        lambda: Workload(lambda: nn.Linear(6, 4), labelled(), criterion=CROSS_ENTROPY),
         strategies=load_strategies(["precision"]),
     )
     assert _compare(session, Plan(4), Plan.split(4, 3), 4).equal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,9 @@ from autofit.probing.survey import Survey, check_weights_fit, take_survey
 from autofit.strategy import Numerics, Phase
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
+from tests.classifier import CROSS_ENTROPY, classifier, labelled, session_of
 
 MIB = 2**20
-
-
-def _session(make: Callable[[], Workload], strategies: Any = ()) -> Session:
-    return Session(make, strategies, CpuDevice())
 
 
 def _survey_of(session: Session, budget: int = 256 * MIB) -> Survey:
@@ -41,25 +38,9 @@ def _survey_of(session: Session, budget: int = 256 * MIB) -> Survey:
     return survey
 
 
-def _net(*middle: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 4))
-
-
-def _labelled(samples: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    dice = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(samples, 6, generator=dice),
-        torch.randint(0, 4, (samples,), generator=dice),
-    )
-
-
-CROSS_ENTROPY = nn.functional.cross_entropy
-
-
 def _surveyed(*middle: nn.Module, **more: Any) -> Survey:
-    arguments = {"sample_batch": _labelled(), "criterion": CROSS_ENTROPY, "global_batch": 12}
-    return _survey_of(_session(lambda: Workload(_net(*middle), **{**arguments, **more})))
+    arguments = {"sample_batch": labelled(), "criterion": CROSS_ENTROPY, "global_batch": 12}
+    return _survey_of(session_of(lambda: Workload(classifier(*middle), **{**arguments, **more})))
 
 
 def test_a_survey_says_what_the_workload_is() -> None:
@@ -160,7 +141,7 @@ def test_copies_of_one_sample_prove_nothing() -> None:
     assert not survey.may_resplit
     assert "one sample" in survey.notes[0]
     assert "two or more samples" in survey.notes[0]
-    made = _surveyed(sample_batch=_labelled)
+    made = _surveyed(sample_batch=labelled)
     assert made.may_resplit
 
 
@@ -202,7 +183,7 @@ def test_a_model_that_fails_is_surveyed_all_the_same() -> None:
 
 
 def test_a_budget_below_the_weights_is_refused_with_both_numbers() -> None:
-    session = _session(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)))
+    session = session_of(lambda: Workload(nn.Linear(512, 512), torch.randn(2, 512)))
     survey = _survey_of(session, MIB)
     with pytest.raises(NoFeasiblePlan, match=r"1\.00 MiB") as refusal:
         check_weights_fit(survey)
@@ -226,7 +207,7 @@ class _Wide(nn.Module):
 @pytest.mark.parametrize(("budget", "loss"), [(8 * MIB, None), (1024 * MIB, LossSource.MODEL)])
 def test_the_first_loss_is_computed_within_the_budget(budget: int, loss: str | None) -> None:
     """Two samples of it take 32 MiB."""
-    session = _session(lambda: Workload(_Wide(), torch.ones(2, 1)))
+    session = session_of(lambda: Workload(_Wide(), torch.ones(2, 1)))
     assert _survey_of(session, budget).loss == loss
 
 
@@ -279,7 +260,7 @@ def test_strategies_look_at_models_and_say_what_they_find() -> None:
     def make() -> Workload:
         return Workload(_Watched, torch.zeros(4, 6), loss_fn=lambda m, b: (0 * m(b)).abs().sum())
 
-    survey = _survey_of(_session(make, strategies=strategies))
+    survey = _survey_of(session_of(make, strategies=strategies))
     assert survey.dimensions == {"curious.level": Dimension([0, "cpu"])}
     assert survey.notes == (
         "failing left out: RuntimeError: cannot look",
@@ -313,16 +294,18 @@ class _Mistaken(_Curious):
 def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(
     offers: Any, words: str
 ) -> None:
-    session = _session(lambda: Workload(_net(), _labelled()[0]), strategies=[_Mistaken(offers)])
+    session = session_of(
+        lambda: Workload(classifier(), labelled()[0]), strategies=[_Mistaken(offers)]
+    )
     with pytest.raises(InvalidRequest, match=words):
         _survey_of(session)
 
 
 def test_one_model_is_alive_at_a_time() -> None:
     def make() -> Workload:
-        return Workload(_Watched, _labelled()[0], global_batch=8)
+        return Workload(_Watched, labelled()[0], global_batch=8)
 
-    session = _session(make, strategies=[_Curious()])
+    session = session_of(make, strategies=[_Curious()])
     gc.collect()
     _Watched.counts.clear()
     survey = _survey_of(session)
@@ -344,7 +327,7 @@ def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
     device = Watching()
     device.alive = []
     session = Session(
-        lambda: Workload(_Watched, _labelled()[0], global_batch=8),
+        lambda: Workload(_Watched, labelled()[0], global_batch=8),
         [_Curious()],
         device,
     )
@@ -357,7 +340,7 @@ def test_a_function_that_makes_another_batch_each_time_is_asked_once() -> None:
     made = itertools.count()
 
     def make(samples: int) -> Any:
-        inputs, labels = _labelled(samples)
+        inputs, labels = labelled(samples)
         return inputs + next(made), labels
 
     survey = _surveyed(nn.Tanh(), sample_batch=make)
@@ -369,13 +352,13 @@ def test_a_model_whose_loss_exists_in_training_only_is_compared_in_training() ->
     class Shy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = _net()
+            self.net = classifier()
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             if not self.training:
                 return {"labels": labels}
             return {"loss": CROSS_ENTROPY(self.net(x), labels)}
 
-    survey = _survey_of(_session(lambda: Workload(Shy(), _labelled(), global_batch=8)))
+    survey = _survey_of(session_of(lambda: Workload(Shy(), labelled(), global_batch=8)))
     assert survey.resplit is not None
     assert survey.resplit.equal

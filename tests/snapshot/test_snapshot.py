@@ -302,10 +302,13 @@ def test_flags_of_mixed_ways_to_set_tf32_are_put_back() -> None:
 
 @pytest.mark.usefixtures("spared_process")
 def test_flags_that_cannot_be_read_are_left_alone_in_another_process() -> None:
+    readable = process.computing()
     cudnn: Any = torch.backends.cudnn  # its stub lacks the attribute
     cudnn.conv.fp32_precision = "ieee"
     computing = process.computing()
     assert process.UNREADABLE in computing.values()
+    process.restore(readable)  # as in another process, where every flag can be read
+    assert process.computing() == readable
     process.restore(pickle.loads(pickle.dumps(computing)))
     assert process.computing() == computing
 
@@ -407,7 +410,7 @@ def test_both_names_of_tf32_come_back(part: str) -> None:
         lambda: sys.setrecursionlimit(5000),
     ],
 )
-def test_what_else_a_process_is_told_once_is_put_back(change: Callable[[], object]) -> None:
+def test_other_settings_of_the_process_are_put_back(change: Callable[[], object]) -> None:
     before = process.take()
     with preserved({}):
         change()

@@ -160,7 +160,7 @@ def test_an_empty_batch_is_refused() -> None:
         batch_size(torch.empty(0, 3))
 
 
-def test_one_sample_cannot_be_told_from_a_shared_row() -> None:
+def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
     with pytest.raises(InvalidRequest, match="2 of its tensors"):
         check_batched_dimension((torch.zeros(1, 3), torch.zeros(1)))
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))

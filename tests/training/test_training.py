@@ -351,7 +351,7 @@ def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast()
         ),
     ],
 )
-def test_a_train_step_that_goes_wrong_is_told_how(step: Any, message: str) -> None:
+def test_a_train_step_that_goes_wrong_gets_an_error_that_says_how(step: Any, message: str) -> None:
     gan, optimizers = _gan_and_optimizers()
     with pytest.raises(InvalidRequest, match=message):
         _training(gan, Recipe(train_step=step), 8, optimizers).step(torch.randn(8, 6))
@@ -447,7 +447,7 @@ def test_the_scale_is_updated_when_a_step_ends_though_gradients_are_left() -> No
         assert training.scaler.get_scale() == scale / 2
 
 
-def test_a_train_step_that_forgets_the_scaler_is_told_so() -> None:
+def test_a_train_step_that_forgets_the_scaler_is_refused() -> None:
     def train_step(training: Training, batch: Any) -> torch.Tensor:
         loss = training.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -70,7 +70,7 @@ def test_what_makes_no_new_tensors_on_the_device_is_always_run(func: Any, args: 
     assert run.count == 2
 
 
-def test_arguments_that_are_equal_and_mean_another_type_are_told_apart() -> None:
+def test_arguments_that_are_equal_and_of_another_type_are_distinguished() -> None:
     shapes, run, whole = ShapeCache(), Runs(), on_meta(4, dtype=torch.int64)
     types = [shapes.result(aten.add.Tensor, (whole, one), {}, run).dtype for one in (1, 1.0, True)]
     assert types == [torch.int64, torch.float32, torch.int64]

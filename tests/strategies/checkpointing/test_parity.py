@@ -431,7 +431,7 @@ def test_a_step_that_only_fits_with_checkpointing(gate: Gate) -> None:
     assert "does not fit" in found["blocks.0.wide"]
 
 
-def test_the_reader_of_the_report_is_told(checkpointing: Strategy) -> None:
+def test_the_report_notes_it(checkpointing: Strategy) -> None:
     torch.manual_seed(0)
     model = Stack([Clean, CountsInItsClass, Clean, Clean])
     context = PlainContext(lambda: Workload(model, torch.randn(4, WIDTH)))

@@ -92,7 +92,7 @@ def test_letting_go_needs_no_memory_for_activations(record: Record) -> None:
     assert let_go < kept / 2
 
 
-def test_a_forward_that_needs_what_it_saved_is_told_apart(
+def test_a_forward_that_needs_what_it_saved_is_recognized(
     record: Record, part: Callable[[str], Any]
 ) -> None:
     class Physics(nn.Module):
