@@ -87,6 +87,9 @@ def search(
     max_micro_batch: Annotated[int | None, typer.Option(min=1, help="the largest to try")] = None,
     max_probes: Annotated[int | None, typer.Option(min=1, help="the most plans to run")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds until it stops")] = None,
+    effort: Annotated[
+        str, typer.Option(help="quick, normal or thorough: how small a gain is still looked for")
+    ] = "normal",
     study: Annotated[
         str | None, typer.Option(help="a file or Optuna storage URL to stop and resume with")
     ] = None,
@@ -122,6 +125,7 @@ def search(
                 max_micro_batch=max_micro_batch,
                 max_probes=max_probes,
                 timeout=timeout,
+                effort=effort,
                 study=study,
                 seed=seed,
                 isolation=isolation,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 from autofit.plan import Dimension, VariantKey, variant_key
@@ -18,6 +19,19 @@ MemoryLine: TypeAlias = tuple[float, float]
 """Fixed bytes, and bytes per sample of the micro-batch."""
 
 _GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
+
+
+class Effort(StrEnum):
+    """How long a search looks for small gains."""
+
+    QUICK = "quick"
+    NORMAL = "normal"
+    THOROUGH = "thorough"
+
+    def covers(self, other: Effort) -> bool:
+        """Return whether a search of this effort leaves nothing for one of the other to do."""
+        order = list(Effort)
+        return order.index(self) >= order.index(other)
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class SearchSpec:
             search with another identity may not use the study.
         predicted_lines: memory lines of variants, computed without running them. Measurements
             correct them, so a wrong line costs probes but not the answer.
+        effort: how small the gains are that are still looked for. Not part of what a study
+            belongs to: it may be resumed with another.
     """
 
     space: Space
@@ -39,6 +55,7 @@ class SearchSpec:
     seed: int = 0
     identity: Mapping[str, str] = field(default_factory=dict)
     predicted_lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
+    effort: Effort = Effort.NORMAL
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -51,6 +68,7 @@ class SearchSpec:
             "predicted_lines": [
                 [dict(variant), list(line)] for variant, line in self.predicted_lines.items()
             ],
+            "effort": self.effort.value,
         }
 
     @classmethod
@@ -67,4 +85,5 @@ class SearchSpec:
             seed=data["seed"],
             identity=data["identity"],
             predicted_lines=lines,
+            effort=Effort(data.get("effort", Effort.NORMAL)),
         )

@@ -32,6 +32,7 @@ class SearchSummary:
         seconds: duration of the search, the start of the worker included.
         stopped_because: the reason why no further plan was tried.
         seed: of the search.
+        effort: "quick", "normal" or "thorough".
     """
 
     probes: int
@@ -39,6 +40,7 @@ class SearchSummary:
     seconds: float
     stopped_because: str
     seed: int
+    effort: str = "normal"
 
 
 @dataclass(frozen=True)
@@ -197,14 +199,18 @@ class Record:
 
     @classmethod
     def _from_known(cls, data: Mapping[str, Any]) -> Record:
-        search = data["search"]
+        search = {
+            name: value
+            for name, value in data["search"].items()
+            if name in SearchSummary.__annotations__
+        }
         return cls(
             version=data["autofit"],
             created=data["created"],
             environment=data["environment"],
             workload=data["workload"],
             vram_budget_bytes=data["vram_budget_bytes"],
-            search=SearchSummary(**{name: search[name] for name in SearchSummary.__annotations__}),
+            search=SearchSummary(**search),
             dimensions={name: Dimension.from_dict(d) for name, d in data["dimensions"].items()},
             trials=tuple(Trial.from_dict(trial) for trial in data["trials"]),
             best_number=data["best"]["number"],

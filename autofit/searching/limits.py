@@ -13,6 +13,7 @@ from optuna.samplers import BaseSampler
 from autofit.errors import InvalidRequest
 from autofit.measurement import Trial, probes_of
 from autofit.plan import check_count
+from autofit.planning.search_spec import Effort
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def check_search_arguments(
     study: Any,
     sampler: Any,
     progress: Any,
+    effort: Any,
 ) -> None:
     """Check the arguments of `autofit.search` that say how to search.
 
@@ -83,6 +85,9 @@ def check_search_arguments(
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0):
         raise InvalidRequest(f"timeout must be above zero seconds, got {timeout!r}")
+    if effort not in list(Effort):  # a list asks for no hash, and it may be anything
+        names = ", ".join(repr(each.value) for each in Effort)
+        raise InvalidRequest(f"effort must be one of {names}, got {effort!r}")
     if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
         raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
     if sampler is not None and not isinstance(sampler, BaseSampler):

@@ -103,6 +103,7 @@ def record_of(
             seconds=seconds,
             stopped_because=result.stopped_because,
             seed=result.spec.seed,
+            effort=result.spec.effort.value,
         ),
         dimensions=space.dimensions,
         trials=result.trials,

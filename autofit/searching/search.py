@@ -13,7 +13,7 @@ import torch
 from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest
-from autofit.planning.search_spec import SearchSpec
+from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
@@ -48,6 +48,7 @@ def search(
     max_micro_batch: int | None = None,
     max_probes: int | None = None,
     timeout: float | None = None,
+    effort: str = "normal",
     study: str | os.PathLike[str] | None = None,
     sampler: BaseSampler | None = None,
     seed: int = 0,
@@ -80,6 +81,7 @@ def search(
         max_micro_batch: the largest micro-batch to try, in samples.
         max_probes: the most probes, baseline and confirmations counted.
         timeout: when to stop searching, in seconds from now.
+        effort: "quick", "normal" or "thorough": how small a gain is still looked for.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
         sampler: an Optuna sampler in place of autofit's planner.
         seed: of everything random.
@@ -107,6 +109,7 @@ def search(
         study=study,
         sampler=sampler,
         progress=progress,
+        effort=effort,
     )
     level = numerics_level(numerics)
     chosen = load_strategies(strategies, numerics=level)
@@ -138,6 +141,7 @@ def search(
                 survey = replace(survey, notes=(*survey.notes, *notes))
                 budget = survey.vram_budget_bytes
                 spec = SearchSpec(space, budget, seed, identity, lines)
+            spec = replace(spec, effort=Effort(effort))
             result = run_search(
                 prober,
                 spec,

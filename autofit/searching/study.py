@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -21,12 +22,12 @@ from optuna.trial import TrialState
 from autofit.errors import StudyRefused
 from autofit.measurement import Trial
 from autofit.plan import Plan
-from autofit.planning.search_spec import SearchSpec
+from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study
 
-_ENDED = "autofit_ended"
+_ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 
 
 class Store:
@@ -68,20 +69,21 @@ class Store:
         return store
 
     def begin(self, spec: SearchSpec) -> None:
-        """Write the specification of a new study; do nothing if it already has this one.
+        """Write the specification of a new study, or another effort; else it must have this one.
 
         Raises:
             StudyRefused: the study has another specification, or cannot be written.
         """
-        if self.spec is None:
-            with self._writing():
-                self.study.set_user_attr(trial_codec.SPEC, spec.to_dict())
-            self.spec = spec
-        elif self.spec.to_dict() != spec.to_dict():
+        stored = self.spec
+        if stored is not None and replace(stored, effort=spec.effort).to_dict() != spec.to_dict():
             raise StudyRefused(
                 f"the study {self.name} was made for another space, budget or seed: use the "
                 "specification it holds, or give another study"
             )
+        if stored is None or stored.effort is not spec.effort:
+            with self._writing():
+                self.study.set_user_attr(trial_codec.SPEC, spec.to_dict())
+        self.spec = spec
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -90,12 +92,17 @@ class Store:
 
     @property
     def ended(self) -> str | None:
-        """Why an earlier run had nothing left to try; None if it was cut short."""
-        return self.study.user_attrs.get(_ENDED)
+        """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
+        attrs = self.study.user_attrs
+        at = Effort(attrs.get(_ENDED_AT, Effort.NORMAL))
+        is_enough = self.spec is None or at.covers(self.spec.effort)
+        return attrs.get(_ENDED) if is_enough else None
 
     def mark_ended(self, reason: str) -> None:
         """Store that the search ended because nothing was left to try."""
         with self._writing():
+            if self.spec is not None:
+                self.study.set_user_attr(_ENDED_AT, self.spec.effort.value)
             self.study.set_user_attr(_ENDED, reason)
 
     @contextmanager

@@ -54,12 +54,13 @@ GOOD: dict[str, Any] = {
     "study": Path("study.log"),
     "sampler": RandomSampler(),
     "progress": print,
+    "effort": "quick",
 }
 
 
 def test_valid_arguments_pass() -> None:
     check_search_arguments(**GOOD)
-    check_search_arguments(**dict.fromkeys(GOOD))
+    check_search_arguments(**dict.fromkeys(GOOD) | {"effort": "thorough"})
     check_search_arguments(**GOOD | {"progress": True})
 
 
@@ -80,6 +81,8 @@ def test_valid_arguments_pass() -> None:
         ("sampler", RandomSampler),
         ("study", ""),
         ("progress", 3),
+        ("effort", "hasty"),
+        ("effort", None),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:

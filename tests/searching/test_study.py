@@ -12,11 +12,13 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autofit.errors import StudyRefused
+from autofit.planning.search_spec import Effort
 from autofit.searching import storage
 from autofit.searching.engine import run_search
 from autofit.searching.storage import Claim, _start_ticks, is_live, this_process
@@ -96,6 +98,21 @@ def test_a_search_that_ended_is_answered_from_its_study(
     assert prober.probed == []
     assert (again.best, again.trials) == (first.best, first.trials)
     assert again.stopped_because == first.stopped_because
+
+
+@pytest.mark.parametrize(("effort", "goes_on"), [(Effort.QUICK, False), (Effort.THOROUGH, True)])
+def test_a_study_may_be_resumed_with_another_effort(
+    device: SimulatedDevice, tmp_path: Path, effort: Effort, goes_on: bool
+) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store)
+    with Store.open(path, IDENTITY) as store:
+        store.begin(replace(device.spec(), effort=effort))
+        assert (store.ended is None) is goes_on
+    with Store.open(path, IDENTITY) as store:
+        assert store.spec is not None
+        assert store.spec.effort is effort
 
 
 def test_more_probes_go_on_where_fewer_ended(device: SimulatedDevice, tmp_path: Path) -> None:
