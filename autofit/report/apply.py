@@ -49,6 +49,7 @@ def apply(
     Raises:
         InvalidRequest: see `Report.apply`.
     """
+    from autofit.training.batch import BatchWatch
     from autofit.training.training import Training
 
     functions = {name: value for name, value in given.items() if value is not None}
@@ -63,6 +64,7 @@ def apply(
         recipe,
         record.resolve_best(strategies, remembered),
         device=device,
+        watch=BatchWatch(record.best_plan_to_rerun, record.workload["sample_shapes"]),
     )
 
 

@@ -1,8 +1,9 @@
 """Batches as pytrees: how many samples one holds, and how it is grown, cut and described.
 
 The rule: the batch size n is the size of dimension 0 of the first tensor that has dimensions;
-every tensor with that size is batched, and everything else stays whole. Growing repeats the
-batch's own samples in turn, so that token ids, labels and masks stay valid.
+every tensor with that size is batched, and everything else stays whole. In a batch of one sample
+every tensor with dimensions must have size 1 there: beside others, a 1 may mean anything. Growing
+repeats the batch's own samples in turn, so that token ids, labels and masks stay valid.
 
 A batch that was grown may reach the size of a tensor that stays whole (64 position ids beside 64
 samples); so who knows the sample batch passes on which of its tensors are batched.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -19,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public one
 
 from autofit.errors import InvalidRequest
+from autofit.plan import Plan, steps_for
 
 Batch: TypeAlias = Any
 """Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested."""
@@ -57,8 +61,9 @@ def check_batched_dimension(batch: Batch) -> None:
     """Refuse a sample batch whose samples the rule cannot tell apart.
 
     Raises:
-        InvalidRequest: it has one sample, and more than one tensor of size 1 in dimension 0; or a
-            tensor of a layout that torch cannot pick samples out of.
+        InvalidRequest: it has one sample, and of the tensors beside the first some have size 1 in
+            dimension 0 and some have not; or a tensor has a layout that torch cannot pick samples
+            out of.
     """
     for tensor in tensors_of(batch):
         if tensor.is_nested or tensor.layout not in _CAN_BE_CUT:
@@ -67,12 +72,12 @@ def check_batched_dimension(batch: Batch) -> None:
                 f"the sample batch has a {kind} tensor, which torch cannot pick samples out of: "
                 f"give it as a plain or a sparse_coo tensor, or {_ASK_FOR_MAKER}"
             )
-    candidates = [t for t in tensors_of(batch) if t.dim() > 0 and t.shape[0] == 1]
-    if batch_size(batch) == 1 and len(candidates) > 1:
+    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0]
+    if batch_size(batch) == 1 and 1 < sizes.count(1) < len(sizes):
         raise InvalidRequest(
-            f"the sample batch has one sample, and {len(candidates)} of its tensors have size 1 in "
-            f"dimension 0, so which of them hold samples cannot be told: give a batch of two or "
-            f"more samples, or {_ASK_FOR_MAKER}"
+            f"the sample batch has one sample, and {sizes.count(1)} of its {len(sizes)} tensors "
+            "have size 1 in dimension 0, so which of them hold samples cannot be told: give a "
+            f"batch of two or more samples, or {_ASK_FOR_MAKER}"
         )
 
 
@@ -148,6 +153,72 @@ def describe(batch: Batch) -> dict[str, str]:
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor)
     }
+
+
+class BatchWatch:
+    """Warn of batches that a plan was not found for: once of their size, and once of their shape.
+
+    Args:
+        plan: the plan that is trained.
+        sample_shapes: of the sample batch of the search, as `describe` returns them.
+    """
+
+    def __init__(self, plan: Plan, sample_shapes: Mapping[str, str]) -> None:
+        self._plan, self._sample_shapes = plan, sample_shapes
+        self._looked: set[tuple[torch.Size, ...]] = set()
+        self._warned: set[str] = set()
+
+    def look(self, batch: Batch, *, stacklevel: int) -> None:
+        """Warn of this batch, if there is a reason that was not given yet.
+
+        A smaller batch is one only at first: the last of an epoch often is.
+        """
+        shapes = tuple(tensor.shape for tensor in tensors_of(batch))
+        if shapes in self._looked:
+            return
+        samples, meant = batch_size(batch), self._plan.samples_per_step
+        if samples > meant or (samples < meant and not self._looked):
+            self._warn("size", self._about_size(samples), stacklevel + 1)
+        if longer := self._longer(batch, samples):
+            self._warn("shape", longer, stacklevel + 1)
+        self._looked.add(shapes)
+
+    def _about_size(self, samples: int) -> str:
+        plan = self._plan
+        steps, meant = steps_for(samples, plan.micro_batch), plan.samples_per_step
+        return (
+            f"a training step got {samples} samples where the plan ({plan}) has {meant}: it runs "
+            f"them as {steps} micro-batch{'es' * (steps > 1)}, and the global batch is {samples} "
+            f"instead of {meant}"
+        )
+
+    def _longer(self, batch: Batch, samples: int) -> str | None:
+        for name, now in describe(batch).items():
+            sample = self._sample_shapes.get(name)
+            if sample is None:
+                continue
+            ours, theirs = _shape_in(now), _shape_in(sample)
+            first = 1 if ours[:1] == [samples] else 0
+            if len(ours) == len(theirs) and any(
+                one > other for one, other in zip(ours[first:], theirs[first:], strict=True)
+            ):
+                return (
+                    f"{name} of a training step is {now}, and the sample batch of the search had "
+                    f"{sample}: the plan may not fit samples that are longer, nor be the fastest; "
+                    "search again with the longest ones"
+                )
+        return None
+
+    def _warn(self, reason: str, text: str, stacklevel: int) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def _shape_in(described: str) -> list[int]:
+    """ "int64[4, 64]" -> [4, 64]."""
+    shape: list[int] = json.loads(described[described.index("[") :])
+    return shape
 
 
 def _map_batched(

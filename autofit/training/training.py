@@ -17,7 +17,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import Phase
 from autofit.training.amp import LossScale, fresh_casts
-from autofit.training.batch import Batch, batch_size, map_tensors, pieces
+from autofit.training.batch import Batch, BatchWatch, batch_size, map_tensors, pieces
 from autofit.training.loss import Recipe, scalar
 from autofit.training.optimizers import Optimizers, by_name, check_steps_alone
 
@@ -38,6 +38,7 @@ class Training(AbstractContextManager["Training"]):
         place: moves a tensor to the device; None: `tensor.to(device)`.
         batched: indices of the batch's tensors that hold samples; None: decided by their sizes,
             see `autofit.training.batch`.
+        watch: is shown every batch of the user's own training; None: nothing is expected of them.
 
     Attributes:
         model, optimizer, device, recipe: as given; a train_step uses them.
@@ -57,6 +58,7 @@ class Training(AbstractContextManager["Training"]):
         device: torch.device,
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
         batched: Collection[int] | None = None,
+        watch: BatchWatch | None = None,
     ) -> None:
         self.model = model
         self.plan = resolved.plan
@@ -64,6 +66,7 @@ class Training(AbstractContextManager["Training"]):
         self.recipe = recipe
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
         self._batched = batched
+        self._watch = watch
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
         self._loss_scale = LossScale()
@@ -128,9 +131,15 @@ class Training(AbstractContextManager["Training"]):
 
         Raises:
             InvalidRequest: the training was undone, so it would run without its plan.
+
+        Warns:
+            UserWarning: once, of another number of samples than the plan's; once, of samples
+                longer than those of the search.
         """
         if self._ended:
             raise InvalidRequest("this training has ended: make another with report.apply(...)")
+        if self._watch is not None:
+            self._watch.look(batch, stacklevel=2)
         self.zero_grad()
         if self.recipe.train_step is not None:
             return self._users_step(self.recipe.train_step, batch)
@@ -154,9 +163,11 @@ class Training(AbstractContextManager["Training"]):
         """Yield each micro-batch on the device, with its weight in the mean loss.
 
         The weights add up to one. A micro-batch of weight zero (every token of it is masked) is
-        left out: its loss is often 0 / 0.
+        left out: its loss is often 0 / 0. Warns as `step` does.
         """
         self.has_split = True
+        if self._watch is not None:
+            self._watch.look(batch, stacklevel=2)
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if len(sizes) == 1:

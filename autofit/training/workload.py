@@ -149,7 +149,8 @@ class Workload:
             The baseline, where nothing is said.
 
         Raises:
-            InvalidRequest: the counts make no plan, or a micro-batch larger than the global batch.
+            InvalidRequest: the counts make no plan, as a micro-batch that is larger than the
+                global batch, or that an even split of it makes smaller.
         """
         size = micro_batch or self.sample_batch_size
         if accumulation_steps is not None:
@@ -168,7 +169,15 @@ class Workload:
                 "give a smaller micro_batch, or a larger global_batch"
             )
         _check_steps(samples, size)
-        return Plan.split(samples, min(size, samples), settings)
+        plan = Plan.split(samples, min(size, samples), settings)
+        if micro_batch is not None and plan.micro_batch != micro_batch:
+            steps = plan.accumulation_steps
+            raise InvalidRequest(
+                f"no even split of a global batch of {samples} has a micro-batch of {micro_batch}: "
+                f"in {steps} micro-batches it has {plan.micro_batch}; give a micro_batch of "
+                f"{plan.micro_batch}, or a global_batch of {steps * micro_batch}"
+            )
+        return plan
 
     def build_model(self) -> torch.nn.Module:
         """The live module, or what the function builds.

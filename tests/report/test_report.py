@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -192,6 +194,47 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
     with pytest.warns(UserWarning, match=r"\b45\b.*\b36\b") as warned:
         report.apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss()).undo()
     assert warned[0].filename == __file__
+
+
+def _step(record: Record, *batches: Any, own_loop: bool = False) -> list[str]:
+    """Train the baseline (4 x 8 samples of 8 numbers) on those; return what was warned of."""
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = Report(replace(record, best_number=0))
+    training = report.apply(model, optimizer, loss_fn=lambda model, batch: model(batch[0]).sum())
+    with warnings.catch_warnings(record=True) as warned, training:
+        warnings.simplefilter("always")
+        for batch in batches:
+            if own_loop:
+                list(training.micro_batches(batch))
+            else:
+                training.step(batch)
+    assert {warning.filename for warning in warned} <= {__file__}
+    return [str(warning.message) for warning in warned]
+
+
+def _labelled(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 8), torch.zeros(samples, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_more_samples_than_the_plans_are_warned_of_once(record: Record, own_loop: bool) -> None:
+    (warned,) = _step(record, *map(_labelled, (32, 40, 48, 5)), own_loop=own_loop)
+    assert re.search(r"\b40\b.*4 x 8.*\b32\b.*10 micro-batches", warned)
+
+
+def test_fewer_samples_are_warned_of_at_first_only(record: Record) -> None:
+    assert _step(record, _labelled(32), _labelled(7)) == []
+    assert re.search(r"\b7\b.*\b32\b", *_step(record, _labelled(7), _labelled(32)))
+
+
+def test_samples_longer_than_the_sample_batchs_are_warned_of_once(record: Record) -> None:
+    inputs, target = _labelled(32)
+    shapes = {"[0]": "float32[4, 6, 8]", "[1]": "int64[4]"}
+    record = replace(record, workload={**record.workload, "sample_shapes": shapes})
+    wider = [inputs[:, None].expand(-1, length, -1) for length in (6, 2, 9, 12)]
+    (warned,) = _step(record, *((x, target) for x in wider))
+    assert re.search(r"\[0\].*float32\[32, 9, 8\].*float32\[4, 6, 8\]", warned)
 
 
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -> None:

@@ -161,10 +161,18 @@ def test_an_empty_batch_is_refused() -> None:
 
 
 def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
-    with pytest.raises(InvalidRequest, match="2 of its tensors"):
-        check_batched_dimension((torch.zeros(1, 3), torch.zeros(1)))
+    with pytest.raises(InvalidRequest, match="2 of its 3 tensors"):
+        check_batched_dimension((torch.zeros(1, 3), torch.zeros(1), torch.zeros(7)))
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
     check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
+
+
+def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
+    row = torch.ones(1, 16, dtype=torch.int64)
+    batch = {"input_ids": row, "attention_mask": row, "labels": row, "scale": torch.tensor(2.0)}
+    check_batched_dimension(batch)
+    assert batched_places(batch) == {0, 1, 2}
+    assert resize(batch, 3)["labels"].shape == (3, 16)
 
 
 @dataclass(frozen=True)

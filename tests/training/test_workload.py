@@ -26,7 +26,7 @@ def _step(training: Any, batch: Any) -> torch.Tensor:
         ({"model": "resnet50"}, "nn.Module.*'resnet50'"),
         ({"global_batch": 0}, "global_batch.*0"),
         ({"sample_batch": {"text": "no tensor"}}, "n -> batch"),
-        ({"sample_batch": (X[:1], X[:1])}, "2 of its tensors.*n -> batch"),
+        ({"sample_batch": (X[:1], X[:1], X)}, "2 of its 3 tensors.*n -> batch"),
         ({"clip_grad_norm": 0}, "clip_grad_norm.*0"),
         ({"loss_fn": _step, "criterion": _step}, "loss_fn.*criterion"),
     ],
@@ -99,3 +99,13 @@ def test_a_micro_batch_larger_than_the_global_batch_is_refused() -> None:
     workload = Workload(nn.Linear(3, 2), X, global_batch=32)
     with pytest.raises(InvalidRequest, match=r"64.*32"):
         workload.plan(64)
+
+
+@pytest.mark.parametrize("global_batch", [12, 100])
+def test_a_micro_batch_is_never_made_smaller_without_a_word(global_batch: int) -> None:
+    workload = Workload(nn.Linear(3, 2), X)
+    if global_batch == 100:  # 13 micro-batches, the largest of 8
+        assert workload.plan(8, None, global_batch).micro_batch == 8
+        return
+    with pytest.raises(InvalidRequest, match=r"12.* 8.*micro_batch of 6.*global_batch of 16"):
+        workload.plan(8, None, global_batch)
