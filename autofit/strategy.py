@@ -262,4 +262,8 @@ class Strategy(Protocol):
         """Apply this strategy's settings; leaving the context undoes them exactly."""
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
-        """The lines a user would write to get the same; [] where the settings are plain PyTorch."""
+        """The lines a user would write to get the same; [] where the settings are plain PyTorch.
+
+        They use `model`, `optimizer` and what they import. A last line that ends in a colon opens a
+        block, in which later strategies' lines and the training lie.
+        """

@@ -1,4 +1,4 @@
-"""Bytes, seconds and rates as text and back: the only place that formats or parses them.
+"""Bytes, seconds, rates and counts as text and back: the only place that formats or parses them.
 
 GiB means 2**30 bytes throughout; decimal units (GB = 10**9) are read, never written.
 """
@@ -95,6 +95,20 @@ def format_rate(samples_per_second: float | None) -> str:
     if samples_per_second is None:
         return "?"
     return f"{samples_per_second:.{_decimals(samples_per_second)}f} samples/s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a count of things: "1 probe", "2 probes", "2 micro-batches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural * (count != 1)}"
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a value with its article: "an int", "a Tensor"; "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def _decimals(value: float) -> int:

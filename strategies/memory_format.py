@@ -54,7 +54,10 @@ class MemoryFormat:
         """Return the equivalent lines of a training script."""
         if settings.get(SETTING, "as_is") == "as_is":
             return []
-        return ["model = model.to(memory_format=torch.channels_last)  # _3d for 3-d convolutions"]
+        return [
+            "import torch",
+            "model = model.to(memory_format=torch.channels_last)  # _3d for 3-d convolutions",
+        ]
 
 
 @contextmanager

@@ -59,20 +59,21 @@ class Precision:
             return []
         if dtype == "tf32":
             return [
+                "import torch",
                 "torch.backends.cuda.matmul.allow_tf32 = True",
                 "torch.backends.cudnn.allow_tf32 = True",
             ]
-        lines = [
+        scaler = [
+            "scaler = torch.amp.GradScaler(device_type)",
+            "# scaler.scale(loss).backward() in place of loss.backward()",
+            "# scaler.step(optimizer); scaler.update() in place of optimizer.step()",
+        ]
+        return [
+            "import torch",
             "device_type = next(model.parameters()).device.type",
+            *(scaler if dtype == "float16" else ()),
             f"with torch.autocast(device_type, dtype=torch.{dtype}):  # around forward and loss",
         ]
-        if dtype == "float16":
-            lines += [
-                "scaler = torch.amp.GradScaler(device_type)",
-                "scaler.scale(loss).backward()  # in place of loss.backward()",
-                "scaler.step(optimizer); scaler.update()  # in place of optimizer.step()",
-            ]
-        return lines
 
 
 def _native(capabilities: Capabilities) -> list[str]:

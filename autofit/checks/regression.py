@@ -19,7 +19,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Settings
 from autofit.prediction.gpus import find_gpu
 from autofit.report.record import Record
-from autofit.units import format_bytes
+from autofit.units import format_bytes, kind_of
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def read_fraction(text: str) -> float:
 def _read_earlier(content: Any) -> tuple[Verdict, Settings]:
     """Return the earlier verdict, or that of a report's best plan, and the plain settings."""
     if not isinstance(content, dict):
-        raise TypeError(f"it holds a {type(content).__name__}")
+        raise TypeError(f"it holds {kind_of(content)}")
     if "best" not in content:
         return Verdict.from_dict(content), {}
     record = Record.from_dict(content)

@@ -70,16 +70,9 @@ def predict(
         more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
         print_result(json.dumps(prediction.to_dict() | more, indent=1))
         return
-    low, high = prediction.interval
-    rows = {
-        "required": f"{format_bytes(prediction.required_bytes)} "
-        f"({format_bytes(low)} to {format_bytes(high)})",
-        "peak allocated": format_bytes(prediction.peak_allocated_bytes),
-        **{kind: format_bytes(size) for kind, size in prediction.breakdown.items()},
-        "largest micro-batch": f"{largest or 'none'} on {prediction.gpu.name}",
-    }
-    print_result(f"{prediction.plan} on {prediction.gpu.name}{ASSUMED * (gpu is None)}")
-    print_result("\n".join(f"  {label:<20}{text}" for label, text in rows.items()))
+    name, _, rows = str(prediction).partition("\n")
+    print_result(f"{name}{ASSUMED * (gpu is None)}\n{rows}")
+    print_result(f"  {'largest micro-batch':<20}{largest or 'none'} on {prediction.gpu.name}")
 
 
 def check(

@@ -49,6 +49,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long words
     help="Finds, by running it, the fastest way to train a PyTorch model within a VRAM budget.",
 )
 

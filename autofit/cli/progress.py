@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.measurement import Role, Trial
-from autofit.plan import Plan, Settings, unlike
+from autofit.plan import Plan, Settings
 from autofit.searching.events import (
     Confirming,
     Event,
@@ -26,7 +26,7 @@ from autofit.searching.events import (
     Progress,
     Vetoed,
 )
-from autofit.units import format_bytes, format_clock, format_rate
+from autofit.units import counted, format_bytes, format_clock, format_rate
 
 _FRAMES = "-\\|/"
 _FRAMES_PER_SECOND = 8
@@ -145,9 +145,7 @@ class _Wording:
         return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(trial)}"
 
     def _plan(self, plan: Plan) -> str:
-        changed = unlike(plan.settings, self._plain)
-        settings = (f"{name}={value}" for name, value in changed.items())
-        return ", ".join([f"{plan.micro_batch} x {plan.accumulation_steps}", *settings])
+        return str(plan.without(self._plain))
 
 
 def _why(trial: Trial) -> str:
@@ -170,5 +168,5 @@ def _left(progress: Progress, waited: float = 0.0) -> list[str]:
     if progress.seconds_left is not None:
         left.append(format_clock(max(progress.seconds_left - waited, 0.0)))
     if progress.probes_left is not None:
-        left.append(f"{progress.probes_left} probes")
+        left.append(counted(progress.probes_left, "probe"))
     return [f"at most {' or '.join(left)} left"] if left else []

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest, users_code
+from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.training.workload import Workload
@@ -54,8 +55,7 @@ def load_target(target: str) -> Workload:
     made = _call(found, target) if callable(found) else found
     if not isinstance(made, Workload):
         raise InvalidRequest(
-            f"{target} is neither a Workload nor a function that returns one, "
-            f"but a {type(made).__name__}"
+            f"{target} is neither a Workload nor a function that returns one, but {kind_of(made)}"
         )
     return made
 

@@ -17,13 +17,14 @@ from autofit.measurement import Measurement
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
+from autofit.prediction.breakdown import KINDS
 from autofit.prediction.dry_run import dry_run, meta_dimensions
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
-from autofit.units import KIB
+from autofit.units import KIB, format_bytes
 
 MARGIN = 0.05
 """Margin around required bytes, as a fraction of them."""
@@ -82,6 +83,8 @@ class Prediction:
             included.
         breakdown: bytes by kind at the moment of peak allocated: weights, gradients,
             optimizer_state, activations and temporaries, which add up to it; and non_torch.
+            Gradients are 0 where the peak lies before the first of them is made: at the end of a
+            forward without accumulation, for an update drops them.
         interval: (low, high) around required_bytes; `fits` uses the high end.
     """
 
@@ -124,6 +127,20 @@ class Prediction:
             return known.get(micro_batch, sys.maxsize)
 
         return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
+
+    def __str__(self) -> str:
+        low, high = (format_bytes(size) for size in self.interval)
+        rows = {
+            "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
+            "peak reserved": format_bytes(self.peak_reserved_bytes),
+            "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
+            **{f"  {kind}": format_bytes(self.breakdown[kind]) for kind in KINDS},
+            "non-torch": format_bytes(self.breakdown["non_torch"]),
+        }
+        if not self.breakdown["gradients"]:
+            rows["  gradients"] += " (they are made later, and dropped after each update)"
+        lines = (f"  {label:<20}{text}" for label, text in rows.items())
+        return "\n".join([f"{self.plan} on {self.gpu.name}", *lines])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

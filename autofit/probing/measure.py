@@ -23,7 +23,7 @@ from autofit.training.batch import Batch, map_tensors
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
-from autofit.units import format_bytes
+from autofit.units import counted, format_bytes
 
 WARM_UP_STEPS = 2
 MOST_WARM_UP_STEPS = 24
@@ -156,7 +156,7 @@ def _measurement(
         detail = f"held {format_bytes(held)} of {format_bytes(vram_budget_bytes)} allowed"
     elif retries > 0:
         outcome = Outcome.RETRIES
-        detail = f"the allocator flushed its cache {retries} times in the timed steps"
+        detail = f"the allocator flushed its cache {counted(retries, 'time')} in the timed steps"
     return Measurement(
         outcome,
         detail,

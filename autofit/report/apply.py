@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.report.record import Record
+from autofit.units import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,7 @@ def _device_of(model: Any) -> torch.device:
         device: torch.device = tensor.device
         return device
     raise InvalidRequest(
-        f"the model (a {type(model).__name__}) holds no parameter and no buffer: "
+        f"the model ({kind_of(model)}) holds no parameter and no buffer: "
         "there is nothing to train, and no device to train on"
     )
 

@@ -17,6 +17,7 @@ from autofit.measurement import Trial
 from autofit.report import apply
 from autofit.report.record import Record, frontier
 from autofit.report.text import WIDTH, headline, render
+from autofit.units import counted, kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -200,7 +201,7 @@ class Report:
         return self.to_text()
 
     def __repr__(self) -> str:
-        return f"<Report of {len(self.trials)} trials. {headline(self.record)}>"
+        return f"<Report of {counted(len(self.trials), 'trial')}. {headline(self.record)}>"
 
 
 def load(path: str | os.PathLike[str]) -> Report:
@@ -217,7 +218,7 @@ def load(path: str | os.PathLike[str]) -> Report:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{os.fspath(path)} is not a JSON report: {error}") from error
     if not isinstance(data, dict):
-        raise InvalidRequest(f"{os.fspath(path)} is not a report: it holds a {type(data).__name__}")
+        raise InvalidRequest(f"{os.fspath(path)} is not a report: it holds {kind_of(data)}")
     return Report(Record.from_dict(data))
 
 

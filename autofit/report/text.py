@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
 from textwrap import shorten
 
 from rich.console import Console
@@ -12,14 +15,15 @@ from rich.text import Text
 
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, Settings, unlike
-from autofit.report.record import Record
-from autofit.units import format_bytes, format_rate, format_seconds
+from autofit.report.record import Record, Skipped
+from autofit.units import counted, format_bytes, format_rate, format_seconds
 
 WIDTH = 120
 _SHORT_DETAIL = 60
 _INDENT = "    "
+_QUANTITY = re.compile(r"\d+(?:\.\d+)?(?= (?:samples/s|[KMGT]?i?B)\b)")
 _ABOUT_TRIALS = (
-    "trials, as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
+    "as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
     "others may have run two of them and scaled the time. Held is peak reserved plus non-torch."
 )
 _AGAIN = ", measured again: noise hid whether it is faster"
@@ -45,17 +49,19 @@ def _parts(record: Record) -> Iterator[str | Table]:
     paste = record.paste.get(best.number)
     if paste:
         yield "\nTo train like this:\n"
+        yield from (f"{_INDENT}{line}" for line in _apply_lines(best.plan, record))
+        yield "\nor without report.apply:\n"
         yield from (f"{_INDENT}{line}" for line in paste)
     yield ""
     yield from _facts(record)
-    yield f"\n{len(record.trials)} {_ABOUT_TRIALS}\n"
+    yield f"\n{counted(len(record.trials), 'trial')}, {_ABOUT_TRIALS}\n"
     yield _trials_table(record)
     if faster := list(measured_faster(record)):
         yield "\nWhy trials that were measured faster are not the best plan\n"
         yield from (f"  {line}" for line in faster)
     if record.skipped:
         yield "\nSkipped\n"
-        yield from (f"  {_settings(s.settings, record)}: {s.why}" for s in record.skipped)
+        yield from (f"  {line}" for line in _skipped(record.skipped))
 
 
 def headline(record: Record) -> str:
@@ -73,6 +79,15 @@ def headline(record: Record) -> str:
     )
     lines.append(f"Best plan: {describe(best.plan, record)}: {speed}, {against}{unconfirmed}")
     return "\n".join(lines)
+
+
+def _apply_lines(plan: Plan, record: Record) -> Iterator[str]:
+    """Yield code that trains by `report.apply`."""
+    again = ", ".join(f"{name}=..." for name in record.functions_given)
+    yield f'# a saved one: autofit.load("report.json"){again and f", and {again} to apply"}'
+    yield "with report.apply(model, optimizer) as training:"
+    yield f"    for batch in loader:  # {counted(plan.samples_per_step, 'sample')} each"
+    yield "        loss = training.step(batch)"
 
 
 def _comparison(best: Trial, baseline: Trial, record: Record) -> Table:
@@ -108,7 +123,7 @@ def _facts(record: Record) -> Iterator[str]:
     where = environment.get("gpu") or environment["device"]
     yield f"Device: {where}, torch {environment['torch']}, autofit {record.version}"
     yield (
-        f"Search: {search.probes} probes, {search.oom_probes} out of memory, "
+        f"Search: {counted(search.probes, 'probe')}, {search.oom_probes} out of memory, "
         f"{format_seconds(search.seconds)}; stopped because {search.stopped_because}"
     )
     shapes = ", ".join(
@@ -142,7 +157,7 @@ def _trials_table(record: Record) -> Table:
         table.add_row(
             str(trial.number),
             trial.role.value,
-            _split(trial.plan),
+            str(replace(trial.plan, settings={})),
             Text(_settings(trial.plan.settings, record)),
             Text(_outcome(trial) + _AGAIN * again),
             _interval(trial),
@@ -150,6 +165,33 @@ def _trials_table(record: Record) -> Table:
             format_seconds(measured.step_time_s),
         )
     return table
+
+
+def _skipped(skipped: Iterable[Skipped]) -> Iterator[str]:
+    """Yield a line per reason; reasons that differ in a measured quantity alone are one."""
+    groups: dict[tuple[tuple[str, ...], str], list[Skipped]] = {}
+    for each in skipped:
+        groups.setdefault((tuple(each.settings), _QUANTITY.sub("", each.why)), []).append(each)
+    for (names, _), group in groups.items():
+        if len(names) == 1:
+            values = ", ".join(str(each.settings[names[0]]) for each in group)
+            what = f"{names[0]}={values}"
+        else:
+            what = "; ".join(_written(each.settings) for each in group)
+        yield f"{what}: {_why_together([each.why for each in group])}"
+
+
+def _why_together(reasons: Sequence[str]) -> str:
+    """Return the reason, with the range of each quantity in which they differ."""
+    words = _QUANTITY.split(reasons[0])
+    columns = zip(*(_QUANTITY.findall(reason) for reason in reasons), strict=True)
+    ranges = [
+        least
+        if (least := min(column, key=float)) == (most := max(column, key=float))
+        else f"{least} to {most}"
+        for column in columns
+    ]
+    return "".join(chain.from_iterable(zip_longest(words, ranges, fillvalue="")))
 
 
 def _outcome(trial: Trial) -> str:
@@ -167,22 +209,17 @@ def _outcome(trial: Trial) -> str:
 
 
 def describe(plan: Plan, record: Record) -> str:
-    """Return a plan in a few words."""
-    split = f"micro-batch {_split(plan)}"
-    settings = _settings(plan.settings, record)
-    return split if settings == "plain" else f"{split}, {settings}"
-
-
-def _split(plan: Plan) -> str:
-    """ "8", or "8 x 4" with four accumulation steps."""
-    steps = plan.accumulation_steps
-    return f"{plan.micro_batch} x {steps}" if steps > 1 else str(plan.micro_batch)
+    """Return a plan without its plain settings: "8 x 4, precision.dtype=bfloat16"."""
+    return str(plan.without(record.plain_settings))
 
 
 def _settings(settings: Settings, record: Record) -> str:
     """Return the settings that are not at their first value, or "plain"."""
-    changed = unlike(settings, record.plain_settings)
-    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+    return _written(unlike(settings, record.plain_settings)) or "plain"
+
+
+def _written(settings: Settings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _interval(trial: Trial) -> str:

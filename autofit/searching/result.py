@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -132,7 +132,11 @@ def _not_split(best: Trial) -> Iterator[str]:
 
 
 def paste_lines(resolved: ResolvedPlan) -> list[str]:
-    """Return the lines for batch geometry, then those of each strategy."""
+    """Return code for batch geometry, then that of each strategy, which runs as it stands.
+
+    Imports come first. What follows a line that opens a block (`with ...:`) lies in that block, as
+    strategies are applied inside one another; the last block holds a place for the training.
+    """
     plan = resolved.plan
     lines = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
     if plan.accumulation_steps > 1:
@@ -143,7 +147,17 @@ def paste_lines(resolved: ResolvedPlan) -> list[str]:
         )
     for strategy, settings, payloads in resolved.by_strategy():
         lines += strategy.describe(settings, payloads)
-    return lines
+    imports = dict.fromkeys(line for line in lines if line.startswith(("import ", "from ")))
+    return [*imports, *_nested(line for line in lines if line not in imports)]
+
+
+def _nested(lines: Iterable[str]) -> Iterator[str]:
+    depth = 0
+    for line in lines:
+        yield "    " * depth + line
+        depth += not line.startswith(" ") and line.partition("  #")[0].rstrip().endswith(":")
+    if depth:
+        yield "    " * depth + "...  # your training, as the comments above place it"
 
 
 def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public o
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, steps_for
+from autofit.units import counted, kind_of
 
 Batch: TypeAlias = Any
 """Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested."""
@@ -49,7 +50,7 @@ def batch_size(batch: Batch) -> int:
     sized = [tensor for tensor in tensors_of(batch) if tensor.dim() > 0]
     if not sized:
         raise InvalidRequest(
-            f"the sample batch (a {type(batch).__name__}) has no tensor with a dimension for "
+            f"the sample batch ({kind_of(batch)}) has no tensor with a dimension for "
             f"samples: {_ASK_FOR_MAKER}"
         )
     if sized[0].shape[0] == 0:
@@ -188,7 +189,7 @@ class BatchWatch:
         steps, meant = steps_for(samples, plan.micro_batch), plan.samples_per_step
         return (
             f"a training step got {samples} samples where the plan ({plan}) has {meant}: it runs "
-            f"them as {steps} micro-batch{'es' * (steps > 1)}, and the global batch is {samples} "
+            f"them as {counted(steps, 'micro-batch')}, and the global batch is {samples} "
             f"instead of {meant}"
         )
 

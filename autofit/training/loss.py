@@ -16,6 +16,7 @@ import torch
 
 from autofit.errors import InvalidRequest
 from autofit.training.batch import Batch, batch_size, tensors_of
+from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.training.training import Training
@@ -137,7 +138,7 @@ def _input_and_target(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise InvalidRequest(
-        f"with criterion the batch must be (input, target), got a {type(batch).__name__}; "
+        f"with criterion the batch must be (input, target), got {kind_of(batch)}; "
         "for anything else give loss_fn=(model, batch) -> loss"
     )
 
@@ -151,7 +152,7 @@ def _own_loss(output: Any) -> tuple[torch.Tensor, LossSource]:
     floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not floating:
         raise InvalidRequest(
-            f"the model returned a {type(output).__name__} with no loss and no floating tensor to "
+            f"the model returned {kind_of(output)} with no loss and no floating tensor to "
             "average: give loss_fn=(model, batch) -> loss, or criterion=(output, target) -> loss"
         )
     return torch.stack([tensor.float().mean() for tensor in floating]).mean(), LossSource.STAND_IN

@@ -14,6 +14,7 @@ import torch
 
 from autofit.errors import InvalidRequest
 from autofit.training.batch import map_tensors
+from autofit.units import kind_of
 
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
@@ -138,8 +139,7 @@ def _optimizer_for(
     built = entry(list(model.parameters()))
     if not isinstance(built, torch.optim.Optimizer):
         raise InvalidRequest(
-            "optimizer must make a torch.optim.Optimizer of parameters, "
-            f"got a {type(built).__name__}"
+            f"optimizer must make a torch.optim.Optimizer of parameters, got {kind_of(built)}"
         )
     return built
 

@@ -26,6 +26,7 @@ from autofit.training.optimizers import (
     build_optimizer,
     check_optimizer,
 )
+from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.training.training import Training
@@ -190,9 +191,7 @@ class Workload:
             return _with_shapes(self.model)
         built = self.model()
         if not isinstance(built, torch.nn.Module):
-            raise InvalidRequest(
-                f"the model function returned a {type(built).__name__}, no nn.Module"
-            )
+            raise InvalidRequest(f"the model function returned {kind_of(built)}, no nn.Module")
         return _with_shapes(built)
 
     def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
@@ -256,4 +255,4 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
 
 def _kind(value: object) -> str:
     """A value that is short, or what it is one of."""
-    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
+    return kind_of(value) if isinstance(value, torch.nn.Module) else repr(value)

@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from autofit import registry
-from autofit.cli.main import main
+from autofit.cli.main import app, main
 
 SOURCE = '''
 import torch
@@ -155,7 +156,7 @@ def searched(folder: Path) -> Ran:
 
 def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path) -> None:
     assert searched.code == 0, searched.err
-    assert searched.out.startswith("Best plan: micro-batch ")
+    assert searched.out.startswith("Best plan: ")
     assert searched.out.rstrip("\n") == (folder / "report.txt").read_text().rstrip("\n")
     assert "hello" not in searched.out
 
@@ -488,3 +489,12 @@ def test_the_version_is_shown(folder: Path) -> None:
     ran = autofit("--version", cwd=folder)
     assert ran.code == 0
     assert re.fullmatch(r"autofit \d+\.\d+\.\d+\n", ran.out)
+
+
+@pytest.mark.parametrize("command", ["search", "probe", "predict", "check", "soak", "report"])
+def test_help_cuts_no_word(command: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "60"}).invoke(app, [command, "--help"])
+    assert shown.exit_code == 0
+    assert "\u2026" not in shown.output
+    if command == "search":
+        assert shown.output.count("reduced_precision") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,21 @@ def test_a_prediction_adds_up() -> None:
     assert low < prediction.required_bytes < high
     assert prediction.to_dict()["required_bytes"] == prediction.required_bytes
     assert prediction.plan == Plan(4)
+
+
+def test_printed_it_is_lines_of_sizes_and_explains_gradients_of_nothing() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).mean()
+        return loss + torch.zeros(2**22, device=batch.device).sum()
+
+    prediction = predict(Workload(nn.Linear(8, 4), torch.ones(2, 8), loss_fn=loss_fn), gpu="L4")
+    shown = str(prediction)
+    assert shown.startswith("2 x 1 on L4\n")
+    assert prediction.breakdown["gradients"] == 0
+    assert re.search(r"required +\d+ MiB.*\n(.*\n)+ +gradients +0 B \(.*each update\)", shown)
+    assert "Workload(" not in shown
+    layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    assert "each update" not in str(predict(Workload(layers, torch.ones(512, 64)), gpu="L4"))
 
 
 def test_the_breakdown_of_a_plain_adamw_training() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
+import torch
+
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
+from autofit.registry import load_strategies
 from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -54,3 +58,36 @@ def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> No
 def test_the_lines_are_python() -> None:
     plan = Plan.split(30, 8, {"folding.level": 1})
     compile("\n".join(paste_lines(ResolvedPlan(plan, {}, [Folding()]))), "pasted", "exec")
+
+
+PAYLOADS = {"checkpointing.level": {"units": ["0"], "state": []}}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32"])
+def test_a_plan_of_several_strategies_runs_as_it_stands(dtype: str) -> None:
+    """Also with the body that a reader fills in: it runs inside all of them."""
+    settings: dict[str, Scalar] = {
+        "checkpointing.level": 1, "memory_format.layout": "channels_last", "precision.dtype": dtype,
+    }  # fmt: skip
+    resolved = ResolvedPlan(Plan.split(30, 8, settings), PAYLOADS, load_strategies())
+    code = "\n".join(paste_lines(resolved))
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
+    with _kept_precision():
+        exec(code, {"model": model})
+        assert "forward" not in vars(model[0])
+        filled = code.replace("...  #", "seen = 'forward' in vars(model[0]), model(batch).dtype  #")
+        scope: dict[str, Any] = {"model": model, "batch": torch.randn(2, 3, 8, 8)}
+        exec(filled, scope)
+    assert scope["seen"] == (True, torch.float32 if dtype == "tf32" else getattr(torch, dtype))
+    assert scope["accumulation_steps"] == 4
+
+
+@contextmanager
+def _kept_precision() -> Iterator[None]:
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        yield
+    finally:
+        for backend, allowed in zip(backends, before, strict=True):
+            backend.allow_tf32 = allowed

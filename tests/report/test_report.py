@@ -225,7 +225,8 @@ def test_more_samples_than_the_plans_are_warned_of_once(record: Record, own_loop
 
 def test_fewer_samples_are_warned_of_at_first_only(record: Record) -> None:
     assert _step(record, _labelled(32), _labelled(7)) == []
-    assert re.search(r"\b7\b.*\b32\b", *_step(record, _labelled(7), _labelled(32)))
+    (warned,) = _step(record, _labelled(7), _labelled(32))
+    assert re.search(r"\b7\b.*\b32\b", warned)
 
 
 def test_samples_longer_than_the_sample_batchs_are_warned_of_once(record: Record) -> None:

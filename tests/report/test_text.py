@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.report.record import Record
+from autofit.report.record import Record, Skipped
 from autofit.report.text import headline, render
 
 
 def test_the_best_plan_comes_first_and_against_the_baseline(record: Record) -> None:
     first = render(record).splitlines()[0]
-    assert first.startswith("Best plan: micro-batch 16 x 2, folding.level=1: 168 samples/s")
+    assert first.startswith("Best plan: 16 x 2, folding.level=1: 168 samples/s")
     assert re.search(r"2\.11\b.*80\.0 samples/s", first)
 
 
@@ -30,6 +33,16 @@ def test_lines_to_paste_are_never_broken(record: Record) -> None:
     lines = render(record, width=80).splitlines()
     for line in record.paste[6]:
         assert f"    {line}" in lines
+
+
+def test_the_lines_to_paste_begin_with_report_apply_and_run(record: Record) -> None:
+    text = render(record).partition("To train like this:")[2].partition("or without")[0]
+    assert "criterion=... to apply" in text
+    trained: list[str] = []
+    report = SimpleNamespace(apply=lambda *given: nullcontext(SimpleNamespace(step=trained.append)))
+    scope = {"report": report, "model": None, "optimizer": None, "loader": ["one", "two"]}
+    exec(dedent(text.strip("\n")), scope)
+    assert trained == ["one", "two"]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -60,6 +73,19 @@ def test_an_outcome_that_bytes_do_not_explain_says_why_in_short(record: Record) 
 
 def test_what_was_skipped_stands_with_its_reason(record: Record) -> None:
     assert re.search("folding.level=2: level 1 does not run out of memory", render(record))
+
+
+def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
+    slow = "predicted to reach {} samples/s at most, and the leading plan 85 samples/s"
+    skipped = [Skipped({"a.b": value}, slow.format(9.5 + value)) for value in (2, 1, 3)]
+    others = [Skipped({"a.b": 4}, "it raises"), Skipped({"a.b": 1, "c": 2}, "level 3 is known")]
+    text = render(replace(record, skipped=(*skipped, *others)))
+    assert text.partition("Skipped\n\n")[2].splitlines() == [
+        "  a.b=2, 1, 3: predicted to reach 10.5 to 12.5 samples/s at most, and the leading plan 85 "
+        "samples/s",
+        "  a.b=4: it raises",
+        "  a.b=1, c=2: level 3 is known",
+    ]
 
 
 def test_facts_that_the_answer_depends_on_are_said(record: Record) -> None:
