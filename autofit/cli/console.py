@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import IO, TYPE_CHECKING, Any
 
 import typer
+import typer.core
 
 from autofit.errors import AutofitError, is_users
 from autofit.measurement import Outcome, Trial
@@ -67,11 +70,41 @@ def trial_to_dict(trial: Trial) -> dict[str, Any]:
     }
 
 
+class OutputLost(AutofitError):
+    """Standard output takes no more: its disk is full, say."""
+
+
 def print_result(text: str) -> None:
-    """Print to standard output, which carries results only."""
-    typer.echo(text.rstrip("\n"))
+    """Print to standard output, which carries results only; a reader may have had enough of them.
+
+    Raises:
+        OutputLost: it cannot be written.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = text.rstrip("\n").encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        print(shown, flush=True)
+    except OSError as error:
+        _discard_output()
+        if not isinstance(error, BrokenPipeError):
+            raise OutputLost(
+                f"cannot write the result to standard output: {error.strerror}"
+            ) from error
 
 
+def _discard_output() -> None:
+    """Let what a full or closed standard output did not take go nowhere, also at the exit."""
+    with suppress(OSError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _print_error(text: str) -> None:
+    """Print to standard error; the exit code says the essential where that is full or closed."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+_OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
 _INTERRUPTED = 130
 """The exit code of a process ended by Ctrl-C; typer turns a KeyboardInterrupt into it."""
 
@@ -99,24 +132,93 @@ def stdout_for_results_only() -> Iterator[None]:
         yield
 
 
+class Commands(typer.core.TyperGroup):
+    """The commands, whose errors reach `exit_codes` as they are.
+
+    For some errors typer has an exit code of its own: 1 for EOFError, a broken pipe and its Abort,
+    any for its Exit. Raised by the user's code they are failures like all others.
+    """
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own base class
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if is_users(error) or isinstance(error, (EOFError, OSError)):
+                raise _PastTyper(error) from None
+            raise
+
+
+class _PastTyper(BaseException):
+    """Carries an error past typer."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turn errors into messages and exit codes; show tracebacks of user code and bugs only."""
     try:
         yield
-    except AutofitError as error:
-        typer.echo(f"autofit: {error}", err=True)
-        sys.exit(error.exit_code)
     except SystemExit as end:
         if is_users(end):
             _show_traceback(end)
             sys.exit(3)
         if end.code == _INTERRUPTED:
-            typer.echo("autofit: interrupted before anything that fits was measured", err=True)
+            _print_error("autofit: interrupted before anything that fits was measured")
         raise
+    except _PastTyper as carrier:
+        sys.exit(_show_error(carrier.error))
     except Exception as error:
-        _show_traceback(error)
-        sys.exit(3 if is_users(error) else 4)
+        sys.exit(_show_error(error))
+
+
+def _show_error(error: Exception) -> int:
+    """Print an error and return its exit code."""
+    if isinstance(error, AutofitError):
+        _print_error(f"autofit: {error}")
+        return error.exit_code
+    if not is_users(error) and getattr(error, "errno", None) in _OUTPUT_FAULTS:
+        _discard_output()
+        _print_error(f"autofit: cannot write: {error}")
+        return 4
+    _show_traceback(error)
+    return 3 if is_users(error) else 4
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Open closed standard descriptors on nothing, or files opened later would get their numbers.
+
+    What is printed to standard output or error would land in those files.
+    """
+    missing = [number for number in range(3) if not _is_open(number)]
+    for _ in missing:
+        os.open(os.devnull, os.O_RDWR)  # the lowest free number
+    names = ("stdin", "stdout", "stderr")
+    streams: dict[str, IO[str]] = {
+        name: open(number, "w" if number else "r", closefd=False)  # noqa: SIM115  # until the exit
+        for number, name in enumerate(names)
+        if getattr(sys, name) is None
+    }
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        for name in streams:
+            setattr(sys, name, None)
+        for number in missing:
+            os.close(number)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _show_traceback(error: BaseException) -> None:
@@ -124,6 +226,6 @@ def _show_traceback(error: BaseException) -> None:
     from autofit.probing.messages import WorkerTraceback
 
     if is_users(error) and isinstance(error.__cause__, WorkerTraceback):
-        typer.echo(str(error.__cause__).strip(), err=True)
+        _print_error(str(error.__cause__).strip())
     else:
-        traceback.print_exc()
+        _print_error("".join(traceback.format_exception(error)).rstrip())

@@ -16,11 +16,13 @@ import typer
 
 from autofit.cli import capacity
 from autofit.cli.console import (
+    Commands,
     ended_like_interrupted,
     exit_code,
     exit_codes,
     print_result,
     show_report,
+    standard_streams,
     stdout_for_results_only,
     trial_line,
     trial_to_dict,
@@ -46,6 +48,7 @@ from autofit.errors import InvalidRequest
 from autofit.units import format_bytes
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -135,11 +138,15 @@ def search(
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})
     )
-    try:
-        for path in out or ():
+    lost = []
+    for path in out or ():
+        try:
             report.save(path)
-    finally:  # a full disk must not cost the answer
-        show_report(report, as_json)
+        except InvalidRequest as error:  # a full disk must cost neither the answer nor other files
+            lost.append(str(error))
+    show_report(report, as_json)
+    if lost:
+        raise InvalidRequest("; ".join(lost))
 
 
 @app.command()
@@ -261,5 +268,5 @@ capacity.register(app)
 
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
-    with exit_codes():
+    with standard_streams(), exit_codes():
         run()

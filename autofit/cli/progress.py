@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import IO
 
@@ -40,7 +42,8 @@ class ProgressLine:
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False)
+        shown = stream or sys.stderr
+        self._console = Console(file=shown, highlight=False, quiet=shown is None)
         self._live: Live | None = None
         self._words = _Wording()
 
@@ -50,7 +53,8 @@ class ProgressLine:
             self._live = Live(
                 line, console=self._console, transient=True, refresh_per_second=_FRAMES_PER_SECOND
             )
-            self._live.start(refresh=True)
+            with self._while_written():
+                self._live.start(refresh=True)
         return self
 
     def __exit__(
@@ -60,20 +64,30 @@ class ProgressLine:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with self._while_written():
+                self._live.stop()
             self._live = None
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
         self._words.learn(event)
-        if self._live is None:
-            line = self._words.plain(event)
-        else:
-            line = self._words.finished(event)
-            now = _LiveLine(self._words.doing(event), event.progress)
-            self._live.update(now, refresh=True)
-        if line:
-            self._console.print(Text(line), soft_wrap=True)
+        with self._while_written():
+            if self._live is None:
+                line = self._words.plain(event)
+            else:
+                line = self._words.finished(event)
+                now = _LiveLine(self._words.doing(event), event.progress)
+                self._live.update(now, refresh=True)
+            if line:
+                self._console.print(Text(line), soft_wrap=True)
+
+    @contextmanager
+    def _while_written(self) -> Iterator[None]:
+        """Fall silent where the stream takes no more: a full disk must not end a search."""
+        try:
+            yield
+        except OSError:
+            self._console.quiet = True
 
 
 class _LiveLine:

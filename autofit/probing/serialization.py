@@ -7,6 +7,7 @@ ones by name. cloudpickle writes, with the additions below; plain pickle reads.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import io
 import os
@@ -18,13 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import cloudpickle
 import torch
 from torch.nn.utils import parametrize
 
-from autofit.errors import InvalidRequest, WorkerFailed, chain_of
+from autofit.errors import InvalidRequest, WorkerFailed, chain_of, mark_users
 from autofit.snapshot import process
 from autofit.strategy import Strategy
 from autofit.training.batch import map_tensors
@@ -170,9 +171,22 @@ def nameless_file() -> IO[bytes]:
         WorkerFailed: there is no folder for temporary files.
     """
     try:
-        return cast(IO[bytes], tempfile.TemporaryFile(prefix="autofit-"))
+        with tempfile.TemporaryFile(prefix="autofit-") as file:
+            return os.fdopen(beyond_standard(os.dup(file.fileno())), "w+b")
     except OSError as error:
         raise _no_room("a temporary folder", error) from error
+
+
+def beyond_standard(descriptor: int) -> int:
+    """Move a descriptor that a worker inherits past 0 to 2, its standard streams, if need be.
+
+    It got such a number where this process was started with a standard stream closed.
+    """
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
 
 
 def write_payload(payload: Payload, path: Path) -> None:
@@ -195,7 +209,10 @@ def write_payload(payload: Payload, path: Path) -> None:
             torch.save(contents, file, pickle_module=PICKLE)
     except MemoryError:
         raise
-    except Exception as error:  # how an object is pickled may be the user's own code
+    except SystemExit as end:  # how an object is pickled may be the user's own code
+        mark_users(end)
+        raise
+    except Exception as error:  # likewise
         disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise _no_room(path, disk) from error

@@ -57,7 +57,8 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
                 answer = {"device": device, "exception": None}
             else:
                 answer = _answer(session, message)
-        except Exception as error:  # the device could not be opened, or a result does not pickle
+        # The device could not be opened, a result does not pickle, or unpickling the workload ended
+        except (Exception, SystemExit) as error:
             answer = reply_to_dict(Reply(exception=error, traceback=_text(error)))
         if os.getpid() != own_pid:
             os._exit(0)  # the user's code forked, and this is the twin

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from autofit.errors import WorkerFailed
+from autofit.errors import WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
@@ -37,7 +37,7 @@ from autofit.probing.messages import (
     send,
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
-from autofit.probing.serialization import Payload, nameless_file, write_payload
+from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from autofit.units import format_seconds
@@ -104,6 +104,8 @@ class WorkerChannel:
             if opened["exception"] is not None:
                 self.drop()
                 error = exception_from_dict(opened["exception"])
+                if isinstance(error, SystemExit):  # of the user's code that unpickling runs
+                    mark_users(error)
                 fault = fault_of(error)
                 raise _full(fault.detail) if fault.outcome is Outcome.OOM else error
             self._device = DeviceFacts(**opened["device"])
@@ -174,6 +176,11 @@ def start_worker(
     )
 
 
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    return beyond_standard(read), beyond_standard(write)
+
+
 _TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
 _STACK_SECONDS = 2.0
@@ -192,9 +199,9 @@ class WorkerProcess:
     """
 
     def __init__(self, payload: int | None = None) -> None:
-        requests_read, requests_write = os.pipe()
-        replies_read, replies_write = os.pipe()
-        lifeline_read, self._lifeline = os.pipe()
+        requests_read, requests_write = _pipe()
+        replies_read, replies_write = _pipe()
+        lifeline_read, self._lifeline = _pipe()
         inherited = (requests_read, replies_write, lifeline_read)
         given = {
             # For imports by name to mean the same in the worker

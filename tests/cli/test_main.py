@@ -62,6 +62,34 @@ def leaving():
         raise SystemExit(0)
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
 
+class Unsendable(nn.Linear):
+    def __reduce__(self):
+        raise SystemExit(0)
+
+class Unreadable:
+    def __init__(self):
+        self.state = 1
+
+    def __setstate__(self, state):
+        raise SystemExit(0)
+
+unsendable = Workload(Unsendable(8, 3), torch.randn(4, 8))
+unreadable = Workload(nn.Linear(8, 3), torch.randn(4, 8))
+unreadable.model.extra = Unreadable()
+
+def vanishing():
+    """The folder for the report is removed meanwhile."""
+    import os
+    os.rmdir("gone")
+    return small
+
+def truncated():
+    raise EOFError("the weights end too early")
+
+def finished():
+    import typer
+    raise typer.Exit(0)
+
 def broken():
     return undefined_name
 
@@ -347,6 +375,29 @@ def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
     assert "SystemExit" in (folder / "check.xml").read_text()
 
 
+@pytest.mark.parametrize("target", ["unsendable", "unreadable"])
+def test_a_sys_exit_on_the_way_to_the_worker_exits_with_3(
+    forked: Callable[..., Ran], target: str
+) -> None:
+    ran = forked("search", f"models.py:{target}", "--device", "cpu", "--vram-budget", "32MiB")
+    assert ran.code == 3, ran.err
+    assert "SystemExit: 0" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("truncated", "EOFError: the weights end too early"), ("finished", "Exit")],
+)
+def test_no_error_of_the_users_code_is_taken_for_an_answer(
+    here: Callable[..., Ran], folder: Path, target: str, words: str
+) -> None:
+    """The library behind the command line gives these codes of its own: 1 and 0."""
+    ran = here("check", f"models.py:{target}", "--gpu", "L4", "--junit-xml", f"{target}.xml")
+    (folder / f"{target}.xml").unlink()
+    assert ran.code == 3
+    assert words in ran.err
+
+
 def test_a_forgotten_criterion_is_reported_from_a_worker_too(forked: Callable[..., Ran]) -> None:
     ran = forked("search", "models.py:unlabelled", "--device", "cpu", "--vram-budget", "32MiB")
     assert ran.code == 3
@@ -392,7 +443,59 @@ def test_output_that_cannot_be_written_is_not_blamed_on_the_workload(
             command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder, timeout=60
         )
     assert ran.returncode == 4
-    assert "No space left on device" in ran.stderr
+    assert ran.stderr == (
+        "autofit: cannot write the result to standard output: No space left on device\n"
+    )
+
+
+def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_written(
+    forked: Callable[..., Ran], folder: Path, tmp_path: Path
+) -> None:
+    (folder / "gone").mkdir()
+    outs = ("--out", "gone/r.json", "--out", str(tmp_path / "r.json"))
+    ran = forked("search", "models.py:vanishing", *ON_CPU, "--max-probes", "1", *outs)
+    assert ran.code == 2
+    assert ran.out.startswith("Best plan: micro-batch ")
+    assert (tmp_path / "r.json").exists()
+    assert "gone/r.json: [Errno 2]" in ran.err.splitlines()[-1]
+
+
+CLOSED = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+WITHOUT = """
+import os, sys
+for number in {closed}:
+    os.close(number)
+    setattr(sys, ("stdin", "stdout", "stderr")[number], None)
+import torch
+import autofit
+report = autofit.search(
+    torch.nn.Linear(8, 3), torch.randn(4, 8), device="cpu", vram_budget="32MiB", max_probes=1,
+    progress=True,
+)
+report.save("{path}")
+"""
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_closed_standard_streams_cost_a_search_nothing(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    closed: tuple[int, ...],
+) -> None:
+    path = tmp_path / "r.json"
+    ran = run_python("-c", WITHOUT.format(closed=closed, path=path), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(path.read_text())["best"]["outcome"] == "ok"
+    assert ran.stdout == ""
+
+
+def test_a_command_without_standard_streams_writes_its_files(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    command = f"{sys.executable} -m autofit search models.py:small --out {path} --max-probes 1"
+    limits = "--device cpu --vram-budget 32MiB <&- >&- 2>&-"
+    ran = subprocess.run(["sh", "-c", f"{command} {limits}"], cwd=folder, timeout=240, check=False)
+    assert ran.returncode == 0
+    assert json.loads(path.read_text())["best"]["outcome"] == "ok"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -8,7 +8,7 @@ import pty
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,18 @@ from autofit.searching.events import (
 
 PLAIN: Settings = {"folding.level": 0, "precision.dtype": "as_is"}
 FOLDED: Settings = {**PLAIN, "folding.level": 2}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+def test_a_full_disk_silences_the_progress_and_nothing_else() -> None:
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  # closing it fails, too
+    try:
+        with ProgressLine(full) as line:
+            for event in STORY:
+                line(event)
+    finally:
+        with suppress(OSError):
+            full.close()
 
 
 def progress(probes: int, best: Trial | None = None, oom_probes: int = 0) -> Progress:
