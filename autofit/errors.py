@@ -8,12 +8,15 @@ of these: it reaches the user with its own type (see `autofit.probing.messages`)
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from autofit.plan import Plan
@@ -96,6 +99,87 @@ def users_code() -> Iterator[None]:
     except (Exception, SystemExit) as error:
         mark_users(error)
         raise
+
+
+# Tracebacks as the user is to see them: without autofit's frames.
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def hides_own_frames(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Decorate a public function: errors of the user's, and those on purpose, show no inner frames.
+
+    Faults of autofit's own keep theirs, which a bug report needs.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, AutofitError) or is_users(error):
+                _hide_own_frames(error)
+            raise
+
+    return call
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return the traceback as text without autofit's frames; the error stays as it is."""
+    shown = traceback.TracebackException.from_exception(error)
+    waiting = [shown]
+    while waiting:
+        part = waiting.pop()
+        places = [(frame.filename, frame.name) for frame in part.stack]
+        part.stack[:] = list(itertools.compress(part.stack, _kept(places)))
+        linked = (part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ()))
+        waiting.extend(link for link in linked if link is not None)
+    return "".join(shown.format())
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    for link in chain_of(error):
+        parts: list[TracebackType] = []
+        part = link.__traceback__
+        while part is not None:
+            parts.append(part)
+            part = part.tb_next
+        codes = [part.tb_frame.f_code for part in parts]
+        kept = _kept([(code.co_filename, code.co_name) for code in codes])
+        below: TracebackType | None = None
+        for part in reversed(list(itertools.compress(parts, kept))):
+            below = TracebackType(below, part.tb_frame, part.tb_lasti, part.tb_lineno)
+        link.__traceback__ = below
+
+
+def _kept(places: Sequence[tuple[str, str]]) -> list[bool]:
+    """Return which frames, given by file and function, to show: those of others.
+
+    A frame of a dispatch mode of ours ends them: torch computes there what the frame above asked
+    for. An error that arose among our frames alone is shown where it arose.
+    """
+    ours = _own_files()
+    dispatch = [at for at, (file, name) in enumerate(places) if _is_dispatch(file, name, ours)]
+    end = min(dispatch, default=len(places))
+    while end and places[end - 1][0].endswith(_BEFORE_DISPATCH) and dispatch:
+        end -= 1
+    kept = [at < end and file not in ours for at, (file, _) in enumerate(places)]
+    return kept if any(kept) else [at == end - 1 for at in range(len(places))]
+
+
+def _is_dispatch(file: str, name: str, ours: Collection[str]) -> bool:
+    return name == "__torch_dispatch__" and file in ours
+
+
+_BEFORE_DISPATCH = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
+
+
+def _own_files() -> frozenset[str]:
+    """Return the files of the modules of autofit and its strategies that are loaded."""
+    loaded = list(sys.modules.items())
+    own = [module for name, module in loaded if name.partition(".")[0] == "autofit"]
+    return frozenset(file for module in own if (file := getattr(module, "__file__", None)))
 
 
 MAX_CHAINED_EXCEPTIONS = 64

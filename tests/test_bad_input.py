@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +94,13 @@ def batch() -> torch.Tensor:
         ({"sample_batch": torch.tensor(1.0)}, r"tensor.*n -> batch"),
         ({"sample_batch": torch.zeros(0, 8)}, r"\b0 samples"),
         (
-            {"sample_batch": (torch.zeros(1, 8), torch.zeros(1))},
-            r"2 of its tensors.*n -> batch",
+            {"sample_batch": (torch.zeros(1, 8), torch.zeros(1), torch.zeros(9))},
+            r"2 of its 3 tensors.*n -> batch",
         ),
         ({"sample_batch": lambda n: torch.zeros(n + 1, 8)}, r"2 samples.*3"),
         ({"model": "resnet50"}, r"nn\.Module.*'resnet50'"),
         ({"model": lambda: 7}, r"\bint\b.*nn\.Module"),
-        ({"optimizer": lambda parameters: None}, r"torch\.optim\.Optimizer.*NoneType"),
+        ({"optimizer": lambda parameters: None}, r"torch\.optim\.Optimizer.*None"),
         (
             {"optimizer": torch.optim.SGD(model().parameters(), lr=0.1)},
             r"live optimizer.*live model",
@@ -236,6 +240,62 @@ def test_what_the_users_code_raises_reaches_the_user(isolation: str) -> None:
     shown = "".join(traceback.format_exception(caught.value))
     assert "test_bad_input.py" in shown
     assert 'raise OutOfCoffee("out of memory' in shown
+    assert len(OWN_FRAME.findall(shown)) <= 1
+
+
+OWN_FRAME = re.compile(rf'File "{re.escape(os.path.dirname(autofit.__file__))}/')
+
+
+class Narrow(nn.Module):
+    """Torch refuses what it does to a batch, below the dispatch mode of a dry run or a probe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squeezed: torch.Tensor = self.layer(x)
+        return squeezed
+
+
+@pytest.mark.parametrize("call", ["search", "probe", "predict", "check"])
+def test_a_traceback_shows_the_users_frames_and_at_most_one_of_ours(call: str) -> None:
+    workload = autofit.Workload(Narrow(), torch.ones(4, 8))
+    calls: dict[str, Callable[[], Any]] = {
+        "search": lambda: autofit.search(workload, **HERE),
+        "probe": lambda: autofit.probe(workload, **HERE),
+        "predict": lambda: autofit.predict(workload, gpu="L4"),
+        "check": lambda: autofit.check(workload, gpu="L4", vram_budget="1GiB"),
+    }
+    with pytest.raises(RuntimeError, match=r"4.*8") as caught:
+        calls[call]()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "squeezed: torch.Tensor = self.layer(x)" in shown
+    assert "F.linear(input, self.weight" in shown
+    assert len(OWN_FRAME.findall(shown)) <= 1
+
+
+class Lightning(nn.Module):
+    """Like a LightningModule, whose loss is in its training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).mean()
+        return loss
+
+
+def test_a_module_without_forward_is_told_of_loss_fn() -> None:
+    workload = autofit.Workload(Lightning(), torch.ones(4, 8))
+    words = r"Lightning.*loss_fn=lambda model, batch: model\.training_step"
+    with pytest.raises(autofit.InvalidRequest, match=words):
+        autofit.probe(workload, **HERE)
+    with pytest.raises(autofit.InvalidRequest, match=words):
+        autofit.predict(workload)
+    loss_fn = lambda model, batch: model.training_step(batch, 0)  # noqa: E731 - as it is proposed
+    assert autofit.predict(replace(workload, loss_fn=loss_fn)).required_bytes > 0
 
 
 def raising_factory() -> nn.Module:

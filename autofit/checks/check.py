@@ -14,7 +14,7 @@ import torch
 
 from autofit.checks.verdict import Verdict
 from autofit.devices.base import budget_bytes
-from autofit.errors import CannotTell, InvalidRequest
+from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.gpus import Gpu, find_gpu
@@ -31,6 +31,7 @@ Method = Literal["auto", "probe", "predict"]
 METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
 
 
+@hides_own_frames
 def check(
     workload: Workload,
     *,

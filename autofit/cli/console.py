@@ -11,12 +11,13 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import typer
 import typer.core
 
-from autofit.errors import AutofitError, is_users
+from autofit.errors import AutofitError, is_users, traceback_text
 from autofit.measurement import Outcome, Trial
 from autofit.units import format_bytes, format_rate, format_seconds
 
@@ -222,10 +223,22 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _show_traceback(error: BaseException) -> None:
-    """Show the traceback of the user's code without the frames between the probe and here."""
+    """Show the traceback of the user's code alone, and that of a fault of autofit's in full."""
     from autofit.probing.messages import WorkerTraceback
 
-    if is_users(error) and isinstance(error.__cause__, WorkerTraceback):
+    if not is_users(error):
+        _print_error("".join(traceback.format_exception(error)).rstrip())
+    elif isinstance(error.__cause__, WorkerTraceback):
         _print_error(str(error.__cause__).strip())
     else:
-        _print_error("".join(traceback.format_exception(error)).rstrip())
+        _leave_out_callers(error)
+        _print_error(traceback_text(error).strip())
+
+
+def _leave_out_callers(error: BaseException) -> None:
+    """Drop the frames above the command's own, which are the command line's."""
+    part = error.__traceback__
+    while part is not None:
+        if Path(part.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            error.__traceback__ = part.tb_next or part
+        part = part.tb_next

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from autofit.equivalence.strategy_context import StrategyContext
-from autofit.errors import AutofitError, CannotTell, InvalidRequest
+from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users
 from autofit.memory.replay import Recording
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
@@ -140,6 +140,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
             ) from error
         if not isinstance(error, AutofitError):
             error.add_note("raised in a dry run of the training on the meta device")
+            mark_users(error)
         raise
     if tracer.unsupported is not None:
         raise _cannot_tell(tracer.unsupported)
@@ -149,8 +150,10 @@ def _cannot_tell(unsupported: Unsupported) -> CannotTell:
     way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
     if _TWO_DEVICES.search(unsupported.reason):
         way_out = (
-            "A tensor made on the CPU is combined with one of the batch or the model, which fails "
-            "on a GPU too: make it on the device of the batch, say with device=batch.device"
+            "A tensor on the CPU is combined with one of the batch or the model. Where your code "
+            "makes it there, make it on the device of the batch, say with device=batch.device: it "
+            "fails on a GPU too. Where a library chose the CPU since it sees no GPU here (as Keras "
+            f"does), it may train on one. {way_out}"
         )
     reason = f"{unsupported.reason} ({unsupported.line})"
     return CannotTell(f"memory cannot be predicted: {reason}. {way_out}")

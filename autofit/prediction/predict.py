@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autofit.errors import CannotTell, InvalidRequest
+from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
@@ -32,6 +32,7 @@ WORKSPACE_MARGIN = 0.1
 """Largest margin for cuDNN workspaces of unknown size, as a fraction of required bytes."""
 
 
+@hides_own_frames
 def predict(
     workload: Workload,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from autofit.errors import hides_own_frames
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -15,6 +16,7 @@ from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 
 
+@hides_own_frames
 def probe(
     workload: Workload,
     *,

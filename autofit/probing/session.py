@@ -6,12 +6,11 @@ Both channels lead to a session: the worker process is a loop around one, and
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autofit.devices.base import Device, MemoryReading
-from autofit.errors import release_exception
+from autofit.errors import release_exception, traceback_text
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.faults import (
     Fault,
@@ -90,7 +89,7 @@ class Session:
         except KeyboardInterrupt:
             raise
         except BaseException as raised:  # a SystemExit of the user's is the user's error too
-            error, text, fault = raised, traceback.format_exc(), fault_of(raised)
+            error, text, fault = raised, traceback_text(raised), fault_of(raised)
         if error is not None:
             # Outside the except block, which itself keeps the exception and its frames alive.
             release_exception(error)

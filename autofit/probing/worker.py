@@ -15,12 +15,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from traceback import format_exception
 from typing import IO, Any
 
 from autofit.devices.base import Device
 from autofit.devices.open import open_device
-from autofit.errors import DeviceUnavailable
+from autofit.errors import DeviceUnavailable, traceback_text
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import (
@@ -59,7 +58,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
                 answer = _answer(session, message)
         # The device could not be opened, a result does not pickle, or unpickling the workload ended
         except (Exception, SystemExit) as error:
-            answer = reply_to_dict(Reply(exception=error, traceback=_text(error)))
+            answer = reply_to_dict(Reply(exception=error, traceback=traceback_text(error)))
         if os.getpid() != own_pid:
             os._exit(0)  # the user's code forked, and this is the twin
         send(replies, {**answer, "number": message["number"]})
@@ -72,12 +71,8 @@ def _answer(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(request, ProbeRequest):
         return reply_to_dict(session.probe(request))
     reply = session.run(request)
-    text = None if reply.exception is None else _text(reply.exception)
+    text = None if reply.exception is None else traceback_text(reply.exception)
     return reply_to_dict(reply) if text is None else reply_to_dict(replace(reply, traceback=text))
-
-
-def _text(error: BaseException) -> str:
-    return "".join(format_exception(error))
 
 
 def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Trial
 from autofit.report import apply
 from autofit.report.record import Record, frontier
@@ -162,6 +162,7 @@ class Report:
             workload=self.workload,
         )
 
+    @hides_own_frames
     def soak(
         self,
         workload: Workload | None = None,

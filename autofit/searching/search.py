@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from optuna.samplers import BaseSampler
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
@@ -28,6 +28,7 @@ from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload
 
 
+@hides_own_frames
 def search(
     model: torch.nn.Module | Callable[[], torch.nn.Module] | Workload,
     sample_batch: Any = None,

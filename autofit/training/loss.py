@@ -114,12 +114,28 @@ class Recipe:
 
 
 def call_model(model: torch.nn.Module, batch: Batch) -> Any:
-    """`model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+    """`model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`.
+
+    Raises:
+        InvalidRequest: the model has no forward of its own.
+    """
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, (tuple, list)):
+            return model(*batch)
+        return model(batch)
+    except NotImplementedError as error:
+        if f'Module [{type(model).__name__}] is missing the required "forward"' in str(error):
+            raise InvalidRequest(_no_forward(model)) from None
+        raise
+
+
+def _no_forward(model: torch.nn.Module) -> str:
+    asked = "give loss_fn=(model, batch) -> loss"
+    if hasattr(model, "training_step"):  # of a LightningModule
+        asked += ", such as loss_fn=lambda model, batch: model.training_step(batch, 0)"
+    return f"the model ({kind_of(model)}) has no forward to call with the batch: {asked}"
 
 
 def scalar(loss: Any, name: str) -> torch.Tensor:

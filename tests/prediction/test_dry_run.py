@@ -373,4 +373,22 @@ def test_the_users_own_error_is_raised_as_it_is() -> None:
 def test_a_tensor_that_was_made_on_the_cpu_is_distinguished_from_what_needs_a_gpu() -> None:
     error = fails(lambda model, batch: model(batch[0] + torch.randn(batch[0].shape)).mean())
     assert "device=batch.device" in str(error)
-    assert "autofit.probe" not in str(error)
+    assert "torch.randn(batch[0].shape)" in str(error)
+
+
+def test_a_library_that_chose_the_cpu_is_not_said_to_fail_on_a_gpu() -> None:
+    """Keras takes its device from whether it sees a GPU; the frames are torch's alone."""
+
+    class OnCpu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ones(x.shape, requires_grad=True)
+
+    made = workload(OnCpu, criterion=nn.CrossEntropyLoss())
+    with pytest.raises(CannotTell) as caught:
+        dry_run(made, ResolvedPlan(Plan(16)), GPU)
+    assert "may train on one" in str(caught.value)
+    assert "torch/nn/modules/loss.py" in str(caught.value)

@@ -208,6 +208,7 @@ def _is_for_meta(func: Any, given: list[torch.Tensor], kwargs: Any) -> bool:
 
 _TORCH, _OURS = (f"{Path(str(module.__file__)).parent}/" for module in (torch, autofit))
 _OPTIMIZERS = f"{_TORCH}optim/"
+_CALLS = "torch/nn/modules/module.py"
 _UTILITIES = tuple(
     f"/{name}.py"
     for name in ("_compile", "_contextlib", "_python_dispatch", "contextlib", "eval_frame")
@@ -224,10 +225,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _users_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost line that is neither torch's nor autofit's."""
+    """Return the innermost line that is neither torch's nor autofit's; else what torch ran."""
     files = [(frame, frame.filename) for frame in frames]
     others = [frame for frame, file in files if not _passes_on(file) and not file.startswith("<")]
     users = [frame for frame in others if not frame.filename.startswith(_TORCH)]
-    for frame in reversed(users or others):
+    called = [frame for frame in others if not frame.filename.endswith(_CALLS)]
+    for frame in [*reversed(users), *called]:  # else the outermost: the user's module or criterion
         return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "in the backward pass"
