@@ -248,6 +248,7 @@ def doctor(device: DeviceName = None) -> None:
     """Show versions, device, memory and strategies as autofit sees them."""
     import importlib.metadata
 
+    from autofit.devices.base import TRIED_TORCH
     from autofit.devices.open import open_device
     from autofit.registry import installed_names
 
@@ -255,6 +256,7 @@ def doctor(device: DeviceName = None) -> None:
     for name, value in vars(opened.environment).items():
         shown = format_bytes(value) if name == "total_bytes" else value
         print_result(f"{name:<16}{'-' if shown is None else shown}")
+    print_result(f"{'tried torch':<16}{', '.join(TRIED_TORCH)}")
     print_result(f"{'free':<16}{format_bytes(opened.free_bytes)}")
     offers = [name for name, has in vars(opened.capabilities).items() if has is True]
     print_result(f"{'native types':<16}{', '.join(['float32', *offers])}")

@@ -14,6 +14,9 @@ from autofit.errors import InvalidRequest
 from autofit.strategy import Capabilities
 from autofit.units import check_size, format_bytes, parse_bytes
 
+TRIED_TORCH = ("2.11", "2.13", "2.15")
+"""Versions of torch with which all tests that need no GPU were run."""
+
 
 @dataclass(frozen=True)
 class MemoryReading:

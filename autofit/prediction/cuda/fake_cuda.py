@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autofit.devices.base import TRIED_TORCH
+from autofit.errors import CannotTell
 from autofit.prediction.cuda import attention, autocast, operators, rnn
 from autofit.prediction.gpus import Gpu
 
@@ -45,13 +47,22 @@ def fake_cuda(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) 
     Args:
         gpu: the GPU.
         note: called with each exception that a torch function raises inside.
+
+    Raises:
+        CannotTell: this torch lacks a part that is replaced.
     """
     mode = _CudaIsMeta(note)
     patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
     with ExitStack() as stack:
-        stack.enter_context(_cuda_kernels(gpu))
-        for target, name, value in (*chain(*patches), *_backward(mode)):
-            stack.enter_context(_replaced(target, name, value))
+        try:
+            stack.enter_context(_cuda_kernels(gpu))
+            for target, name, value in (*chain(*patches), *_backward(mode)):
+                stack.enter_context(_replaced(target, name, value))
+        except AttributeError as error:
+            raise CannotTell(
+                f"memory cannot be predicted with torch {torch.__version__} ({error}); predictions "
+                f"were tried with torch {', '.join(TRIED_TORCH)}. Probes do not depend on this"
+            ) from error
         stack.enter_context(mode)
         stack.enter_context(autocast.cast_cache())
         yield
@@ -179,8 +190,20 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
         yield torch.cuda, name, _answer(value)
     for name in ("device", "stream", "Stream", "Event", "current_stream", "default_stream", "nvtx"):
         yield torch.cuda, name, _Nothing()
-    yield torch.accelerator, "is_available", _answer(True)
-    yield torch.accelerator, "current_accelerator", _answer(_META)
+    # Optimizers of torch 2.14 and later ask here, and not torch.cuda, whether a graph is captured.
+    accelerator: dict[str, Any] = {
+        "is_available": True,
+        "current_accelerator": _META,
+        "device_count": 1,
+        "current_device_index": 0,
+        "current_stream": SimpleNamespace(is_capturing=_answer(False), synchronize=_answer(None)),
+        "set_device_index": None,
+        "set_stream": None,
+        "synchronize": None,
+    }
+    for name, value in accelerator.items():
+        if hasattr(torch.accelerator, name):
+            yield torch.accelerator, name, _answer(value)
 
 
 def _random() -> Iterator[Patch]:

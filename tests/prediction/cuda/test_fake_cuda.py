@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import autofit
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
 from autofit.prediction.gpus import find_gpu
@@ -152,3 +153,26 @@ def test_torch_itself_makes_no_context_either(tracer: CudaTracer) -> None:
     with torch._C.DisableTorchFunction(), pytest.raises(NotImplementedError):
         torch.empty(1, device="cuda")
     assert tracer.unsupported is not None
+
+
+@pytest.mark.usefixtures("tracer")
+def test_the_accelerator_is_a_gpu_that_captures_no_graph() -> None:
+    """Optimizers of torch 2.14 and later ask it."""
+    accelerator = torch.accelerator
+    assert accelerator.is_available()
+    assert (accelerator.device_count(), accelerator.current_device_index()) == (1, 0)
+    assert not accelerator.current_stream().is_capturing()
+    accelerator.synchronize()
+
+
+def test_a_torch_without_a_part_that_is_replaced_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a later version may be, whose optimizers are arranged in another way."""
+    monkeypatch.delattr(import_module("torch.optim.optimizer"), "_get_capturable_supported_devices")
+    workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8))
+    with pytest.raises(
+        autofit.CannotTell, match=r"with torch .*_get_capturable.*tried with.*2\.13"
+    ):
+        autofit.predict(workload, gpu="L4")
+    assert autofit.check(workload, gpu="L4").fits is None
