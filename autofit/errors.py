@@ -80,6 +80,10 @@ class CannotTell(AutofitError):
     exit_code = 5
 
 
+class SearchTimedOut(CannotTell):
+    """The search's timeout was reached before any plan that fits had been measured."""
+
+
 def mark_users(error: BaseException) -> None:
     """Note, where it is known, that the user's own code raised it; autofit's errors are its own."""
     if not isinstance(error, AutofitError):

@@ -50,6 +50,11 @@ class Outcome(StrEnum):
         """Whether the plan does not fit, and so moves the memory line."""
         return self in (Outcome.OOM, Outcome.OVER_BUDGET, Outcome.RETRIES)
 
+    @property
+    def may_be_accident(self) -> bool:
+        """Whether the machine may be to blame for it rather than the plan."""
+        return self in (Outcome.HOST_OOM, Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED)
+
 
 class Role(StrEnum):
     """The reason why a trial was run."""

@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,13 @@ from torch import nn
 
 import autofit
 from autofit.plan import Scalar
-from autofit.searching.events import Event, ProbeFinished, ProbeStarted
+from autofit.searching.events import (
+    Event,
+    ProbeFinished,
+    ProbeStarted,
+    Repeating,
+    StageStarted,
+)
 from autofit.strategy import Context, TrainingView
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
@@ -414,11 +421,75 @@ def test_ctrl_c_before_anything_was_measured_is_ctrl_c() -> None:
         search_here(progress=press_ctrl_c)
 
 
-def test_a_timeout_returns_what_was_measured_by_then() -> None:
-    report = search_here(timeout=0.01)
-    assert "timeout" in report.record.search.stopped_because
-    assert report.best.ok
-    assert len(report.trials) == 1
+def test_a_timeout_before_anything_was_measured_is_an_error() -> None:
+    with pytest.raises(autofit.SearchTimedOut, match=r"timeout of 0\.01 s .*give a longer one"):
+        search_here(timeout=0.01)
+
+
+def hangs_in_a_worker(parent: int) -> nn.Module:
+    if os.getpid() != parent:
+        time.sleep(10_000)
+    return classifier()
+
+
+def test_a_builder_that_hangs_is_ended_by_the_timeout() -> None:
+    build = functools.partial(hangs_in_a_worker, os.getpid())
+    with pytest.raises(autofit.SearchTimedOut, match="2 s"):
+        search_here(model=build, timeout=2, isolation="process")
+
+
+class DiesOnce(nn.Module):
+    """Ends the process of its first forward that sees a whole micro-batch of a probe."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.layer = path, nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) == 4 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        output: torch.Tensor = self.layer(inputs)
+        return output
+
+
+def test_a_worker_killed_once_in_the_baseline_costs_a_worker_and_no_more(tmp_path: Path) -> None:
+    path, seen = tmp_path / "died", list[Event]()
+    report = search_here(
+        model=functools.partial(DiesOnce, path),
+        isolation="process",
+        strategies=[],
+        max_probes=1,
+        progress=seen.append,
+    )
+    assert path.exists()
+    assert report.baseline.ok
+    assert [e.first.detail for e in seen if isinstance(e, Repeating)] == [
+        "the worker was ended by SIGKILL"
+    ]
+
+
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_progress_names_every_stage_from_the_first_to_the_last(isolation: str) -> None:
+    seen: list[Event] = []
+    report = search_here(
+        strategies=["precision"], max_probes=2, isolation=isolation, progress=seen.append
+    )
+    stages = [event.stage for event in seen if isinstance(event, StageStarted)]
+    starts = ["starting a worker"] if isolation == "process" else []
+    assert stages == [
+        *starts,
+        "looking the workload over",
+        "looking the workload over: precision",
+        "looking the workload over: split gradients",
+        "comparing the answer's gradients with the baseline's",
+        "ending the worker",
+        "writing the report",
+    ]
+    assert isinstance(seen[0], StageStarted)
+    assert len([event for event in seen if isinstance(event, ProbeFinished)]) == len(report.trials)
+    elapsed = [event.progress.elapsed_s for event in seen]
+    assert elapsed == sorted(elapsed)
 
 
 def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:

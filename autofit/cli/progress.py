@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from autofit.measurement import Role, Trial
+from autofit.measurement import Measurement, Role
 from autofit.plan import Plan, Settings
 from autofit.searching.events import (
     Confirming,
@@ -26,6 +26,8 @@ from autofit.searching.events import (
     ProbeFinished,
     ProbeStarted,
     Progress,
+    Repeating,
+    StageStarted,
     Vetoed,
 )
 from autofit.units import counted, format_bytes, format_clock, format_rate
@@ -49,7 +51,7 @@ class ProgressLine:
 
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
-            line = _LiveLine("looking the workload over")
+            line = _LiveLine("starting")
             self._live = Live(
                 line, console=self._console, transient=True, refresh_per_second=_FRAMES_PER_SECOND
             )
@@ -126,13 +128,17 @@ class _Wording:
         if isinstance(event, ProbeStarted):
             number = event.progress.probes + 1
             return f"probe {number} ({event.role.value}) {self._plan(event.plan)}"
+        if isinstance(event, Repeating):
+            return f"probe {event.progress.probes + 1} again {self._plan(event.plan)}"
+        if isinstance(event, StageStarted):
+            return event.stage
         return "confirming the leading plans" if isinstance(event, Confirming) else "choosing"
 
     def finished(self, event: Event) -> str | None:
         """Describe the result of the event; the live line shows the rest."""
         if isinstance(event, ProbeFinished):
             return f"probe {event.progress.probes} ({event.trial.role.value}) {self._trial(event)}"
-        return self.plain(event)
+        return None if isinstance(event, StageStarted) else self.plain(event)
 
     def plain(self, event: Event) -> str | None:
         """Return the event as a complete line; None where it adds nothing."""
@@ -147,6 +153,11 @@ class _Wording:
             return f"refused before it ran: {self._plan(event.trial.plan)}"
         if isinstance(event, Confirming):
             return f"confirming the leading plans: {event.stopped_because}"
+        if isinstance(event, StageStarted):
+            return f"[{format_clock(progress.elapsed_s)}] {event.stage}"
+        if isinstance(event, Repeating):
+            ended = event.first.outcome.value
+            return f"{self._plan(event.plan)}: {ended}{_why(event.first)}, again in a fresh worker"
         return None
 
     def _trial(self, event: ProbeFinished) -> str:
@@ -156,15 +167,14 @@ class _Wording:
             parts.append(format_rate(trial.samples_per_second))
         if measured.held_bytes:
             parts.append(f"held {format_bytes(measured.held_bytes)}")
-        return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(trial)}"
+        return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(measured)}"
 
     def _plan(self, plan: Plan) -> str:
         return str(plan.without(self._plain))
 
 
-def _why(trial: Trial) -> str:
+def _why(measured: Measurement) -> str:
     """Return the first line of the detail, where the outcome alone is not clear."""
-    measured = trial.measurement
     if measured.ok or measured.outcome.about_memory or not measured.detail:
         return ""
     return f" ({measured.detail.strip().partition(chr(10))[0]})"

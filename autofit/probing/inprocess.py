@@ -1,13 +1,15 @@
 """A channel to a session in the user's own process, for what cannot be pickled.
 
 Model and optimizer are trained in place and put back from a snapshot, before each request and at
-the end. This process does not survive a hang, a crash or a poisoned device context; a search with a
-worker process (`autofit.probing.worker_channel`) survives all three.
+the end. This process does not survive a hang, a crash or a poisoned device context, and a request
+that runs cannot be ended when the search's time is over; a search with a worker process
+(`autofit.probing.worker_channel`) survives all three, and ends it.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +17,8 @@ from dataclasses import replace
 import torch
 
 from autofit.devices.open import open_device
-from autofit.probing.messages import DeviceFacts, ProbeRequest, Reply, Request
+from autofit.errors import SearchTimedOut
+from autofit.probing.messages import Deadline, DeviceFacts, ProbeRequest, Reply, Request, Tell
 from autofit.probing.session import Session
 from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
@@ -64,16 +67,19 @@ class InProcessChannel:
             self._borrowed.close()
             raise
 
-    def open(self) -> DeviceFacts:
+    def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Return the facts of the device as it was when this channel opened it."""
         return self._facts
 
-    def call(self, request: Request, *, timeout_s: float) -> Reply:
+    def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
         """Answer here, however long that takes, and put the user's objects back."""
+        if deadline.ends_search and not deadline.seconds_left:
+            raise SearchTimedOut("the time of the search is over")
         try:
             if isinstance(request, ProbeRequest):
                 reply = self._session.probe(request)
             else:
+                self._session.tell = tell
                 reply = self._session.run(request)
             self._device_fault = reply.device_fault
         finally:

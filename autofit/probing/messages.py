@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import pickle
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import cloudpickle
 
@@ -42,6 +44,8 @@ class ProbeRequest:
             otherwise two stand for all of them, and the times are scaled.
         expected_seconds: expected duration of the probe; a multiple of it counts as a hang. None:
             unknown.
+        seconds_left: after so many the search ends the probe, which says nothing about the plan.
+            None: unlimited.
         steps: time at least this many optimizer steps, however slow they are.
     """
 
@@ -50,6 +54,7 @@ class ProbeRequest:
     incumbent_samples_per_second: float | None = None
     full_accumulation: bool = False
     expected_seconds: float | None = None
+    seconds_left: float | None = None
     steps: int | None = None
 
     @property
@@ -74,6 +79,13 @@ class Call:
 
 
 Request = ProbeRequest | Call
+
+Tell: TypeAlias = Callable[[str], None]
+"""Called with the name of a stage that begins, such as "looking the workload over"."""
+
+
+def tell_nobody(stage: str) -> None:
+    """Let the name of a stage go."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +174,30 @@ class NoReply(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True)
+class Deadline:
+    """Until when a reply is awaited.
+
+    Attributes:
+        at: in the seconds of `time.monotonic`.
+        ends_search: whether the time of the whole search is over then; else it counts as a hang.
+    """
+
+    at: float
+    ends_search: bool
+
+    @classmethod
+    def after(cls, seconds: float, ends_at: float = math.inf) -> Deadline:
+        """Return the deadline in so many seconds, or the end of the search where that is first."""
+        at = time.monotonic() + seconds
+        return cls(min(at, ends_at), ends_search=ends_at < at)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until then; 0 afterwards."""
+        return max(self.at - time.monotonic(), 0.0)
+
+
 class Channel(Protocol):
     """A way to whoever holds the workload and the device; a `Prober` needs no more than this.
 
@@ -177,19 +213,29 @@ class Channel(Protocol):
     @property
     def pid(self) -> int | None: ...
 
-    def open(self) -> DeviceFacts:
+    def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Have the device open, and a worker running where there is to be one.
+
+        Args:
+            ends_at: when the search ends, in the seconds of `time.monotonic`.
 
         Raises:
             DeviceUnavailable: the device is not there; `DeviceFull` where it has no room.
             WorkerFailed: no worker can be started.
+            SearchTimedOut: the search ended first.
         """
 
-    def call(self, request: Request, *, timeout_s: float) -> Reply:
+    def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
         """Send a request and return the reply; called after `open`.
 
+        Args:
+            request: what is asked.
+            deadline: until when the reply is awaited.
+            tell: called with the name of each stage that begins meanwhile.
+
         Raises:
-            NoReply: there was none within `timeout_s` seconds, where that can be helped.
+            NoReply: there was none by the deadline, where that can be helped.
+            SearchTimedOut: likewise, and the deadline is the search's.
         """
 
     def drop(self) -> None:
@@ -204,7 +250,7 @@ class Channel(Protocol):
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal the worker prints its main thread's stack."""
 _MOST_PICKLED_BYTES = 2**20
-_NOT_SENT = {"resolved", "expected_seconds"}  # only the parent decides what counts as a hang
+_NOT_SENT = {"resolved", "expected_seconds", "seconds_left"}  # only the parent keeps the time
 
 
 def send(stream: IO[str], message: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ needs no more than `SupportsProbing`, which `autofit.testing.SimulatedProber` im
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,12 +28,16 @@ from autofit.probing.inprocess import InProcessChannel
 from autofit.probing.messages import (
     Call,
     Channel,
+    Deadline,
+    DeviceFacts,
     DeviceFull,
     NoReply,
     ProbeRequest,
     ProbeResult,
     Reply,
     Request,
+    Tell,
+    tell_nobody,
 )
 from autofit.probing.survey import Survey, note_own_copy, take_survey
 from autofit.probing.worker_channel import WorkerChannel
@@ -45,7 +50,6 @@ if TYPE_CHECKING:
 MOST_REPEATS = 2
 """Times that a contended probe is run again; one whose size may not be to blame, once."""
 MOST_WORKERS_PER_PLAN = 3
-_COST_A_WORKER = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED, Outcome.HOST_OOM)
 _LARGEST_SEED = 2**32 - 1
 _Result = TypeVar("_Result")
 
@@ -80,11 +84,19 @@ class SupportsProbing(Protocol):
     def strategies(self) -> Sequence[Strategy]:
         """The strategies that can apply settings of a plan here."""
 
-    def probe(self, request: ProbeRequest) -> ProbeResult:
-        """Run the plan; every way in which it can end is an outcome, not an exception."""
+    @property
+    def start_s(self) -> float:
+        """Seconds that a fresh worker takes to start; 0 where there are no workers."""
 
-    def renew(self) -> None:
-        """Have the next probe run in a fresh worker, where there are workers."""
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        """Run the plan; every way in which it can end is an outcome, not an exception.
+
+        Raises:
+            SearchTimedOut: the request's `seconds_left` ended first, which is not the plan's fault.
+        """
+
+    def renew(self) -> bool:
+        """Have the next probe run in a fresh worker; return whether there are workers."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +129,20 @@ class Prober(AbstractContextManager["Prober"]):
         strategies: those that may have settings in a plan.
         vram_budget: see `autofit.devices.base.budget_bytes`.
         deadlines: when a request counts as hung.
+        ends_at: when everything ends, in the seconds of `time.monotonic`: whatever is asked later,
+            or has not been answered by then, raises SearchTimedOut.
+        tell: called with the name of each stage that begins and is not a probe.
 
     Attributes:
         vram_budget_bytes: the budget in bytes. It stays the same when workers are replaced, however
             much memory is free by then.
+        start_s: seconds that the last worker took to start and open the device.
 
     Raises:
         InvalidRequest: the budget cannot be read, or the workload cannot be sent to a worker.
         DeviceUnavailable: the device is not there, is full, or another search is using it.
         WorkerFailed: a worker could not be started.
+        SearchTimedOut: `ends_at` was reached.
     """
 
     def __init__(
@@ -136,17 +153,22 @@ class Prober(AbstractContextManager["Prober"]):
         *,
         vram_budget: str | float | None = None,
         deadlines: Deadlines | None = None,
+        ends_at: float = math.inf,
+        tell: Tell = tell_nobody,
     ) -> None:
-        self.strategies = strategies
+        self.strategies, self.start_s = strategies, 0.0
         self._channel, self._workload = channel, workload
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines, self._ends_at = deadlines or Deadlines(), ends_at
+        self._tell = tell
         self._workers_lost: Counter[Plan] = Counter()
         self._set_aside: dict[VariantKey, Measurement] = {}
         self._lock: DeviceLock | None = None
         self._survey: Survey | None = None
         self._gone: str | None = None
         try:
-            device = channel.open()
+            if channel.is_replaceable:
+                tell("starting a worker")
+            device = self._open(ends_at)
             self.vram_budget_bytes = budget_bytes(
                 vram_budget, total_bytes=device.total_bytes, free_bytes=device.free_bytes
             )
@@ -192,15 +214,17 @@ class Prober(AbstractContextManager["Prober"]):
             return ProbeResult(self._set_aside[variant])
         budget = request.vram_budget_bytes or self.vram_budget_bytes
         request = replace(request, vram_budget_bytes=budget)
-        timeout_s = self._deadlines.of(request)
+        wait_s, ends_at = self._deadlines.of(request), self._ends_at
+        if request.seconds_left is not None:
+            ends_at = min(ends_at, time.monotonic() + request.seconds_left)
         try:
-            self._channel.open()
+            self._open(ends_at)
         except DeviceFull as full:
             return ProbeResult(Measurement(Outcome.OOM, str(full), contended=True))
         began, contended, doubted = time.monotonic(), False, False
         try:
             for _ in range(1 + MOST_REPEATS):
-                reply = self._ask(request, timeout_s)
+                reply = self._ask(request, wait_s, ends_at)
                 seen: Measurement = reply.value
                 contended = contended or seen.contended
                 again = seen.contended or (reply.worth_repeating and not doubted)
@@ -211,7 +235,7 @@ class Prober(AbstractContextManager["Prober"]):
             seen = Measurement(lost.outcome, lost.detail)
             reply = Reply(seen, spent=True)
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
-        if reply.spent and self._channel.is_replaceable and seen.outcome in _COST_A_WORKER:
+        if reply.spent and self._channel.is_replaceable and seen.outcome.may_be_accident:
             self._note_lost_worker(request.plan, seen)
         return ProbeResult(seen, reply.users_exception())
 
@@ -246,7 +270,7 @@ class Prober(AbstractContextManager["Prober"]):
         """
         call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
         try:
-            reply = self._ask(call, self._deadlines.unknown_s)
+            reply = self._ask(call, self._deadlines.unknown_s, self._ends_at)
         except NoReply as lost:
             raise WorkerFailed(lost.detail) from None
         if (error := reply.users_exception()) is not None:
@@ -254,9 +278,10 @@ class Prober(AbstractContextManager["Prober"]):
         result: _Result = reply.value
         return result
 
-    def renew(self) -> None:
-        """Have the next request answered by a fresh worker, where there are workers."""
+    def renew(self) -> bool:
+        """Have the next request answered by a fresh worker; return whether there are workers."""
         self._channel.drop()
+        return self._channel.is_replaceable
 
     def close(self) -> None:
         """End the worker, and give the device back."""
@@ -275,14 +300,21 @@ class Prober(AbstractContextManager["Prober"]):
             )
             self._set_aside[plan.variant] = Measurement(measurement.outcome, reason)
 
-    def _ask(self, request: Request, timeout_s: float) -> Reply:
+    def _open(self, ends_at: float) -> DeviceFacts:
+        had_none, began = self._channel.pid is None, time.monotonic()
+        facts = self._channel.open(ends_at)
+        if had_none and self._channel.is_replaceable:
+            self.start_s = time.monotonic() - began
+        return facts
+
+    def _ask(self, request: Request, wait_s: float, ends_at: float) -> Reply:
         if self._gone is not None:
             raise DeviceUnavailable(
                 f"what ran earlier left the device beyond use ({self._gone}); restart the "
                 'process, and use isolation="process", which survives this'
             )
-        self._channel.open()
-        reply = self._channel.call(request, timeout_s=timeout_s)
+        self._open(ends_at)
+        reply = self._channel.call(request, Deadline.after(wait_s, ends_at), self._tell)
         if reply.spent and self._channel.is_replaceable:
             self._channel.drop()
         elif reply.spent:
@@ -296,8 +328,10 @@ def open_prober(
     target: Target | None = None,
     *,
     deadlines: Deadlines | None = None,
+    ends_at: float = math.inf,
+    tell: Tell = tell_nobody,
 ) -> Prober:
-    """Open the prober that `target.isolation` names.
+    """Open the prober that `target.isolation` names; for the others see `Prober`.
 
     Raises:
         InvalidRequest: there is no such isolation, device, seed or budget; nothing was started by
@@ -319,7 +353,13 @@ def open_prober(
     _check_has_values(live)
     channel = kinds[target.isolation](workload, strategies, device=device, seed=target.seed)
     return Prober(
-        channel, workload, strategies, vram_budget=target.vram_budget, deadlines=deadlines
+        channel,
+        workload,
+        strategies,
+        vram_budget=target.vram_budget,
+        deadlines=deadlines,
+        ends_at=ends_at,
+        tell=tell,
     )
 
 

@@ -23,7 +23,7 @@ from autofit.probing.faults import (
     spilled,
 )
 from autofit.probing.measure import measure
-from autofit.probing.messages import Call, ProbeRequest, Reply
+from autofit.probing.messages import Call, ProbeRequest, Reply, Tell, tell_nobody
 from autofit.strategy import Strategy
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
@@ -44,6 +44,7 @@ class Session:
     Attributes:
         builder: makes trainings of the workload on the device.
         strategies: as given.
+        tell: what a call of `run` may tell the name of a stage that begins.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Session:
     ) -> None:
         self.builder = TrainingBuilder(fresh_workload, device, seed)
         self.strategies = strategies
+        self.tell: Tell = tell_nobody
         self._device = device
 
     def run(self, call: Call) -> Reply:

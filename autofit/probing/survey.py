@@ -134,6 +134,7 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
     # alone: it would distort the times that strategies take while they profile, and would count
     # twice the gradients that are compared in host memory.
     builder = session.builder
+    session.tell("looking the workload over")
     model = _model_facts(builder)
     loss = _loss_source(builder)
     dimensions, notes = _dimensions(session)
@@ -141,6 +142,7 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
     workload = replace(
         builder.fresh_workload(), model=torch.nn.Identity(), optimizer=torch.optim.SGD
     )
+    session.tell("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)
     return Survey(
         environment=builder.device.environment,
@@ -218,6 +220,7 @@ def _dimensions(session: Session) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
     for strategy in session.strategies:
+        session.tell(f"looking the workload over: {strategy.name}")
         context = StrategyContext(session.builder, notes)
         try:
             dimensions |= collect_dimensions([strategy], context)

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +56,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
                 session, device = _open(message["open"])
                 answer = {"device": device, "exception": None}
             else:
+                session.tell = partial(_tell, replies, message["number"])
                 answer = _answer(session, message)
         # The device could not be opened, a result does not pickle, or unpickling the workload ended
         except (Exception, SystemExit) as error:
@@ -73,6 +75,10 @@ def _answer(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
     reply = session.run(request)
     text = None if reply.exception is None else traceback_text(reply.exception)
     return reply_to_dict(reply) if text is None else reply_to_dict(replace(reply, traceback=text))
+
+
+def _tell(replies: IO[str], number: int, stage: str) -> None:
+    send(replies, {"stage": stage, "number": number})
 
 
 def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -19,22 +20,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from autofit.errors import WorkerFailed, mark_users
+from autofit.errors import SearchTimedOut, WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import (
     STACK_SIGNAL,
+    Deadline,
     DeviceFacts,
     DeviceFull,
     NoReply,
     Reply,
     Request,
+    Tell,
     exception_from_dict,
     reply_from_dict,
     reply_to,
     request_to_dict,
     send,
+    tell_nobody,
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
 from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
@@ -93,12 +97,14 @@ class WorkerChannel:
         """Process id of the worker; None where there is none now."""
         return None if self._process is None else self._process.pid
 
-    def open(self) -> DeviceFacts:
+    def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self._process is None or self._device is None:
             self._process = WorkerProcess(self._file.fileno())
             try:
-                opened = self._exchange({"open": self._opening}, START_TIMEOUT_S)
+                opened = self._exchange(
+                    {"open": self._opening}, Deadline.after(START_TIMEOUT_S, ends_at)
+                )
             except NoReply as lost:
                 raise WorkerFailed(lost.detail) from None
             if opened["exception"] is not None:
@@ -111,9 +117,9 @@ class WorkerChannel:
             self._device = DeviceFacts(**opened["device"])
         return self._device
 
-    def call(self, request: Request, *, timeout_s: float) -> Reply:
+    def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
         """Send a request; a worker that does not answer is ended."""
-        return reply_from_dict(self._exchange(request_to_dict(request), timeout_s))
+        return reply_from_dict(self._exchange(request_to_dict(request), deadline, tell))
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""
@@ -127,10 +133,12 @@ class WorkerChannel:
             self.drop()
             self._file.close()
 
-    def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _exchange(
+        self, message: Mapping[str, Any], deadline: Deadline, tell: Tell = tell_nobody
+    ) -> dict[str, Any]:
         assert self._process is not None  # a prober opens before it calls
         try:
-            return self._process.ask(message, timeout_s=timeout_s)
+            return self._process.ask(message, deadline, tell)
         except BaseException:  # after a Ctrl-C it may answer later, to nobody
             self.drop()
             raise
@@ -234,23 +242,30 @@ class WorkerProcess:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for the reply.
+    def ask(
+        self, message: Mapping[str, Any], deadline: Deadline, tell: Tell = tell_nobody
+    ) -> dict[str, Any]:
+        """Send a request and wait for the reply; `tell` gets the stages that it names meanwhile.
 
         Raises:
             NoReply: it ended instead, or did not answer in time; it has been killed.
+            SearchTimedOut: it did not answer before the search ended; it has been killed.
         """
-        kills = oom_kills()
+        kills, waited_s = oom_kills(), deadline.seconds_left
         self._asked += 1
         try:
             send(self._requests, {**message, "number": self._asked})
-            reply = self._reply(timeout_s)
+            while (reply := self._reply(deadline)) is not None and "stage" in reply:
+                tell(reply["stage"])
         except (BrokenPipeError, ValueError):
             reply = None
         except queue.Empty:
+            if deadline.ends_search:  # there is no time to ask where it is
+                self.kill()
+                raise SearchTimedOut("the time of the search is over") from None
             stack = self._stack()
             self.kill()
-            words = f"no answer within {format_seconds(timeout_s)}; it hung here:\n{stack}"
+            words = f"no answer within {format_seconds(waited_s)}; it hung here:\n{stack}"
             raise NoReply(Outcome.TIMEOUT, words) from None
         if reply is None:
             returncode = self._reap()
@@ -259,10 +274,9 @@ class WorkerProcess:
             raise NoReply(outcome_of_death(returncode, kills), words)
         return reply
 
-    def _reply(self, timeout_s: float) -> dict[str, Any] | None:
+    def _reply(self, deadline: Deadline) -> dict[str, Any] | None:
         """Return the reply to the last request, past anything else on the pipe; None: it ended."""
-        end = time.monotonic() + timeout_s
-        while (line := self._replies.get(timeout=max(end - time.monotonic(), 0.0))) is not None:
+        while (line := self._replies.get(timeout=deadline.seconds_left)) is not None:
             if (reply := reply_to(self._asked, line)) is not None:
                 return reply
         return None

@@ -2,16 +2,21 @@
 
 Promises: the baseline is the first probe; every finished trial is stored before the next is asked
 for; a plan that was not run is never returned; a fault of one plan costs one probe, while an error
-of the user's own code on the plain workload reaches the user as it was raised.
+of the user's own code on the plain workload reaches the user as it was raised. What may be an
+accident of the machine is blamed on a plan only if it comes again in a fresh worker. A probe that
+the timeout ends is not stored.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 from optuna.samplers import BaseSampler
 
+from autofit.errors import SearchTimedOut, WorkerFailed
 from autofit.interrupts import Interrupts, interrupts_remembered
 from autofit.measurement import (
     Measurement,
@@ -19,8 +24,6 @@ from autofit.measurement import (
     Role,
     Trial,
     fastest_of,
-    oom_probes_of,
-    probes_of,
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
@@ -41,6 +44,10 @@ MOST_VETOES = 50
 
 _MOST_RETURNS = 2  # from confirming to searching, each after a leading plan that did not fit
 
+MOST_ACCIDENTS = 3
+"""After so many plans in a row that ended by accidents, a plan that ran before shows whether the
+machine is to blame."""
+
 
 def run_search(
     prober: SupportsProbing,
@@ -52,6 +59,8 @@ def run_search(
     timeout_s: float | None = None,
     on_event: events.OnEvent | None = None,
     veto: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    began: float | None = None,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
 
@@ -62,18 +71,22 @@ def run_search(
         sampler: any Optuna sampler that proposes plans; None: the planner. The plans that another
             sampler proposes are run unless they are expected not to fit.
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
-        timeout_s: when to end, in seconds from now; a probe under way is not cut short.
+        timeout_s: when to end, in seconds from `began`; a probe that runs by then is ended.
         on_event: called with each event.
         veto: refuse the proposals of another sampler that are expected not to fit.
+        clock: tells the time in seconds.
+        began: when the time began to count, by the clock; None: now.
 
     Returns:
-        The result; also after Ctrl-C, if anything that fits had been measured.
+        The result; also after Ctrl-C, or on a machine that became ill, if anything that fits had
+        been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
         StudyRefused: the study cannot be written.
-        WorkerFailed: no worker could be started.
+        WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
+        SearchTimedOut: the time was over before anything that fits had been measured.
         Exception: whatever the user's code raised on the plain workload.
     """
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
@@ -84,7 +97,7 @@ def run_search(
             spec,
             opened,
             None if isinstance(sampler, PlannerSampler) else sampler,
-            Allowance(max_probes, timeout_s),
+            Allowance(max_probes, timeout_s, clock, clock() if began is None else began),
             on_event or (lambda event: None),
             may_veto=veto,
         )
@@ -101,7 +114,15 @@ def run_search(
             if not search.has_ok_trial:
                 raise
             stopped_because = INTERRUPTED
+        except _MachineIll as ill:
+            if not search.has_ok_trial:
+                raise
+            stopped_because = str(ill)
         return search.result(stopped_because)
+
+
+class _MachineIll(WorkerFailed):
+    """Plans, and one that ran before, ended by accidents one after the other."""
 
 
 class _Search:
@@ -127,6 +148,7 @@ class _Search:
         self._allowance, self._tell = allowance, tell
         self._trials = store.trials
         self._posterior = Posterior(spec, self._trials)
+        self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
         self.interrupts = Interrupts()
 
     @property
@@ -146,6 +168,8 @@ class _Search:
             NoFeasiblePlan, WorkloadFailed: no plan can be returned.
         """
         best = confirmation.best_of(self._posterior)
+        if best is None and self._allowance.seconds_left == 0:
+            raise self._allowance.too_short()
         if best is None:
             raise result.nothing_fits(self._spec, self._trials)
         baseline = self._baseline
@@ -161,35 +185,46 @@ class _Search:
 
     def mark_ended(self, stopped_because: str) -> None:
         """Note in the study that the search came to its own end, not to that of its allowance."""
-        if self._allowance.spent(self._trials) is None:
+        if self._spent() is None:
             self._store.mark_ended(stopped_because)
 
+    def _spent(self) -> str | None:
+        return self._allowance.spent(self._trials, self._prober.start_s)
+
     def explore(self) -> str:
-        """Probe until there is a reason to stop; return the reason."""
+        """Probe until there is a reason to stop; return the reason.
+
+        Raises:
+            SearchTimedOut: the time was over before anything that fits had been measured.
+        """
         vetoes = 0
-        while True:
-            reason = self._allowance.spent(self._trials)
-            if reason is not None:
-                return reason
-            if self._baseline is None:
-                self._probe(self._spec.space.baseline, Role.BASELINE)
-                continue
-            choice: Plan | BaseSampler | None = self._foreign_sampler
-            # Hardly any sampler stops by itself: it gets the probes that were asked for, and where
-            # no number was asked for, the planner decides when more of them would be wasted.
-            if choice is None or self._allowance.max_probes is None:
-                if self._store.ended is not None:
-                    return self._store.ended
-                decision = planner.decide(self._posterior)
-                if decision.plan is None:
-                    return decision.stopped_because or "nothing is left to try"
-                choice = choice or decision.plan
-            trial = self._probe(choice, Role.SEARCH)
-            vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
-            if self._store.study.stopped:
-                return "the sampler has offered all it can"
-            if vetoes == MOST_VETOES:
-                return f"{MOST_VETOES} proposals in a row could not be expected to fit"
+        try:  # around the loop and not in a caller: users' losses have few frames to spare
+            while (reason := self._spent()) is None:
+                if self._baseline is None:
+                    self._probe(self._spec.space.baseline, Role.BASELINE)
+                    continue
+                self._suspect_machine()
+                choice: Plan | BaseSampler | None = self._foreign_sampler
+                # Hardly any sampler stops by itself: it gets the probes that were asked for, and
+                # where no number was asked for, the planner decides when more would be wasted.
+                if choice is None or self._allowance.max_probes is None:
+                    if self._store.ended is not None:
+                        return self._store.ended
+                    decision = planner.decide(self._posterior)
+                    if decision.plan is None:
+                        return decision.stopped_because or "nothing is left to try"
+                    choice = choice or decision.plan
+                trial = self._probe(choice, Role.SEARCH)
+                vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
+                if self._store.study.stopped:
+                    return "the sampler has offered all it can"
+                if vetoes == MOST_VETOES:
+                    return f"{MOST_VETOES} proposals in a row could not be expected to fit"
+        except SearchTimedOut:
+            if not self.has_ok_trial:
+                raise self._allowance.too_short() from None
+            return self._allowance.time_is_over
+        return reason
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.
@@ -199,6 +234,7 @@ class _Search:
         """
         has_begun = False
         while True:
+            self._suspect_machine()
             plan = confirmation.confirm(self._posterior)
             if plan is None or self._may_not_probe():
                 return True
@@ -206,13 +242,30 @@ class _Search:
                 has_begun = True
                 self._tell(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
-            trial = self._probe(plan, Role.CONFIRMED)
-            if not trial.ok and may_return and self._allowance.spent(self._trials) is None:
+            try:
+                trial = self._probe(plan, Role.CONFIRMED)
+            except SearchTimedOut:
+                return True
+            if not trial.ok and may_return and self._spent() is None:
                 return False
 
     def _may_not_probe(self) -> bool:
-        allowance = self._allowance
-        return allowance.probes_left(self._trials) == 0 or allowance.time_is_short(self._trials, 1)
+        allowance, kept_s = self._allowance, self._prober.start_s
+        no_probe_left = allowance.probes_left(self._trials) == 0
+        return no_probe_left or allowance.time_is_short(self._trials, kept_s)
+
+    def _suspect_machine(self) -> None:
+        """After too many accidents in a row, run the fastest plan again, which worked before.
+
+        Raises:
+            WorkerFailed: that ended by an accident too, or no plan has worked yet.
+        """
+        if len(self._accidents) < MOST_ACCIDENTS:
+            return
+        works = fastest_of(self._trials)
+        if works is None:
+            raise _MachineIll(_diagnosis(self._accidents))
+        self._probe(works.plan, Role.SEARCH)
 
     def _probe(self, choice: Plan | BaseSampler, role: Role) -> Trial:
         """Run a plan, or a sampler's unless it is vetoed, and store it; return the stored trial.
@@ -236,9 +289,14 @@ class _Search:
                 if runs_alone:
                     self._prober.renew()
                 probed = self._prober.probe(self._request(plan, role, forecast.seconds))
+                first = probed.measurement
+                if self._may_be_accident(plan, first) and self._prober.renew():
+                    self._tell(events.Repeating(plan, first, self._progress()))
+                    probed = self._prober.probe(self._request(plan, role, forecast.seconds))
                 if runs_alone:
                     self._prober.renew()
                 measurement, error = self._blamed(plan, probed)
+                self._note_accident(Trial(0, role, plan, measurement))
             stored = Trial(0, role, plan, measurement, forecast.peak_bytes)
             trial = self._store.record(asked, stored)
         self._trials = self._store.trials
@@ -250,8 +308,46 @@ class _Search:
             raise error
         return trial
 
+    def _may_be_accident(self, plan: Plan, measurement: Measurement) -> bool:
+        """Return whether the plan need not be to blame, so that it is worth another worker.
+
+        A hang is none while nothing is known to take less time, and neither is what larger plans of
+        the variant have shown to come again, unless this size has worked.
+        """
+        outcome = measurement.outcome
+        alike = [trial for trial in self._trials if trial.plan.variant == plan.variant]
+        if not outcome.may_be_accident or (outcome is Outcome.TIMEOUT and not self.has_ok_trial):
+            return False
+        has_worked = any(t.ok and t.plan.micro_batch >= plan.micro_batch for t in alike)
+        return has_worked or all(t.measurement.outcome is not outcome for t in alike)
+
+    def _note_accident(self, trial: Trial) -> None:
+        """Count accidents in a row.
+
+        Raises:
+            WorkerFailed: the last one is that of the plan which shows whether the machine is ill.
+        """
+        if not trial.measurement.outcome.may_be_accident:
+            self._accidents = []
+        elif len(self._accidents) < MOST_ACCIDENTS:
+            self._accidents.append(trial)
+        else:
+            accidents = [*self._accidents, trial]
+            blameless = {each.plan for each in accidents}
+            self._posterior = Posterior(
+                self._spec, [t for t in self._trials if t.ok or t.plan not in blameless]
+            )
+            raise _MachineIll(_diagnosis(accidents))
+
     def _request(self, plan: Plan, role: Role, expected_seconds: float | None) -> ProbeRequest:
-        """Return the request for a plan; a confirmation is run in full, and has no rate to beat."""
+        """Return the request for a plan; a confirmation is run in full, and has no rate to beat.
+
+        Raises:
+            SearchTimedOut: no time is left for it.
+        """
+        seconds_left = self._seconds_left(role)
+        if seconds_left == 0:
+            raise SearchTimedOut("no time is left for another probe")
         is_confirmation = role is Role.CONFIRMED
         leader = None if is_confirmation else fastest_of(self._trials)
         return ProbeRequest(
@@ -260,7 +356,15 @@ class _Search:
             incumbent_samples_per_second=leader.samples_per_second if leader else None,
             full_accumulation=is_confirmation,
             expected_seconds=expected_seconds,
+            seconds_left=seconds_left,
         )
+
+    def _seconds_left(self, role: Role) -> float | None:
+        """Return the seconds until a probe is ended: all but those kept for the comparison."""
+        left, kept_s = self._allowance.seconds_left, 0.0
+        if role is Role.SEARCH:
+            kept_s = self._allowance.seconds_kept(self._trials, self._prober.start_s)
+        return None if left is None else max(0.0, left - kept_s)
 
     def _blamed(self, plan: Plan, probed: ProbeResult) -> tuple[Measurement, BaseException | None]:
         """Return the measurement and the user's error; one that the plan causes is `unsupported`.
@@ -278,11 +382,15 @@ class _Search:
         return replace(measurement, outcome=Outcome.UNSUPPORTED), None
 
     def _progress(self) -> events.Progress:
-        return events.Progress(
-            len(probes_of(self._trials)),
-            oom_probes_of(self._trials),
-            fastest_of(self._trials),
-            self._allowance.elapsed_s,
-            self._allowance.seconds_left,
-            self._allowance.probes_left(self._trials),
-        )
+        return self._allowance.progress(self._trials)
+
+
+def _diagnosis(accidents: Sequence[Trial]) -> str:
+    """Return a sentence about a machine on which these trials were run one after the other."""
+    last = accidents[-1].measurement
+    ends = ", ".join(f"{t.plan}: {t.measurement.outcome.value}" for t in accidents)
+    return (
+        f"the machine looks ill, or the workload ends its process: {len(accidents)} plans in a row "
+        f"ended by accidents, the same as before in a fresh worker ({ends}; the last one: "
+        f"{last.detail or 'no detail'}). Look at the machine's memory and at the driver's log"
+    )

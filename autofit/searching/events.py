@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from autofit.measurement import Role, Trial
+from autofit.measurement import Measurement, Role, Trial
 from autofit.plan import Plan
 
 
@@ -29,6 +29,31 @@ class Progress:
     elapsed_s: float
     seconds_left: float | None
     probes_left: int | None
+
+
+@dataclass(frozen=True)
+class StageStarted:
+    """Something other than a probe has begun.
+
+    Attributes:
+        stage: what, in words, such as "starting a worker".
+    """
+
+    stage: str
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Repeating:
+    """A probe ended by what may be an accident; its plan runs again, in a fresh worker.
+
+    Attributes:
+        first: how it ended; not stored.
+    """
+
+    plan: Plan
+    first: Measurement
+    progress: Progress
 
 
 @dataclass(frozen=True)
@@ -69,7 +94,7 @@ class Confirming:
     progress: Progress
 
 
-Event: TypeAlias = ProbeStarted | ProbeFinished | Vetoed | Confirming
+Event: TypeAlias = StageStarted | ProbeStarted | Repeating | ProbeFinished | Vetoed | Confirming
 """Any event."""
 
 OnEvent: TypeAlias = Callable[[Event], None]

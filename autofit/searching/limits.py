@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from optuna.samplers import BaseSampler
 
-from autofit.errors import InvalidRequest
-from autofit.measurement import Trial, probes_of
+from autofit.errors import InvalidRequest, SearchTimedOut
+from autofit.measurement import Trial, fastest_of, oom_probes_of, probes_of
 from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
+from autofit.searching.events import Progress
+
+COMPARISON_BLOCKS = 5
+"""Probes in fresh workers that time is kept back for: two plans twice, and their gradients."""
+
+MOST_KEPT = 0.4
+"""The largest share of the timeout that is kept back for the final comparison."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """The limits of one run of a search; its time starts when this is made.
+    """The limits of one run of a search.
 
     Attributes:
         max_probes: the most probes, those of earlier runs included; None: unlimited.
-        timeout_s: seconds; None: unlimited.
+        timeout_s: seconds from `began`; None: unlimited.
+        clock: tells the time in seconds.
+        began: when the run began, by the clock.
     """
 
     max_probes: int | None
     timeout_s: float | None
-    _began: float = field(default_factory=time.monotonic, init=False)
+    clock: Callable[[], float] = time.monotonic
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the run began."""
-        return time.monotonic() - self._began
+        return self.clock() - self.began
 
     @property
     def seconds_left(self) -> float | None:
@@ -45,23 +56,64 @@ class Allowance:
             return None
         return max(0, self.max_probes - reserved - len(probes_of(trials)))
 
-    def time_is_short(self, trials: Sequence[Trial], probes: int) -> bool:
-        """Return whether so many more probes of the mean duration would end after the timeout."""
+    def time_is_short(self, trials: Sequence[Trial], kept_s: float) -> bool:
+        """Return whether less than `kept_s` would be left after one more probe of mean duration."""
         left = self.seconds_left
-        if left is None:
-            return False
-        lengths = [trial.measurement.seconds or 0.0 for trial in probes_of(trials)]
-        return left <= probes * sum(lengths) / max(1, len(lengths))
+        return left is not None and left <= _mean_seconds(trials) + kept_s
 
-    def spent(self, trials: Sequence[Trial]) -> str | None:
-        """Return why no further plan may be tried, with one confirmation reserved; None: it may."""
+    def seconds_kept(self, trials: Sequence[Trial], start_s: float) -> float:
+        """Return the seconds that are kept back for the final comparison; 0 if nothing fits yet.
+
+        Args:
+            trials: so far.
+            start_s: seconds that a fresh worker takes to start.
+        """
+        if self.timeout_s is None or not any(trial.ok for trial in trials):
+            return 0.0
+        blocks = COMPARISON_BLOCKS * (start_s + _mean_seconds(trials))
+        return min(blocks, MOST_KEPT * self.timeout_s)
+
+    def spent(self, trials: Sequence[Trial], start_s: float = 0.0) -> str | None:
+        """Return why no further plan may be tried; None: it may.
+
+        One probe and `seconds_kept` are kept back for the final comparison.
+        """
         if not trials:
             return None
         if self.probes_left(trials, reserved=1) == 0:
             return f"max_probes={self.max_probes} reached"
-        if self.time_is_short(trials, probes=2):
-            return f"timeout of {self.timeout_s:g} s reached"
+        if self.time_is_short(trials, self.seconds_kept(trials, start_s)):
+            return self.time_is_over
         return None
+
+    def progress(self, trials: Sequence[Trial] = ()) -> Progress:
+        """Return the state of the search after those trials, for its events."""
+        return Progress(
+            len(probes_of(trials)),
+            oom_probes_of(trials),
+            fastest_of(trials),
+            self.elapsed_s,
+            self.seconds_left,
+            self.probes_left(trials),
+        )
+
+    @property
+    def time_is_over(self) -> str:
+        """The reason of a search that its timeout ended."""
+        return f"timeout of {self.timeout_s:g} s reached"
+
+    def too_short(self) -> SearchTimedOut:
+        """Return the error of a search that its timeout ended before any plan could be returned."""
+        return SearchTimedOut(
+            f"the timeout of {self.timeout_s:g} s was reached before a plan that fits was "
+            "measured: give a longer one"
+        )
+
+
+def _mean_seconds(trials: Sequence[Trial]) -> float:
+    """Return the mean duration of the probes that ran; those that hung say nothing about others."""
+    lengths = [t.measurement.seconds for t in probes_of(trials) if t.ok and t.measurement.seconds]
+    return statistics.fmean(lengths) if lengths else 0.0
 
 
 def check_search_arguments(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from optuna.samplers import BaseSampler
 
-from autofit.errors import InvalidRequest, hides_own_frames
+from autofit.errors import InvalidRequest, SearchTimedOut, hides_own_frames
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
 from autofit.report.report import Report
+from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
-from autofit.searching.limits import check_search_arguments
+from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import difference_of, record_of
 from autofit.searching.study import Store
@@ -81,7 +82,8 @@ def search(
             may change the arithmetic.
         max_micro_batch: the largest micro-batch to try, in samples.
         max_probes: the most probes, baseline and confirmations counted.
-        timeout: when to stop searching, in seconds from now.
+        timeout: seconds from the call until the search ends, with what was measured by then. A
+            probe that runs is ended, but with isolation="inprocess", which can only wait for it.
         effort: "quick", "normal" or "thorough": how small a gain is still looked for.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
         sampler: an Optuna sampler in place of autofit's planner.
@@ -99,10 +101,11 @@ def search(
         NoFeasiblePlan: nothing fits the budget.
         StudyRefused: the study belongs to another search, is in use, or cannot be written.
         DeviceUnavailable: the device is not there.
-        WorkerFailed: the worker ended or hung before the first probe.
+        WorkerFailed: the worker ended or hung before the first probe, or whatever it was given.
+        SearchTimedOut: the timeout was reached before a plan that fits had been measured.
         Exception: what the user's own code raised, as it was raised.
     """
-    started = time.monotonic()
+    allowance = Allowance(max_probes, timeout)
     check_search_arguments(
         max_micro_batch=max_micro_batch,
         max_probes=max_probes,
@@ -127,35 +130,46 @@ def search(
         global_batch=global_batch,
         allow_resplit=allow_resplit,
     )
-    with (
-        _shown(progress) as on_event,
-        open_prober(workload, chosen, Target(device, vram_budget, seed, isolation)) as prober,
-    ):
-        survey = prober.survey()
-        check_weights_fit(survey)
-        identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
-        with Store.open(study, identity) as store:
-            spec = store.spec
-            if spec is None:
-                space = survey.space(max_micro_batch)
-                lines, notes = predicted_lines(prober, survey, space)
-                survey = replace(survey, notes=(*survey.notes, *notes))
-                budget = survey.vram_budget_bytes
-                spec = SearchSpec(space, budget, seed, identity, lines)
-            spec = replace(spec, effort=Effort(effort))
-            result = run_search(
-                prober,
-                spec,
-                store=store,
-                sampler=sampler,
-                max_probes=max_probes,
-                timeout_s=timeout,
-                on_event=on_event,
-            )
-        difference = difference_of(prober, result)
-    seconds = time.monotonic() - started
-    record = record_of(survey, result, chosen, workload, difference, seconds)
-    return Report(record, strategies=chosen, workload=workload)
+    with _shown(progress) as on_event:
+
+        def tell(stage: str) -> None:
+            if on_event is not None:
+                on_event(events.StageStarted(stage, allowance.progress()))
+
+        target, ends_at = Target(device, vram_budget, seed, isolation), math.inf
+        if timeout is not None:
+            ends_at = allowance.began + timeout
+        try:
+            with open_prober(workload, chosen, target, ends_at=ends_at, tell=tell) as prober:
+                survey = prober.survey()
+                check_weights_fit(survey)
+                identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
+                with Store.open(study, identity) as store:
+                    spec = store.spec
+                    if spec is None:
+                        space = survey.space(max_micro_batch)
+                        lines, notes = predicted_lines(prober, survey, space)
+                        survey = replace(survey, notes=(*survey.notes, *notes))
+                        budget = survey.vram_budget_bytes
+                        spec = SearchSpec(space, budget, seed, identity, lines)
+                    result = run_search(
+                        prober,
+                        replace(spec, effort=Effort(effort)),
+                        store=store,
+                        sampler=sampler,
+                        max_probes=max_probes,
+                        timeout_s=timeout,
+                        on_event=on_event,
+                        began=allowance.began,
+                    )
+                tell("comparing the answer's gradients with the baseline's")
+                difference = difference_of(prober, result)
+                tell("ending the worker")
+        except SearchTimedOut:
+            raise allowance.too_short() from None
+        tell("writing the report")
+        record = record_of(survey, result, chosen, workload, difference, allowance.elapsed_s)
+        return Report(record, strategies=chosen, workload=workload)
 
 
 @contextmanager

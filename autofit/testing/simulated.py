@@ -37,7 +37,8 @@ class SimulatedProber:
         step_noise: standard deviation of the log of step times around that median, or plan -> it;
             None: as `time_noise`.
         size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
-        fault: plan -> the measurement of its probe; None: as the formulas give.
+        fault: plan -> the measurement of its probe; None: as the formulas give. Called at each
+            attempt, so it can tell an accident, which does not come again, from a limit.
         seed: of all noise.
 
     Attributes:
@@ -47,6 +48,8 @@ class SimulatedProber:
 
     strategies: Sequence[Strategy] = ()
     """Empty: plans go to the formulas as they are."""
+
+    start_s = 0.0
 
     def __init__(
         self,
@@ -118,9 +121,10 @@ class SimulatedProber:
             micro_batches_run=run if request.full_accumulation else min(2, run),
         )
 
-    def renew(self) -> None:
-        """Count the request in `renewals`."""
+    def renew(self) -> bool:
+        """Count the request in `renewals`; there are workers, which take no time to start."""
         self.renewals += 1
+        return True
 
     def close(self) -> None:
         """Refuse any later probe."""

@@ -22,6 +22,8 @@ from autofit.searching.events import (
     ProbeFinished,
     ProbeStarted,
     Progress,
+    Repeating,
+    StageStarted,
     Vetoed,
 )
 
@@ -54,11 +56,17 @@ def ran(role: Role, plan: Plan, outcome: Outcome = Outcome.OK, detail: str | Non
 
 BASELINE = ran(Role.BASELINE, Plan(4, settings=PLAIN))
 STORY: list[Event] = [
+    StageStarted("looking the workload over: folding", progress(0)),
     ProbeStarted(BASELINE.plan, Role.BASELINE, None, progress(0)),
     ProbeFinished(BASELINE, progress(1, BASELINE)),
     ProbeStarted(Plan(16, settings=FOLDED), Role.SEARCH, None, progress(1, BASELINE)),
     ProbeFinished(
         ran(Role.SEARCH, Plan(16, settings=FOLDED), Outcome.OOM, "CUDA out of memory"),
+        progress(2, BASELINE, 1),
+    ),
+    Repeating(
+        Plan(64, settings=PLAIN),
+        Measurement(Outcome.CRASHED, "the worker was ended by SIGKILL\nit printed"),
         progress(2, BASELINE, 1),
     ),
     Vetoed(ran(Role.VETOED, Plan(64, settings=PLAIN), Outcome.OOM), progress(2, BASELINE, 1)),
@@ -80,10 +88,12 @@ def lines_of(story: list[Event]) -> list[str]:
 
 def test_a_log_gets_one_line_for_each_thing_that_happened() -> None:
     assert lines_of(STORY) == [
+        "[1:01] looking the workload over: folding",
         "[1:01] probe 1 (baseline) 4 x 1: ok, 40.0 samples/s, held 30.0 MiB | "
         "best 40.0 samples/s, 0 OOM, at most 1:59 or 19 probes left",
         "[1:01] probe 2 (search) 16 x 1, folding.level=2: oom, held 30.0 MiB | "
         "best 40.0 samples/s, 1 OOM, at most 1:59 or 18 probes left",
+        "64 x 1: crashed (the worker was ended by SIGKILL), again in a fresh worker",
         "refused before it ran: 64 x 1",
         "[1:01] probe 3 (search) 8 x 1, folding.level=2: unsupported, held 30.0 MiB "
         "(no such kernel) | best 40.0 samples/s, 1 OOM, at most 1:59 or 17 probes left",
@@ -154,6 +164,7 @@ def test_a_terminal_gets_a_live_line_that_never_wraps(monkeypatch: pytest.Monkey
     assert done == [
         "probe 1 (baseline) 4 x 1: ok, 40.0 samples/s, held 30.0 MiB",
         "probe 2 (search) 16 x 1, folding.level=2: oom, held 30.0 MiB",
+        "64 x 1: crashed (the worker was ended by SIGKILL), again in a fresh worker",
         "refused before it ran: 64 x 1",
         "probe 3 (search) 8 x 1, folding.level=2: unsupported, held 30.0 MiB (no such kernel)",
         "confirming the leading plans: nothing is left to try",
@@ -163,6 +174,6 @@ def test_a_terminal_gets_a_live_line_that_never_wraps(monkeypatch: pytest.Monkey
 def test_a_file_is_no_terminal(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("w") as stream, ProgressLine(stream) as show:
-        show(STORY[1])
+        show(STORY[2])
     assert path.read_text().startswith("[1:01] probe 1 (baseline)")
     assert "\x1b" not in path.read_text()

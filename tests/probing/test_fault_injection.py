@@ -23,8 +23,10 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed
 from autofit.measurement import Outcome
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import MOST_WORKERS_PER_PLAN
 from autofit.probing.worker_channel import oom_kills, outcome_of_death
 from autofit.training.workload import Workload
@@ -153,6 +155,17 @@ def test_a_hang_costs_one_probe_and_says_where(
     assert not running(lost)
     assert probing.at(NO_FAULT).ok
     assert probing.worker != lost
+
+
+def test_a_hang_that_the_search_ends_says_nothing_about_the_plan(
+    probing: Any, running: Callable[[int], bool]
+) -> None:
+    assert probing.at(NO_FAULT).ok
+    lost, hanging = probing.worker, ResolvedPlan(Plan(SIZES[hangs]))
+    with pytest.raises(SearchTimedOut):
+        probing.prober.probe(ProbeRequest(hanging, seconds_left=0.5))
+    assert not running(lost)
+    assert probing.at(NO_FAULT).ok
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.errors import SearchTimedOut
 from autofit.measurement import Outcome
 from autofit.snapshot.snapshot import differences, digest, preserved
 
@@ -95,7 +96,7 @@ def searched(model: nn.Module, optimizer: Any, isolation: str, **limits: Any) ->
     ("fault", "limits", "ends"),
     [
         (behaves, {"max_probes": 4, "strategies": ["precision"]}, None),
-        (behaves, {"timeout": 1e-3}, None),
+        (behaves, {"timeout": 1e-3}, SearchTimedOut),
         (refuses, {"max_probes": 3}, None),
         (has_a_bug, {}, KeyError),
     ],
@@ -112,7 +113,7 @@ def test_a_search_leaves_nothing_behind(
     if ends is None:
         assert searched(model, optimizer, isolation, **limits).best.measurement.ok
     else:
-        with pytest.raises(ends, match="a bug of the user's"):
+        with pytest.raises(ends, match=r"a bug of the user's|timeout"):
             searched(model, optimizer, isolation, **limits)
     assert differences(before, digest(objects)) == []
 

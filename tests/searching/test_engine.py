@@ -7,18 +7,19 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 from optuna.samplers import GridSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
-from autofit.errors import NoFeasiblePlan, WorkloadFailed
+from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Plan
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
-from autofit.searching.engine import MOST_VETOES, run_search
+from autofit.searching.engine import MOST_ACCIDENTS, MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
@@ -65,11 +66,163 @@ def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None
     assert result.best.role is (Role.BASELINE if most == 1 else Role.CONFIRMED)
 
 
-def test_a_timeout_that_is_over_leaves_the_baseline(device: SimulatedDevice) -> None:
-    result = run_search(device.prober(), device.spec(), timeout_s=0.0)
-    assert result.probes == 1
-    assert result.best.role is Role.BASELINE
-    assert "timeout" in result.stopped_because
+def test_a_timeout_before_anything_was_measured_is_an_error(device: SimulatedDevice) -> None:
+    prober = device.prober()
+    with pytest.raises(SearchTimedOut, match=r"timeout of 0 s .*longer") as caught:
+        run_search(prober, device.spec(), timeout_s=0.0)
+    assert caught.value.exit_code == 5
+    assert prober.probed == []
+
+
+class _Timed:
+    """A simulated device on a machine where everything takes its time, and much goes wrong.
+
+    Args:
+        device: the device.
+        accident: number of the attempt -> how it ends; None: as the device does.
+        hang_s: seconds until a hang is seen.
+    """
+
+    strategies = ()
+    start_s = 5.0
+
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        accident: Callable[[int], Outcome | None] = lambda attempt: None,
+        hang_s: float = 60.0,
+    ) -> None:
+        self.now, self._hang_s, self._accident = 0.0, hang_s, accident
+        self._attempts, self._is_fresh = 0, False
+        self.inner = device.prober(self._fault)
+
+    def clock(self) -> float:
+        return self.now
+
+    def _fault(self, plan: Plan) -> Measurement | None:
+        self._attempts += 1
+        outcome = self._accident(self._attempts)
+        return None if outcome is None else Measurement(outcome, detail="an accident")
+
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        measured = self.inner.probe(request).measurement
+        seconds = 1.0 + sum(measured.step_times_s)
+        if measured.outcome is Outcome.TIMEOUT:
+            seconds = self._hang_s
+        started = 0.0 if self._is_fresh else self.start_s
+        self._is_fresh = measured.outcome in (Outcome.OK, Outcome.OOM)
+        if request.seconds_left is not None and started + seconds > request.seconds_left:
+            self.now += request.seconds_left
+            raise SearchTimedOut
+        self.now += started + seconds
+        return ProbeResult(replace(measured, seconds=seconds))
+
+    def renew(self) -> bool:
+        self._is_fresh = False
+        return self.inner.renew()
+
+
+_DEATHS = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.HOST_OOM, Outcome.POISONED)
+
+
+def _at_random(seed: int, probability: float) -> Callable[[int], Outcome | None]:
+    random = Random(seed)
+    return lambda attempt: random.choice(_DEATHS) if random.random() < probability else None
+
+
+@pytest.mark.parametrize("outcome", _DEATHS)
+@pytest.mark.parametrize("attempt", [1, 2, 3, 8])
+def test_one_accident_costs_one_worker_and_changes_nothing(
+    device: SimulatedDevice, outcome: Outcome, attempt: int
+) -> None:
+    if attempt == 1 and outcome is Outcome.TIMEOUT:
+        pytest.skip("nothing is known to be quicker than a baseline that hangs")
+    quiet, prober = device.prober(), _Timed(device, lambda n: outcome if n == attempt else None)
+    undisturbed, result = run_search(quiet, device.spec()), run_search(prober, device.spec())
+    assert all(trial.ok or trial.measurement.outcome.about_memory for trial in result.trials)
+    assert result.best.plan.variant == undisturbed.best.plan.variant
+    assert device.speed(result.best.plan) > 0.98 * device.speed(undisturbed.best.plan)
+
+
+def test_an_accident_that_comes_again_is_blamed_on_the_plan_and_repeated_once_per_variant(
+    make_device: MakeDevice,
+) -> None:
+    bare = make_device(dimensions={})
+    prober = bare.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 20))
+    result = run_search(prober, bare.spec())
+    failed = [trial.plan for trial in result.trials if not trial.ok]
+    assert result.best.plan.micro_batch <= 20
+    assert len(prober.probed) == result.probes + 1
+    assert sum(request.plan in failed for request in prober.probed) == len(failed) + 1
+
+
+def test_a_repeated_probe_is_told(device: SimulatedDevice) -> None:
+    seen: list[events.Event] = []
+    prober = _Timed(device, lambda attempt: Outcome.CRASHED if attempt == 3 else None)
+    run_search(prober, device.spec(), on_event=seen.append)
+    (repeating,) = [event for event in seen if isinstance(event, events.Repeating)]
+    assert repeating.first.outcome is Outcome.CRASHED
+    assert sum(isinstance(event, events.ProbeStarted) for event in seen) == sum(
+        isinstance(event, events.ProbeFinished) for event in seen
+    )
+
+
+@pytest.mark.parametrize("last", [1, 3, 9])
+def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
+    device: SimulatedDevice, last: int
+) -> None:
+    prober = _Timed(device, lambda attempt: Outcome.CRASHED if attempt > last else None)
+    result = run_search(prober, device.spec())
+    assert "looks ill" in result.stopped_because
+    assert result.best.ok
+    assert sum(trial.ok for trial in result.trials) == last
+    assert len(result.trials) <= last + MOST_ACCIDENTS
+    fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
+    assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
+
+
+def test_a_machine_that_is_ill_from_the_start_is_no_fault_of_the_workload(
+    device: SimulatedDevice,
+) -> None:
+    prober = _Timed(device, lambda attempt: Outcome.HOST_OOM)
+    with pytest.raises(WorkerFailed, match=r"looks ill.*host_oom.*an accident") as caught:
+        run_search(prober, device.spec())
+    assert caught.value.exit_code == 4
+
+
+def test_a_limit_by_crashes_is_not_taken_for_an_ill_machine(device: SimulatedDevice) -> None:
+    prober = device.prober(_failing(Outcome.CRASHED, lambda plan: plan.micro_batch > 5))
+    result = run_search(prober, device.spec())
+    assert "ill" not in result.stopped_because.split()
+    assert result.best.plan.micro_batch <= 5
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_dies_the_answer_ran_and_the_timeout_is_kept(
+    device: SimulatedDevice, seed: int
+) -> None:
+    timeout_s, probability = (20.0, 60.0, 300.0)[seed % 3], (0.0, 0.1, 0.3, 1.0)[seed % 4]
+    prober = _Timed(device, _at_random(seed, probability))
+    try:
+        result = run_search(
+            prober, device.spec(), timeout_s=timeout_s, clock=prober.clock, began=0.0
+        )
+    except (SearchTimedOut, WorkerFailed, WorkloadFailed):
+        assert probability > 0
+    else:
+        assert result.best.ok
+        assert result.best in result.trials
+        if probability == 0:
+            assert result.best.role is Role.CONFIRMED  # time was kept back for that
+    assert prober.now <= timeout_s
+
+
+def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: SimulatedDevice) -> None:
+    prober = _Timed(device, lambda attempt: Outcome.TIMEOUT if attempt == 4 else None, hang_s=1e9)
+    result = run_search(prober, device.spec(), timeout_s=100.0, clock=prober.clock, began=0.0)
+    assert result.stopped_because == "timeout of 100 s reached"
+    assert all(trial.ok for trial in result.trials)
+    assert result.best.role is Role.CONFIRMED
 
 
 class _Interrupting:
@@ -77,7 +230,7 @@ class _Interrupting:
 
     def __init__(self, device: SimulatedDevice, at: int) -> None:
         self._inner, self._left = device.prober(), at
-        self.strategies = ()
+        self.strategies, self.start_s = (), 0.0
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
         self._left -= 1
@@ -86,7 +239,8 @@ class _Interrupting:
         result: ProbeResult = self._inner.probe(request)
         return result
 
-    def renew(self) -> None: ...
+    def renew(self) -> bool:
+        return True
 
 
 def test_an_interrupted_search_returns_the_best_unconfirmed_trial(

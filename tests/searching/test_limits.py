@@ -11,7 +11,12 @@ from optuna.samplers import RandomSampler
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.searching.limits import Allowance, check_search_arguments
+from autofit.searching.limits import (
+    COMPARISON_BLOCKS,
+    MOST_KEPT,
+    Allowance,
+    check_search_arguments,
+)
 
 
 def trials(count: int, seconds: float = 1.0) -> list[Trial]:
@@ -25,7 +30,8 @@ def test_a_search_without_limits_is_unlimited() -> None:
     free = Allowance(None, None)
     assert free.spent(trials(1000)) is None
     assert (free.probes_left(trials(3)), free.seconds_left) == (None, None)
-    assert not free.time_is_short(trials(3, seconds=1e9), probes=1)
+    assert not free.time_is_short(trials(3, seconds=1e9), kept_s=1e9)
+    assert free.seconds_kept(trials(3), start_s=1.0) == 0.0
 
 
 def test_one_probe_is_reserved_for_a_confirmation() -> None:
@@ -40,11 +46,22 @@ def test_the_baseline_is_run_whatever_the_limits() -> None:
     assert Allowance(1, 1e-9).spent([]) is None
 
 
-@pytest.mark.parametrize(("seconds", "short"), [(10.0, False), (40.0, True)])
-def test_time_is_short_if_two_more_probes_would_end_too_late(seconds: float, short: bool) -> None:
+@pytest.mark.parametrize(
+    ("probe_s", "start_s", "short"), [(2.0, 0.0, False), (2.0, 3.0, True), (12.0, 0.0, True)]
+)
+def test_time_is_short_if_another_probe_would_not_leave_enough_for_the_comparison(
+    probe_s: float, start_s: float, short: bool
+) -> None:
+    bounded = Allowance(None, 60.0, clock=lambda: 35.0, began=0.0)
+    reason = bounded.spent(trials(3, probe_s), start_s)
+    assert (reason == "timeout of 60 s reached") is short
+
+
+def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
     bounded = Allowance(None, 60.0)
-    assert bounded.time_is_short(trials(3, seconds), probes=2) is short
-    assert (bounded.spent(trials(3, seconds)) == "timeout of 60 s reached") is short
+    assert bounded.seconds_kept(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_BLOCKS * 3.0
+    assert bounded.seconds_kept(trials(3, seconds=40.0), start_s=1.0) == MOST_KEPT * 60.0
+    assert bounded.seconds_kept([], start_s=1.0) == 0.0
 
 
 GOOD: dict[str, Any] = {
