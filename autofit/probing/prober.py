@@ -224,7 +224,9 @@ class Prober(AbstractContextManager["Prober"]):
         began, contended, doubted = time.monotonic(), False, False
         try:
             for _ in range(1 + MOST_REPEATS):
-                reply = self._ask(request, wait_s, ends_at)
+                deadline = self._ready(wait_s, ends_at)
+                reply = self._channel.call(request, deadline, self._tell)
+                self._settle(reply)
                 seen: Measurement = reply.value
                 contended = contended or seen.contended
                 again = seen.contended or (reply.worth_repeating and not doubted)
@@ -270,7 +272,9 @@ class Prober(AbstractContextManager["Prober"]):
         """
         call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
         try:
-            reply = self._ask(call, self._deadlines.unknown_s, self._ends_at)
+            deadline = self._ready(self._deadlines.unknown_s, self._ends_at)
+            reply = self._channel.call(call, deadline, self._tell)
+            self._settle(reply)
         except NoReply as lost:
             raise WorkerFailed(lost.detail) from None
         if (error := reply.users_exception()) is not None:
@@ -307,19 +311,22 @@ class Prober(AbstractContextManager["Prober"]):
             self.start_s = time.monotonic() - began
         return facts
 
-    def _ask(self, request: Request, wait_s: float, ends_at: float) -> Reply:
+    def _ready(self, wait_s: float, ends_at: float) -> Deadline:
+        """Have the channel open; return until when to await the reply of what is asked now."""
         if self._gone is not None:
             raise DeviceUnavailable(
                 f"what ran earlier left the device beyond use ({self._gone}); restart the "
                 'process, and use isolation="process", which survives this'
             )
         self._open(ends_at)
-        reply = self._channel.call(request, Deadline.after(wait_s, ends_at), self._tell)
+        return Deadline.after(wait_s, ends_at)
+
+    def _settle(self, reply: Reply) -> None:
+        """Drop a worker that may not answer again; note it of this process, which stays."""
         if reply.spent and self._channel.is_replaceable:
             self._channel.drop()
         elif reply.spent:
             self._gone = reply.device_fault
-        return reply
 
 
 def open_prober(
