@@ -1,10 +1,10 @@
 """The contribution of each rule of a prediction, on the recorded trainings.
 
 Each row switches one rule off and predicts the 30 trainings of `benchmarks/traces` again, as
-`benchmarks.prediction_accuracy` does. A rule that changes no figure has to be justified by what
-recorded operators allocate (`Evidence.OPERATOR` of `autofit.prediction.cuda.scratch`), or by code
-that cannot be predicted at all without it. The last rows add the error of one plan's peak, as a
-probe would measure it, to the predictions of the other plans of its model.
+`benchmarks.prediction_accuracy` does. A rule that changes no figure has to be justified by code
+that cannot be predicted at all without it, or by memory that other models may spend there. The last
+rows add the error of one plan's peak, as a probe would measure it, to the predictions of the other
+plans of its model.
 
     python -m benchmarks.prediction_ablation [ROW ...]
 

@@ -53,10 +53,6 @@ class Convolution:
     groups: int
 
     @property
-    def item_bytes(self) -> int:
-        return self.dtype.itemsize
-
-    @property
     def pointwise(self) -> bool:
         return prod(self.weight[2:]) == 1 and set(self.stride) == {1}
 
@@ -70,7 +66,11 @@ class Convolution:
         data = _padded(self.data, {1}, multiple)
         weight = _padded(self.weight, {0, 1}, multiple) if prod(self.weight[2:]) > 1 else 0
         result = _padded(self.result, {1}, multiple)
-        return data * self.item_bytes, weight * self.item_bytes, result * self.item_bytes
+        return (
+            data * self.dtype.itemsize,
+            weight * self.dtype.itemsize,
+            result * self.dtype.itemsize,
+        )
 
 
 def workspace_bytes(convolution: Convolution, direction: Direction, gpu: Gpu) -> int:
@@ -98,14 +98,14 @@ def _tf32_allowed() -> bool:
 
 
 def _tensor_cores(convolution: Convolution, direction: Direction) -> int:
-    multiple = 8 if convolution.item_bytes == 2 else 1
+    multiple = 8 if convolution.dtype.itemsize == 2 else 1
     data, weight, result = convolution.copies(multiple)
     if convolution.channels_last:
         return data + weight if convolution.data[1] % multiple else 0
     if not convolution.pointwise:
         return data + weight + result
     sums = 4 * convolution.data[0] * prod(convolution.weight)
-    row_bytes = prod(convolution.data[2:]) * convolution.item_bytes
+    row_bytes = prod(convolution.data[2:]) * convolution.dtype.itemsize
     if row_bytes % _ALIGNMENT_BYTES:
         return data + result
     return min(sums, data + result) if direction is Direction.WEIGHT else 0
@@ -177,21 +177,9 @@ def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
 
 
 def _convolution(
-    data: torch.Tensor,
-    weight: torch.Tensor,
-    result: torch.Tensor,
-    stride: Any,
-    dilation: Any,
-    groups: int,
+    data: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *options: Any
 ) -> Convolution:
+    stride, dilation, groups = options
+    shapes = tuple(data.shape), tuple(weight.shape), tuple(result.shape)
     channels_last = _layout(data, weight) is not torch.contiguous_format
-    return Convolution(
-        tuple(data.shape),
-        tuple(weight.shape),
-        tuple(result.shape),
-        data.dtype,
-        channels_last,
-        tuple(stride),
-        tuple(dilation),
-        groups,
-    )
+    return Convolution(*shapes, data.dtype, channels_last, tuple(stride), tuple(dilation), groups)

@@ -1,16 +1,15 @@
 """Memory that CUDA kernels allocate for themselves while an operator runs.
 
 A trace of tensors shows what operators return. Kernels also take buffers that are gone when they
-return: partial sums, sorted indices, copies of arguments that are not contiguous. `RULES` holds
-the buffers that recordings of a GPU show; everything else is left to the margin of a prediction.
-All sizes are bytes, in the order of allocation.
+return. `RULES` holds those that required bytes need: partial results of sums, and the products in
+the backward pass of an attention that is computed step by step, which are as large as its scores.
+The others that a GPU allocates (`benchmarks/results`) are small beside what is live then, and left
+to the margin of a prediction. All sizes are bytes, in the order of allocation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from math import inf, prod
 from typing import Any, TypeAlias
 
@@ -22,25 +21,9 @@ Sizes: TypeAlias = Callable[[Any, Any, Gpu], list[int]]
 """(positional arguments, result, GPU) -> sizes of the buffers."""
 
 
-class Evidence(Enum):
-    """Why a rule is kept; `benchmarks/prediction_ablation.py` measures what each one buys."""
-
-    TRAINING = "required bytes of recorded trainings need it"
-    OPERATOR = "operators in recorded trainings allocate exactly this"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The buffers of one operator's kernels, and why the rule is kept."""
-
-    sizes: Sizes
-    evidence: Evidence
-
-
 def scratch_bytes(name: str, args: Any, result: Any, gpu: Gpu) -> list[int]:
     """Return the sizes of the buffers of one call of `aten::<name>`; none without a rule."""
-    rule = RULES.get(name)
-    return rule.sizes(args, result, gpu) if rule is not None else []
+    return RULES[name](args, result, gpu) if name in RULES else []
 
 
 def reduction_bytes(tensor: torch.Tensor, dims: frozenset[int], gpu: Gpu) -> list[int]:
@@ -138,98 +121,9 @@ def _sum(args: Any, result: Any, gpu: Gpu) -> list[int]:
     return reduction_bytes(tensor, dims, gpu)
 
 
-def _mse_loss(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return the loss of each element, and a reduction of them (BinaryOps.cpp)."""
-    if result.dim():
-        return []
-    losses = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-    return [losses.nbytes, *reduction_bytes(losses, frozenset(range(losses.dim())), gpu)]
-
-
-def _embedding_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return sorted indices and partial sums by segments of 10 (EmbeddingBackwardKernel.cu).
-
-    Up to 3072 indices a single kernel adds in place (Embedding.cu).
-    """
-    gradient, indices, rows, _, by_frequency = args
-    count, item = indices.numel(), indices.element_size()
-    if count <= 3072 and not by_frequency:
-        return []
-    segments = min(count, rows)
-    partial = count // 10 + segments
-    width = prod(gradient.shape[indices.dim() :])
-    return [item * count] * 4 + [item * segments] * 2 + [item * partial, 4 * partial * width]
-
-
-def _foreach_norm(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return a partial sum for each chunk of 65536 elements (ForeachReduceOp.cu)."""
-    chunks = max((-(-tensor.numel() // 65536) for tensor in args[0]), default=0)
-    return [4 * chunks * len(args[0])]
-
-
-def _cudnn_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return float32 gradients of the queries, and a row of sums, in one buffer."""
-    batch, heads, length, width = args[1].shape
-    return [4 * batch * heads * length * (width + 1) + 256]
-
-
-def _efficient_attention_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return row sums of `grad * out`, and float32 gradients of the queries in blocks of 64.
-
-    For float32 the row sums are computed before the kernel (attention_backward.cu).
-    """
-    query = args[1]
-    batch, heads, length, width = query.shape
-    rows = 4 * batch * heads * length
-    blocks = -(-length // 64)
-    accumulators = 4 * batch * heads * (blocks * 64 * (-(-width // 64) * 64) + 4 * blocks)
-    before = [rows * width, rows] if query.dtype == torch.float32 else []
-    return [*before, rows, accumulators]
-
-
-def _group_norm(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return a scale and a shift for each sample and channel (group_norm_kernel.cu)."""
-    return [4 * args[3] * args[4]] * 2
-
-
-def _group_norm_backward(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    by_channel, by_group = 4 * args[5] * args[6], 4 * args[5] * args[8]
-    return [by_channel, by_channel, by_group, by_group, by_channel]
-
-
-def _copies(*positions: int) -> Sizes:
-    """Return a rule for kernels that call `contiguous()` on the arguments at those positions."""
-
-    def sizes(args: Any, result: Any, gpu: Gpu) -> list[int]:
-        return [args[at].nbytes for at in positions if not args[at].is_contiguous()]
-
-    return sizes
-
-
-def _image_copy(args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return a copy of an image that is contiguous neither plainly nor with channels last."""
-    image = args[0]
-    dense = image.is_contiguous() or image.is_contiguous(memory_format=torch.channels_last)
-    return [] if dense else [image.nbytes]
-
-
-RULES = {
-    "sum": Rule(_sum, Evidence.TRAINING),
-    "mean": Rule(_sum, Evidence.TRAINING),  # the same kernel
-    "embedding_dense_backward": Rule(_embedding_backward, Evidence.OPERATOR),
-    "mse_loss": Rule(_mse_loss, Evidence.OPERATOR),
-    "_softmax_backward_data": Rule(lambda args, *_: [args[0].nbytes], Evidence.OPERATOR),
-    "_scaled_dot_product_cudnn_attention_backward": Rule(
-        _cudnn_attention_backward, Evidence.OPERATOR
-    ),
-    "_scaled_dot_product_efficient_attention_backward": Rule(
-        _efficient_attention_backward, Evidence.OPERATOR
-    ),
-    "_foreach_norm": Rule(_foreach_norm, Evidence.OPERATOR),
-    "native_layer_norm": Rule(_copies(0), Evidence.OPERATOR),
-    "native_layer_norm_backward": Rule(_copies(0, 1), Evidence.OPERATOR),
-    "native_group_norm": Rule(_group_norm, Evidence.OPERATOR),
-    "native_group_norm_backward": Rule(_group_norm_backward, Evidence.OPERATOR),
-    "upsample_nearest2d_backward": Rule(_image_copy, Evidence.OPERATOR),
+RULES: dict[str, Sizes] = {
+    "sum": _sum,
+    "mean": _sum,  # the same kernel
+    "_softmax_backward_data": lambda args, *_: [args[0].nbytes],
 }
-"""By operator. A kernel that only PyTorch's sources vouch for has no rule: the margin covers it."""
+"""By operator."""

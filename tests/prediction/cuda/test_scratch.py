@@ -18,21 +18,11 @@ from benchmarks.traces.trainings import TRAININGS
 H200 = find_gpu("H200")
 RECORDED = {recorded.name: recorded for recorded in recorded_trainings()}
 EXACT = {
-    "gpt_fp32": [
-        "_scaled_dot_product_efficient_attention_backward",
-        "sum",
-    ],
-    "gpt_bf16_b24": ["_scaled_dot_product_cudnn_attention_backward", "sum"],
-    "gpt_fp16_scaler_clip": ["_foreach_norm"],
+    "gpt_fp32": ["sum"],
+    "gpt_bf16_b24": ["sum"],
     "gpt_bf16_math": ["_softmax_backward_data"],
-    "gpt_wide_bf16": ["_scaled_dot_product_cudnn_attention_backward", "sum"],
-    "vit_fp32": ["native_layer_norm", "native_layer_norm_backward", "sum"],
-    "unet_bf16": [
-        "mse_loss",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "upsample_nearest2d_backward",
-    ],
+    "gpt_wide_bf16": ["sum"],
+    "vit_fp32": ["sum"],
     "lstm_fp32": ["sum"],
 }
 
@@ -80,20 +70,9 @@ def test_kernels_allocate_what_was_recorded(training: str) -> None:
         assert found[operator] == sizes
 
 
-def test_an_embedding_sorts_its_indices_and_sums_segments() -> None:
-    """The buffers below a megabyte are in other orders."""
-    for ours, theirs in zip(
-        predicted("gpt_bf16_b24")["embedding_dense_backward"],
-        recorded("gpt_bf16_b24", "embedding_dense_backward"),
-        strict=True,
-    ):
-        assert sum(ours) == pytest.approx(sum(theirs), rel=0.02)
-        assert ours[-1:] == theirs[-1:]
-
-
 def test_every_rule_is_tested_against_a_recording() -> None:
     tested = {operator for operators in EXACT.values() for operator in operators}
-    assert {*RULES} == tested | {"embedding_dense_backward", "mean"}  # mean runs the kernel of sum
+    assert {*RULES} == tested | {"mean"}  # which runs the kernel of sum
 
 
 def test_an_operator_without_a_rule_takes_nothing() -> None:
