@@ -150,7 +150,9 @@ def serve(descriptor: int) -> Callable[[], object]:
     """Fork until the other end is closed; return what this process, perhaps a fork, runs next."""
     import torch._dynamo  # noqa: F401  # imported when an optimizer is made
 
-    import autofit.probing.worker  # noqa: F401
+    import autofit.cli.main
+    import autofit.probing.worker
+    import autofit.searching.search  # noqa: F401
 
     _mark_address()
     gc.collect()

@@ -321,8 +321,10 @@ def test_a_search_where_nothing_fits_exits_with_1(here: Callable[..., Ran]) -> N
         (["report", "models.py"], "autofit: models.py is not a JSON"),
     ],
 )
-def test_usage_that_is_wrong_exits_with_2(folder: Path, arguments: list[str], words: str) -> None:
-    ran = autofit(*arguments, cwd=folder)
+def test_usage_that_is_wrong_exits_with_2(
+    forked: Callable[..., Ran], arguments: list[str], words: str
+) -> None:
+    ran = forked(*arguments)
     assert ran.code == 2
     assert ran.out == ""
     assert words in re.sub(r"[\s│]+", " ", ran.err)
@@ -512,19 +514,20 @@ def test_a_signal_prints_the_report_of_what_was_measured(
     ends_with_a_report(number, folder, lambda *command, **pipes: python(*command, **pipes))
 
 
-@pytest.mark.slow
-def test_sigterm_does_so_too_where_sigint_is_ignored(folder: Path) -> None:
+def test_sigterm_does_so_too_where_sigint_is_ignored(
+    folder: Path, python: Callable[..., subprocess.Popen[str]]
+) -> None:
     """As a script's shell starts what ends in "&"."""
-
-    def ignore() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
+    program = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from autofit.cli.main import main\n"
+        "main()\n"
+    )
     ends_with_a_report(
         signal.SIGTERM,
         folder,
-        lambda *command, **pipes: subprocess.Popen(
-            [sys.executable, *command], preexec_fn=ignore, **pipes
-        ),
+        lambda *command, **pipes: python("-c", program, *command[2:], **pipes),
     )
 
 

@@ -85,7 +85,7 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     ("arguments", "forks_workers"),
     [
         (["start"], False),
-        (["probe", "sleep"], False),
+        (["probe", "sleep"], True),
         (["probe", "hold_the_interpreter"], True),
         (["probe", "refuse_the_death_signal"], True),
     ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -312,12 +312,13 @@ print(torch.cuda.is_initialized())
 """
 
 
-def test_a_script_needs_no_guard_and_its_names_mean_the_same_in_the_worker(tmp_path: Path) -> None:
+def test_a_script_needs_no_guard_and_its_names_mean_the_same_in_the_worker(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text(BESIDE)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "model.py").write_text(LOADED_FROM_A_FILE)
-    command = [sys.executable, "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run_python("train.py", cwd=tmp_path)
     said = done.stdout.splitlines()
     assert said == ["ok", "user_error", "too many samples 5", "False"], done.stderr

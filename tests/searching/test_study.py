@@ -12,8 +12,10 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,31 +50,27 @@ with Store.open({study!r}, IDENTITY) as store:
 """
 
 
-def _child(study: str, after: int, then: str) -> subprocess.Popen[str]:
-    """A search in a process of its own that does something at one of its probes."""
-    code = textwrap.dedent(_SEARCH).format(path=sys.path, study=study, after=after, then=then)
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+@pytest.fixture
+def start(python: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
+    """Start a search in a process of its own that does something at one of its probes."""
 
+    def child(study: str, after: int, then: str) -> subprocess.Popen[str]:
+        code = textwrap.dedent(_SEARCH).format(path=sys.path, study=study, after=after, then=then)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return python("-c", code, text=True, forks_workers=False, **pipes)
 
-def _killed_child(study: str, after: int) -> None:
-    child = _child(study, after, "os.kill(os.getpid(), signal.SIGKILL)")
-    _, errors = child.communicate(timeout=120)
-    assert child.returncode == -signal.SIGKILL, errors
+    return child
 
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
 def test_a_killed_search_is_resumed_without_repeating_a_trial(
-    device: SimulatedDevice, tmp_path: Path, storage: str
+    device: SimulatedDevice, tmp_path: Path, storage: str, start: Any
 ) -> None:
     path = tmp_path / "study.journal"
     study = str(path) if storage == "file" else f"sqlite:///{path}"
-    _killed_child(study, after=4)
+    child = start(study, after=4, then="os.kill(os.getpid(), signal.SIGKILL)")
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == -signal.SIGKILL, errors
     prober = device.prober()
     with Store.open(study, IDENTITY) as store:
         before = store.trials
@@ -170,11 +168,11 @@ def test_another_specification_is_refused(
 
 
 @pytest.mark.parametrize("storage", ["file", "sqlite"])
-def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str) -> None:
+def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str, start: Any) -> None:
     path = tmp_path / "study.journal"
     study = str(path) if storage == "file" else f"sqlite:///{path}"
     wait = "print('ready', flush=True); sys.stdin.read()"
-    child = _child(study, after=2, then=wait)
+    child = start(study, after=2, then=wait)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -276,14 +274,14 @@ def test_an_unknown_kind_of_url_is_refused() -> None:
 
 
 def test_a_full_disk_ends_the_search_and_keeps_what_it_had(
-    device: SimulatedDevice, tmp_path: Path
+    device: SimulatedDevice, tmp_path: Path, start: Any
 ) -> None:
     path = str(tmp_path / "study.journal")
     limit = (
         f"import resource; size = os.stat({path!r}).st_size + 100; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))"
     )
-    child = _child(path, after=3, then=limit)
+    child = start(path, after=3, then=limit)
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 1
     assert "StudyRefused: cannot write the study" in errors
