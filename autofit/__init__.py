@@ -12,62 +12,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autofit.checks.check import check
-    from autofit.checks.soak import Endurance
-    from autofit.checks.verdict import Verdict
+    from autofit.checks.check import check as check
+    from autofit.checks.soak import Endurance as Endurance
+    from autofit.checks.verdict import Verdict as Verdict
     from autofit.errors import (
-        AutofitError,
-        CannotTell,
-        DeviceUnavailable,
-        InvalidRequest,
-        NoFeasiblePlan,
-        SearchTimedOut,
-        StudyRefused,
-        WorkerFailed,
-        WorkloadFailed,
+        AutofitError as AutofitError,
+        CannotTell as CannotTell,
+        DeviceUnavailable as DeviceUnavailable,
+        InvalidRequest as InvalidRequest,
+        NoFeasiblePlan as NoFeasiblePlan,
+        SearchTimedOut as SearchTimedOut,
+        StudyRefused as StudyRefused,
+        WorkerFailed as WorkerFailed,
+        WorkloadFailed as WorkloadFailed,
     )
-    from autofit.measurement import Measurement, Outcome, Role, Trial
-    from autofit.plan import Dimension, Hint, Plan
-    from autofit.prediction.predict import Prediction, predict
-    from autofit.probing.probe import probe
-    from autofit.report.report import Report, load
-    from autofit.searching.search import search
-    from autofit.strategy import Numerics, Phase, Strategy
-    from autofit.training.training import Training
-    from autofit.training.workload import Workload
-
-__all__ = [
-    "AutofitError",
-    "CannotTell",
-    "DeviceUnavailable",
-    "Dimension",
-    "Endurance",
-    "Hint",
-    "InvalidRequest",
-    "Measurement",
-    "NoFeasiblePlan",
-    "Numerics",
-    "Outcome",
-    "Phase",
-    "Plan",
-    "Prediction",
-    "Report",
-    "Role",
-    "SearchTimedOut",
-    "Strategy",
-    "StudyRefused",
-    "Training",
-    "Trial",
-    "Verdict",
-    "WorkerFailed",
-    "Workload",
-    "WorkloadFailed",
-    "check",
-    "load",
-    "predict",
-    "probe",
-    "search",
-]
+    from autofit.measurement import (
+        Measurement as Measurement,
+        Outcome as Outcome,
+        Role as Role,
+        Trial as Trial,
+    )
+    from autofit.plan import Dimension as Dimension, Hint as Hint, Plan as Plan
+    from autofit.prediction.predict import Prediction as Prediction, predict as predict
+    from autofit.probing.probe import probe as probe
+    from autofit.report.report import Report as Report, load as load
+    from autofit.searching.search import search as search
+    from autofit.strategy import Numerics as Numerics, Phase as Phase, Strategy as Strategy
+    from autofit.training.training import Training as Training
+    from autofit.training.workload import Workload as Workload
 
 _HOMES = {
     "autofit.checks.check": ("check",),
@@ -95,6 +67,7 @@ _HOMES = {
     "autofit.training.workload": ("Workload",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from autofit.plan import Plan
@@ -93,6 +93,24 @@ def mark_users(error: BaseException) -> None:
 def is_users(error: BaseException) -> bool:
     """Whether it was noted that the user's own code raised it."""
     return "_raised_by_users_code" in vars(error)
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether autofit's own code raised it, or passed to C what that refused."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename in _own_files()
+
+
+def is_users_class(named: Any) -> bool:
+    """Whether a class or function is of none of torch, numpy, autofit and the standard library.
+
+    The library's namespaces, containers and generators are as good as the user's.
+    """
+    return (named.__module__ or "").partition(".")[0] not in _NOT_THE_USERS
+
+
+_HOLDERS = {"argparse", "collections", "functools", "random", "types"}
+_NOT_THE_USERS = {"torch", "numpy", "autofit", *sys.stdlib_module_names} - _HOLDERS
 
 
 @contextmanager

@@ -209,29 +209,6 @@ class ResolvedPlan:
             if settings := settings_of(strategy.name, self.plan.settings):
                 yield strategy, settings, settings_of(strategy.name, self.payloads)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, with the strategies by name."""
-        return {
-            "plan": self.plan.to_dict(),
-            "payloads": dict(self.payloads),
-            "strategies": [strategy.name for strategy in self.strategies],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], strategies: Sequence[Strategy]) -> ResolvedPlan:
-        """Return the resolved plan that `to_dict` wrote, its strategies taken from those given.
-
-        Raises:
-            InvalidRequest: a strategy of the plan is not among those given.
-        """
-        own = tuple(strategy for strategy in strategies if strategy.name in data["strategies"])
-        if missing := sorted(set(data["strategies"]) - {strategy.name for strategy in own}):
-            raise InvalidRequest(
-                f"the plan was resolved with strategies that are not given here: "
-                f"{', '.join(missing)}; give them too"
-            )
-        return cls(Plan.from_dict(data["plan"]), data["payloads"], own)
-
 
 @dataclass(frozen=True)
 class Hint:

@@ -90,10 +90,7 @@ class Space:
 
     def allows(self, settings: Settings) -> bool:
         """Return whether the `when` of every setting that is not at its first value holds."""
-        return all(
-            settings[name] == dimension.values[0] or dimension.allowed_with(settings)
-            for name, dimension in self.dimensions.items()
-        )
+        return all(dimension.allowed_with(settings) for dimension in self._changed(settings))
 
     def complete(self, settings: Mapping[str, Scalar]) -> Settings:
         """Return the settings with every missing one at its first value.
@@ -114,17 +111,17 @@ class Space:
 
     def is_costly(self, settings: Settings) -> bool:
         """Return whether a value of the variant is marked as costly to try."""
-        return any(
-            dimension.trial_cost_s > 0 and settings[name] != dimension.values[0]
-            for name, dimension in self.dimensions.items()
-        )
+        return any(dimension.trial_cost_s > 0 for dimension in self._changed(settings))
 
     def needs_fresh_worker(self, settings: Settings) -> bool:
         """Return whether a value of the variant needs a worker of its own."""
-        return any(
-            dimension.fresh_worker and settings[name] != dimension.values[0]
-            for name, dimension in self.dimensions.items()
-        )
+        return any(dimension.fresh_worker for dimension in self._changed(settings))
+
+    def _changed(self, settings: Settings) -> Iterator[Dimension]:
+        """Yield the dimensions that are not at their first value."""
+        for name, dimension in self.dimensions.items():
+            if settings[name] != dimension.values[0]:
+                yield dimension
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """Return the payloads of these values, by setting."""

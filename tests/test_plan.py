@@ -14,7 +14,6 @@ from autofit.plan import (
     Dimension,
     Hint,
     Plan,
-    ResolvedPlan,
     Scalar,
     payloads_of,
     settings_of,
@@ -164,9 +163,3 @@ def test_counts_may_come_from_numpy() -> None:
     plan = Plan.split(np.int64(10), np.int64(4))  # type: ignore[arg-type]  # they are no ints
     assert plan == Plan.split(10, 4)
     assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
-
-
-def test_a_resolved_plan_names_the_strategies_that_are_missing() -> None:
-    data = {"plan": Plan(4).to_dict(), "payloads": {}, "strategies": ["precision", "lost"]}
-    with pytest.raises(InvalidRequest, match="lost, precision"):
-        ResolvedPlan.from_dict(data, ())

@@ -27,6 +27,7 @@ from autofit.cli.options import (
     Target,
     read_budget,
 )
+from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest, users_code
 from autofit.units import format_bytes
 
@@ -53,12 +54,8 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a plan needs on a GPU, without one."""
-    options = PlanOptions(
-        micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
-    )
+    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
     with stdout_for_results_only():
-        from autofit.cli.target import load_target
-
         workload = load_target(target)
         from autofit.prediction.predict import predict as run
 
@@ -110,13 +107,8 @@ def check(
 
     if report_file is not None and plan_file is not None:
         raise InvalidRequest("--report includes the plan of --plan: leave --plan out")
-    options = PlanOptions(
-        micro_batch,
-        accumulation_steps,
-        global_batch,
-        tuple(setting or ()),
-        report_file or plan_file,
-    )
+    plan_file = report_file or plan_file
+    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
     tuned = options.report if report_file is not None else None
     allowed = read_fraction(max_regression)
     with stdout_for_results_only(), _errors_shown(target, junit_xml):
@@ -151,8 +143,6 @@ def register(app: typer.Typer) -> None:
 def _verdict(
     target: str, options: PlanOptions, tuned: Report | None, *, strategies: Any, **how: Any
 ) -> Verdict:
-    from autofit.cli.target import load_target
-
     workload = load_target(target)
     from autofit.checks.check import check as run
 

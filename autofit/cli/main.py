@@ -44,6 +44,7 @@ from autofit.cli.options import (
     check_writable,
     read_budget,
 )
+from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
 from autofit.units import format_bytes
 
@@ -108,11 +109,7 @@ def search(
     for path in out or ():
         check_writable(path)
     with stdout_for_results_only():
-        from autofit.cli.target import load_target
-
-        workload = load_target(
-            target
-        )  # first, so that a mistyped one is refused before the slow imports
+        workload = load_target(target)  # before the slow imports: it may be mistyped
         from autofit.searching.search import search as run
 
         if global_batch is not None:
@@ -165,12 +162,8 @@ def probe(
     as_json: AsJson = False,
 ) -> None:
     """Run one plan and print its memory and speed."""
-    options = PlanOptions(
-        micro_batch, accumulation_steps, global_batch, tuple(setting or ()), plan_file
-    )
+    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
     with stdout_for_results_only():
-        from autofit.cli.target import load_target
-
         workload = load_target(target)
         from autofit.probing.probe import probe as run
 
@@ -217,8 +210,6 @@ def soak(
     if searched is None:
         raise InvalidRequest(f"{path} does not name its target: give TARGET")
     with stdout_for_results_only():
-        from autofit.cli.target import load_target
-
         result = report.soak(load_target(searched), steps=steps, device=device, isolation=isolation)
     print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
     if not result.passed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,13 +61,13 @@ class PlanOptions:
     micro_batch: int | None = None
     accumulation_steps: int | None = None
     global_batch: int | None = None
-    settings: tuple[str, ...] = ()
+    settings: Sequence[str] | None = None
     plan_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.plan_file is not None and self._has_any:
             raise InvalidRequest("--plan sets the whole plan: leave the other plan options out")
-        for text in self.settings:
+        for text in self.settings or ():
             _read_setting(text)
 
     @property
@@ -99,7 +100,7 @@ class PlanOptions:
             payloads = self.report.record.payloads(self.report.best.plan.settings)
         elif self._has_any:
             counts = self.micro_batch, self.accumulation_steps, self.global_batch
-            plan = workload.plan(*counts, dict(_read_setting(text) for text in self.settings))
+            plan = workload.plan(*counts, dict(map(_read_setting, self.settings or ())))
         return {"plan": plan, "payloads": payloads}
 
 

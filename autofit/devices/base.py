@@ -44,13 +44,6 @@ class Environment:
     python: str = platform.python_version()
 
 
-class Mark(Protocol):
-    """A point in a device's time."""
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Return seconds since an earlier mark; only after `Device.synchronize`."""
-
-
 class Device(Protocol):
     """One device, used by this process."""
 
@@ -97,8 +90,11 @@ class Device(Protocol):
     def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the parameters and buffers of a module to the device, and return that module."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Any:
         """Return the moment at which the work queued so far ends."""
+
+    def seconds_between(self, earlier: Any, later: Any) -> float:
+        """Return the seconds from one mark to a later one; only after `synchronize`."""
 
     def synchronize(self) -> None:
         """Wait for all queued work."""

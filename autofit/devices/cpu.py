@@ -44,6 +44,14 @@ class TracedDevice:
         """Return the tensor itself."""
         return tensor
 
+    def mark(self) -> float:
+        """Return the time of the host's monotonic clock."""
+        return time.perf_counter()
+
+    def seconds_between(self, earlier: float, later: float) -> float:
+        """Return the difference of two times."""
+        return later - earlier
+
     def synchronize(self) -> None:
         """Do nothing: work is done when its call returns."""
 
@@ -111,26 +119,11 @@ class CpuDevice(TracedDevice):
         model._apply(lambda tensor: tensor.to("cpu", copy=True))  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
         return model
 
-    def mark(self) -> CpuMark:
-        """Return the current time."""
-        return CpuMark()
-
     def check_health(self) -> None:
         """Sum a small tensor."""
         total = float(torch.ones(1024).sum())
         if total != 1024.0:
             raise DeviceUnavailable(f"the CPU added 1024 ones up to {total}")
-
-
-class CpuMark:
-    """A time of the host's monotonic clock."""
-
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def seconds_since(self, earlier: CpuMark) -> float:
-        """Return seconds since an earlier mark."""
-        return self._at_s - earlier._at_s
 
 
 def _host_memory(

@@ -130,9 +130,15 @@ class CudaDevice:
         """Move the model to the GPU, and return it."""
         return model.to(self.torch_device)
 
-    def mark(self) -> CudaMark:
+    def mark(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        return CudaMark()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+        event.record()
+        return event
+
+    def seconds_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Return the seconds between two events, once the device has passed both."""
+        return float(earlier.elapsed_time(later)) / 1e3
 
     def synchronize(self) -> None:
         """Wait for all work on the GPU."""
@@ -221,15 +227,3 @@ class CudaDevice:
         del block
         self.release_cache()
         return found if found in after and 0 <= outside <= CONTEXT_BYTES else None
-
-
-class CudaMark:
-    """A CUDA event with a time."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
-        self._event.record()
-
-    def seconds_since(self, earlier: CudaMark) -> float:
-        """Return seconds since an earlier event, once the device has passed both."""
-        return float(earlier._event.elapsed_time(self._event)) / 1e3

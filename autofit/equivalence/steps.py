@@ -29,7 +29,7 @@ from autofit.equivalence.comparison import (
     StepTrace,
     compare,
 )
-from autofit.errors import release_exception
+from autofit.errors import is_users_class, release_exception
 from autofit.snapshot import process
 from autofit.snapshot.objects import generator_access
 from autofit.snapshot.snapshot import Snapshot
@@ -47,9 +47,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-# Objects of these packages hold no state of a model's; loggers, for example, are the process's.
-_NOT_THE_USERS = frozenset({"torch", *sys.stdlib_module_names}) - {"types", "argparse"}
 
 
 class StepComparer:
@@ -74,8 +71,8 @@ class StepComparer:
             (p, checksum(p), p.detach().to("cpu", copy=True)) for p in model.parameters()
         ]
         live = {"model": model, "optimizer": training.optimizer}
-        with _one_thread(self._is_exact):  # which a snapshot would put back, too
-            self._start = Snapshot.take(live, but=model.parameters())
+        with one_thread(self._is_exact):  # which a snapshot would put back, too
+            self._start = Snapshot(live, but=model.parameters())
         self._noise = NoiseFloor(most=0.0 if self._is_exact else MOST_NOISE)
         self._reference: StepTrace | None = None
         self._key: object = None
@@ -96,7 +93,7 @@ class StepComparer:
             torch.OutOfMemoryError: one of the steps does not fit into memory.
             Exception: whatever else the reference step raises.
         """
-        with _one_thread(self._is_exact):
+        with one_thread(self._is_exact):
             if self._reference is None or self._key != (key, seed, update):
                 self._reference = None  # frees its device memory for its successor
                 self._reference = self._step(reference, seed, update)
@@ -252,7 +249,7 @@ def _outside(model: nn.Module) -> dict[str, float]:
             if name not in _OF_TORCH and _is_helper(value):
                 spaces.setdefault(id(value), (f"attribute {path}.{name}.", vars(value)))
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
-        if _is_the_users(cls):
+        if is_users_class(cls):
             spaces[id(cls)] = f"class attribute {cls.__qualname__}.", vars(cls)
             for method in vars(cls).values():
                 if isinstance(method, FunctionType):
@@ -267,11 +264,7 @@ def _outside(model: nn.Module) -> dict[str, float]:
 
 def _is_helper(value: Any) -> bool:
     """Return whether this is an object of the user's own with attributes."""
-    return hasattr(value, "__dict__") and not callable(value) and _is_the_users(type(value))
-
-
-def _is_the_users(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] not in _NOT_THE_USERS
+    return hasattr(value, "__dict__") and not callable(value) and is_users_class(type(value))
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -293,7 +286,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _one_thread(is_exact: bool) -> Iterator[None]:
+def one_thread(is_exact: bool = True) -> Iterator[None]:
     """Compute in one thread where that repeats to the bit: several add in any order."""
     threads = torch.get_num_threads()
     if is_exact:

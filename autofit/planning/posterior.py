@@ -162,9 +162,7 @@ class Posterior:
 
     def held_bytes(self, plan: Plan) -> Array:
         """(draws,): the bytes that the plan holds according to its line."""
-        index = self.index(plan)
-        slope = np.exp(self.memory.slope[:, index])
-        held: Array = np.exp(self.memory.intercept[:, index]) + slope * plan.micro_batch
+        held: Array = self.memory.value_at(plan.micro_batch)[:, self.index(plan)]
         return held
 
     @property

@@ -62,17 +62,5 @@ class MetaDevice(TracedDevice):
         model._apply(self.place)  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
         return model
 
-    def mark(self) -> MetaMark:
-        """Return a mark; a dry run takes no time."""
-        return MetaMark()
-
     def check_health(self) -> None:
         """Do nothing: there is no device that could fail."""
-
-
-class MetaMark:
-    """A mark of a device on which everything takes no time."""
-
-    def seconds_since(self, earlier: MetaMark) -> float:
-        """Return 0.0."""
-        return 0.0

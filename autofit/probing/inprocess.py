@@ -18,7 +18,7 @@ import torch
 
 from autofit.devices.open import open_device
 from autofit.errors import SearchTimedOut
-from autofit.probing.messages import Deadline, DeviceFacts, ProbeRequest, Reply, Request, Tell
+from autofit.probing.messages import Deadline, DeviceFacts, Reply, Request, Tell
 from autofit.probing.session import Session
 from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
@@ -55,9 +55,9 @@ class InProcessChannel:
         self._borrowed = ExitStack()  # each goes back, whatever becomes of the others
         self._borrowed.callback(self._leave_device)
         try:
-            self._facts = DeviceFacts(opened.total_bytes, opened.free_bytes, opened.exclusive_key)
+            self._facts = DeviceFacts.of(opened)
             self._borrowed.enter_context(_plain_modes())
-            self._snapshot = Snapshot.take(live_objects(workload))
+            self._snapshot = Snapshot(live_objects(workload))
             self._session = Session(self._restored, strategies, self._device, seed=seed)
             self._spares_collections = gc.get_freeze_count() == 0  # else thawing undoes the user's
             if self._spares_collections:
@@ -76,11 +76,7 @@ class InProcessChannel:
         if deadline.ends_search and not deadline.seconds_left:
             raise SearchTimedOut("the time of the search is over")
         try:
-            if isinstance(request, ProbeRequest):
-                reply = self._session.probe(request)
-            else:
-                self._session.tell = tell
-                reply = self._session.run(request)
+            reply = self._session.answer(request, tell)
             self._device_fault = reply.device_fault
         finally:
             self._put_back()

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from autofit.devices.base import Device, Mark, MemoryReading
+from autofit.devices.base import Device, MemoryReading
 from autofit.errors import collect_garbage
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.messages import ProbeRequest
@@ -71,7 +72,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
                     steps.end_bytes.append(device.allocated_bytes())
             device.synchronize()
             steps.loss = float(loss)
-            steps.times_s += (_seconds(marks, scale) for marks in block)
+            steps.times_s += (_seconds(device, marks, scale) for marks in block)
             if not math.isfinite(steps.loss):
                 break
         after = device.read()
@@ -111,7 +112,7 @@ def _scale(training: Training) -> float:
     return 1.0 if training.scaler is None else float(training.scaler.get_scale())
 
 
-def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Mark]]:
+def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
     """Run one optimizer step; return its loss and marks at its start, before and after the update.
 
     With a train_step the whole step counts as micro-batches: nobody knows where its update begins.
@@ -127,10 +128,10 @@ def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tenso
     return loss, [start, middle, device.mark()]
 
 
-def _seconds(marks: Sequence[Mark], scale: float) -> float:
+def _seconds(device: Device, marks: Sequence[Any], scale: float) -> float:
     """Return the seconds of a step, those of its micro-batches scaled to all of the plan's."""
     start, middle, end = marks
-    return middle.seconds_since(start) * scale + end.seconds_since(middle)
+    return device.seconds_between(start, middle) * scale + device.seconds_between(middle, end)
 
 
 def _measurement(

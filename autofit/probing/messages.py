@@ -14,12 +14,20 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import cloudpickle
 
-from autofit.errors import AutofitError, DeviceUnavailable, WorkloadFailed, mark_users
+from autofit.errors import (
+    AutofitError,
+    DeviceUnavailable,
+    WorkloadFailed,
+    is_users,
+    mark_users,
+    traceback_text,
+)
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.faults import text_of
@@ -27,6 +35,7 @@ from autofit.probing.serialization import dumps, unreachable_by_value
 from autofit.strategy import Strategy
 
 if TYPE_CHECKING:
+    from autofit.devices.base import Device
     from autofit.probing.session import Session
 
 
@@ -94,7 +103,8 @@ class Reply:
 
     Attributes:
         value: the `Measurement` of a probe; the return value of a call.
-        exception: what the user's code raised: for outcome user_error, or out of a call.
+        exception: what the user's code raised, for outcome user_error; or what came out of a call,
+            marked where it is the user's (`autofit.errors.is_users`).
         traceback: its traceback as text, where the exception itself has lost it.
         spent: the process should not answer another request.
         device_fault: how the device fails at a small computation now; None: it works.
@@ -110,13 +120,11 @@ class Reply:
     device_fault: str | None = None
     worth_repeating: bool = False
 
-    def users_exception(self) -> BaseException | None:
+    def exception_to_raise(self) -> BaseException | None:
         """Return the exception as the user is to see it, with the traceback text as its cause."""
         error = self.exception
-        if error is not None:
-            mark_users(error)
-            if self.traceback and not isinstance(error, AutofitError):
-                error.__cause__ = WorkerTraceback(self.traceback)
+        if error is not None and self.traceback and not isinstance(error, AutofitError):
+            error.__cause__ = WorkerTraceback(self.traceback)
         return error
 
 
@@ -154,6 +162,11 @@ class DeviceFacts:
     total_bytes: int
     free_bytes: int
     exclusive_key: str | None
+
+    @classmethod
+    def of(cls, device: Device) -> DeviceFacts:
+        """Return the facts of a device."""
+        return cls(device.total_bytes, device.free_bytes, device.exclusive_key)
 
 
 class DeviceFull(DeviceUnavailable):
@@ -250,7 +263,6 @@ class Channel(Protocol):
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal the worker prints its main thread's stack."""
 _MOST_PICKLED_BYTES = 2**20
-_NOT_SENT = {"resolved", "expected_seconds", "seconds_left"}  # only the parent keeps the time
 
 
 def send(stream: IO[str], message: Mapping[str, Any]) -> None:
@@ -269,50 +281,38 @@ def reply_to(number: int, line: str) -> dict[str, Any] | None:
     return message if is_it else None
 
 
-def request_to_dict(request: Request) -> dict[str, Any]:
-    """Return the JSON form of a request."""
-    if isinstance(request, Call):
-        with unreachable_by_value():
-            function = _encoded(dumps(request.function))
-        return {"function": function, "vram_budget_bytes": request.vram_budget_bytes}
-    sent = {field.name for field in fields(request)} - _NOT_SENT
-    return {
-        "resolved": request.resolved.to_dict(),
-        **{name: getattr(request, name) for name in sent},
-    }
+def request_to_dict(request: Request, strategies: Sequence[Strategy]) -> dict[str, Any]:
+    """Return the JSON form of a request; these strategies are named in it, not contained."""
+    by_value = unreachable_by_value() if isinstance(request, Call) else nullcontext()
+    with by_value:
+        return {"request": _encoded(dumps(request, {id(each): each.name for each in strategies}))}
 
 
 def request_from_dict(data: Mapping[str, Any], strategies: Sequence[Strategy]) -> Request:
-    """Return the request that `request_to_dict` wrote, its strategies taken from those given."""
-    if "function" in data:
-        return Call(pickle.loads(base64.b64decode(data["function"])), data["vram_budget_bytes"])
-    sent = {field.name: data[field.name] for field in fields(ProbeRequest) if field.name in data}
-    return ProbeRequest(**sent | {"resolved": ResolvedPlan.from_dict(data["resolved"], strategies)})
+    """Return the request that `request_to_dict` wrote, with those of the strategies here."""
+    reader = pickle.Unpickler(io.BytesIO(base64.b64decode(data["request"])))
+    by_name = {strategy.name: strategy for strategy in strategies}
+    reader.persistent_load = by_name.__getitem__  # type: ignore[method-assign]  # as its manual says
+    request: Request = reader.load()
+    return request
 
 
 def reply_to_dict(reply: Reply) -> dict[str, Any]:
     """Return the JSON form of a reply."""
     error = reply.exception
     return {
-        "value": _encoded(dumps(reply.value)),
+        "reply": _encoded(dumps(replace(reply, exception=None))),
         "exception": exception_to_dict(error, reply.traceback) if error is not None else None,
-        "spent": reply.spent,
-        "device_fault": reply.device_fault,
-        "worth_repeating": reply.worth_repeating,
     }
 
 
 def reply_from_dict(data: Mapping[str, Any]) -> Reply:
     """Return the reply that `reply_to_dict` wrote."""
     raised = data["exception"]
-    return Reply(
-        pickle.loads(base64.b64decode(data["value"])),
-        exception=exception_from_dict(raised) if raised else None,
-        traceback=raised["traceback"] if raised else None,
-        spent=data["spent"],
-        device_fault=data["device_fault"],
-        worth_repeating=data["worth_repeating"],
-    )
+    reply: Reply = pickle.loads(base64.b64decode(data["reply"]))
+    if not raised:
+        return reply
+    return replace(reply, exception=exception_from_dict(raised), traceback=raised["traceback"])
 
 
 def _encoded(data: bytes) -> str:
@@ -330,23 +330,32 @@ class WorkerTraceback(Exception):
 
 
 def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[str, Any]:
-    """Return an exception as JSON data: by value where possible, and always as text."""
+    """Return an exception as JSON data: by value where possible, and always as text.
+
+    Args:
+        exception: the exception.
+        traceback: its traceback as text; None: that which it still has.
+    """
+    if traceback is None and exception.__traceback__ is not None:
+        traceback = traceback_text(exception)
     return {
         "type": f"{type(exception).__module__}.{type(exception).__qualname__}",
         "message": text_of(exception)[:4096],
         "traceback": (traceback or "")[-16384:],
         "pickled": _pickled(exception),
+        "is_users": is_users(exception),
     }
 
 
 def exception_from_dict(data: Mapping[str, Any]) -> BaseException:
     """Return the exception with its own type; `WorkloadFailed` where it did not travel by value."""
+    error: BaseException = WorkloadFailed(f"{data['type']}: {data['message']}")
     if data["pickled"] is not None:
-        try:
-            return _loads(base64.b64decode(data["pickled"]))
-        except Exception:  # its class is the user's: unpickling it may do anything
-            pass
-    return WorkloadFailed(f"{data['type']}: {data['message']}")
+        with suppress(Exception):  # its class is the user's: unpickling it may do anything
+            error = _loads(base64.b64decode(data["pickled"]))
+    if data["is_users"]:
+        mark_users(error)
+    return error
 
 
 def _pickled(exception: BaseException) -> str | None:

@@ -35,7 +35,6 @@ from autofit.probing.messages import (
     ProbeRequest,
     ProbeResult,
     Reply,
-    Request,
     Tell,
     tell_nobody,
 )
@@ -239,7 +238,7 @@ class Prober(AbstractContextManager["Prober"]):
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
         if reply.spent and self._channel.is_replaceable and seen.outcome.may_be_accident:
             self._note_lost_worker(request.plan, seen)
-        return ProbeResult(seen, reply.users_exception())
+        return ProbeResult(seen, reply.exception_to_raise())
 
     def compare(
         self,
@@ -277,7 +276,7 @@ class Prober(AbstractContextManager["Prober"]):
             self._settle(reply)
         except NoReply as lost:
             raise WorkerFailed(lost.detail) from None
-        if (error := reply.users_exception()) is not None:
+        if (error := reply.exception_to_raise()) is not None:
             raise error
         result: _Result = reply.value
         return result

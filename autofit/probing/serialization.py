@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import cloudpickle
@@ -123,7 +123,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _HostPickler(_Pickler):
-    """Sends tensors of a device as host tensors, so that reading them makes no context there."""
+    """Sends tensors of a device as host tensors, so that reading them makes no context there.
+
+    Objects whose ids are in `names` are sent as these names.
+    """
+
+    names: Mapping[int, str]
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
         holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage)
@@ -133,10 +141,17 @@ class _HostPickler(_Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a small object (an exception, say), its tensors as host tensors."""
+def dumps(value: Any, names: Mapping[int, str] = MappingProxyType({})) -> bytes:
+    """Pickle a small object (an exception, say), its tensors as host tensors.
+
+    Args:
+        value: the object.
+        names: by id of an object in it, the name that is written in its place.
+    """
     buffer = io.BytesIO()
-    _HostPickler(buffer).dump(value)
+    pickler = _HostPickler(buffer)
+    pickler.names = names
+    pickler.dump(value)
     return buffer.getvalue()
 
 
@@ -200,11 +215,7 @@ def write_payload(payload: Payload, path: Path) -> None:
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
     try:
-        contents = {
-            "workload": workload,
-            "strategies": tuple(payload.strategies),
-            "computing": payload.computing,
-        }
+        contents = replace(payload, workload=workload, strategies=tuple(payload.strategies))
         with path.open("wb") as file, unreachable_by_value():
             torch.save(contents, file, pickle_module=PICKLE)
     except MemoryError:
@@ -245,7 +256,7 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
 
     try:
         # The file is the parent's own, written a moment ago: it runs only the user's code.
-        contents = torch.load(
+        payload: Payload = torch.load(
             path, map_location=place, pickle_module=pickle, weights_only=False, mmap=True
         )
     except torch.OutOfMemoryError:
@@ -254,8 +265,7 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
         raise InvalidRequest(
             f"the workload cannot be read in the worker process ({_words(error)}). {_WAYS_OUT}"
         ) from error
-    parts = ("workload", "strategies", "computing")
-    return Payload(*(contents[part] for part in parts))
+    return payload
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from autofit.devices.base import Device, MemoryReading
-from autofit.errors import release_exception, traceback_text
+from autofit.errors import mark_users, raised_here, release_exception, traceback_text
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.faults import (
     Fault,
@@ -23,10 +24,12 @@ from autofit.probing.faults import (
     spilled,
 )
 from autofit.probing.measure import measure
-from autofit.probing.messages import Call, ProbeRequest, Reply, Tell, tell_nobody
+from autofit.probing.messages import Call, ProbeRequest, Reply, Request, Tell, tell_nobody
 from autofit.strategy import Strategy
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
+
+_Read = TypeVar("_Read")
 
 RETAINED_BYTES = 8 * 2**20
 """More than this still allocated after a probe was cleaned up: the next one needs a new worker."""
@@ -60,6 +63,11 @@ class Session:
         self.tell: Tell = tell_nobody
         self._device = device
 
+    def answer(self, request: Request, tell: Tell) -> Reply:
+        """Run the plan, or call the function; what either raises is part of the reply."""
+        self.tell = tell
+        return self.probe(request) if isinstance(request, ProbeRequest) else self.run(request)
+
     def run(self, call: Call) -> Reply:
         """Call a function within its budget; what it raises is part of the reply."""
         value: object = None
@@ -71,6 +79,8 @@ class Session:
             raise
         except BaseException as raised:  # a SystemExit of the user's is the user's error too
             error = raised
+            if not raised_here(error):
+                mark_users(error)
         fault = self.device_fault()
         return Reply(value, exception=error, spent=fault is not None, device_fault=fault)
 
@@ -97,7 +107,8 @@ class Session:
             release_exception(error)
         self.builder.reclaim_or_not()
         reply = self._judged(measured, fault, budget, before, foreign_before)
-        if reply.value.outcome is Outcome.USER_ERROR:
+        if error is not None and reply.value.outcome is Outcome.USER_ERROR:
+            mark_users(error)
             reply = replace(reply, exception=error, traceback=text)
         return reply
 
@@ -159,19 +170,12 @@ class Session:
 
     def _foreign_bytes(self) -> int | None:
         """Return the bytes that other processes hold; None: unknown, as on a dead device."""
-        try:
-            return self._device.foreign_bytes()
-        except Exception as error:
-            release_exception(error)
-            return None
+        return _unless_dead(self._device.foreign_bytes)
 
     def _retained(self, before: MemoryReading) -> int:
         """Return the bytes that outlived the probe; 0 where a dead device cannot be read."""
-        try:
-            return self._device.read().allocated_bytes - before.allocated_bytes
-        except Exception as error:
-            release_exception(error)
-            return 0
+        after = _unless_dead(self._device.read)
+        return 0 if after is None else after.allocated_bytes - before.allocated_bytes
 
     def _health_fault(self) -> Fault | None:
         """Return how the device fails at a small computation; out of memory is not a failure."""
@@ -181,4 +185,13 @@ class Session:
             fault = fault_of(error)
             answers = fault.outcome is Outcome.OOM and not fault.kills_context
             return None if answers else replace(fault, outcome=Outcome.POISONED, kills_context=True)
+        return None
+
+
+def _unless_dead(read: Callable[[], _Read]) -> _Read | None:
+    """Return what the device says; None where it is dead and raises."""
+    try:
+        return read()
+    except Exception as error:
+        release_exception(error)
         return None

@@ -13,19 +13,19 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from autofit.devices.base import Device
 from autofit.devices.open import open_device
-from autofit.errors import DeviceUnavailable, traceback_text
+from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import (
     STACK_SIGNAL,
-    ProbeRequest,
+    DeviceFacts,
     Reply,
     reply_to_dict,
     request_from_dict,
@@ -56,25 +56,17 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
                 session, device = _open(message["open"])
                 answer = {"device": device, "exception": None}
             else:
-                session.tell = partial(_tell, replies, message["number"])
-                answer = _answer(session, message)
+                request = request_from_dict(message, session.strategies)
+                tell = partial(_tell, replies, message["number"])
+                answer = reply_to_dict(session.answer(request, tell))
         # The device could not be opened, a result does not pickle, or unpickling the workload ended
         except (Exception, SystemExit) as error:
-            answer = reply_to_dict(Reply(exception=error, traceback=traceback_text(error)))
+            answer = reply_to_dict(Reply(exception=error))
         if os.getpid() != own_pid:
             os._exit(0)  # the user's code forked, and this is the twin
         send(replies, {**answer, "number": message["number"]})
         if answered < 2:  # opened; then trained for the first time
             _spare_collections()
-
-
-def _answer(session: Session, message: Mapping[str, Any]) -> dict[str, Any]:
-    request = request_from_dict(message, session.strategies)
-    if isinstance(request, ProbeRequest):
-        return reply_to_dict(session.probe(request))
-    reply = session.run(request)
-    text = None if reply.exception is None else traceback_text(reply.exception)
-    return reply_to_dict(reply) if text is None else reply_to_dict(replace(reply, traceback=text))
 
 
 def _tell(replies: IO[str], number: int, stage: str) -> None:
@@ -92,11 +84,7 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         device,
         seed=opening["seed"],
     )
-    return session, {
-        "total_bytes": device.total_bytes,
-        "free_bytes": device.free_bytes,
-        "exclusive_key": device.exclusive_key,
-    }
+    return session, asdict(DeviceFacts.of(device))
 
 
 def _open_device(name: str | None) -> Device:

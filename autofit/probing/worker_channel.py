@@ -79,6 +79,7 @@ class WorkerChannel:
     ) -> None:
         self._process: WorkerProcess | None = None
         self._device: DeviceFacts | None = None
+        self._strategies = strategies
         self._file = nameless_file()
         self.payload = Path(f"/dev/fd/{self._file.fileno()}")
         self._opening = {
@@ -119,7 +120,8 @@ class WorkerChannel:
 
     def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
         """Send a request; a worker that does not answer is ended."""
-        return reply_from_dict(self._exchange(request_to_dict(request), deadline, tell))
+        sent = request_to_dict(request, self._strategies)
+        return reply_from_dict(self._exchange(sent, deadline, tell))
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""

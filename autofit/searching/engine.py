@@ -139,13 +139,13 @@ class _Search:
         store: Store,
         foreign_sampler: BaseSampler | None,
         allowance: Allowance,
-        tell: events.OnEvent,
+        on_event: events.OnEvent,
         *,
         may_veto: bool,
     ) -> None:
         self._prober, self._spec, self._store = prober, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
-        self._allowance, self._tell = allowance, tell
+        self._allowance, self._on_event = allowance, on_event
         self._trials = store.trials
         self._posterior = Posterior(spec, self._trials)
         self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
@@ -240,7 +240,7 @@ class _Search:
                 return True
             if not has_begun:
                 has_begun = True
-                self._tell(events.Confirming(stopped_because, self._progress()))
+                self._on_event(events.Confirming(stopped_because, self._progress()))
                 self._prober.renew()
             try:
                 trial = self._probe(plan, Role.CONFIRMED)
@@ -284,14 +284,16 @@ class _Search:
             if veto is not None:
                 role, measurement = Role.VETOED, veto
             else:
-                self._tell(events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress()))
+                self._on_event(
+                    events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress())
+                )
                 runs_alone = self._spec.space.needs_fresh_worker(plan.settings)
                 if runs_alone:
                     self._prober.renew()
                 probed = self._prober.probe(self._request(plan, role, forecast.seconds))
                 first = probed.measurement
                 if self._may_be_accident(plan, first) and self._prober.renew():
-                    self._tell(events.Repeating(plan, first, self._progress()))
+                    self._on_event(events.Repeating(plan, first, self._progress()))
                     probed = self._prober.probe(self._request(plan, role, forecast.seconds))
                 if runs_alone:
                     self._prober.renew()
@@ -302,7 +304,7 @@ class _Search:
         self._trials = self._store.trials
         self._posterior = self._posterior.updated(self._trials)
         finished = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
-        self._tell(finished(trial, self._progress()))
+        self._on_event(finished(trial, self._progress()))
         error = error or result.workload_failure(trial)
         if error is not None:
             raise error

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 
+from autofit.errors import is_users_class
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -29,7 +31,6 @@ _ENTERED = (
     torch.amp.GradScaler,
 )
 _PLUMBING = ("._parameters", "._buffers", "._modules")
-_NOT_THE_USERS = {"torch", "autofit", "numpy", "builtins"}
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """The attributes of a tensor that hold the hooks registered on it."""
@@ -88,7 +89,7 @@ def _parts(place: str, node: object, home: str | None) -> Iterator[tuple[str, ob
         yield f"{place}.__func__", node.__func__
     elif isinstance(node, FunctionType):
         yield from _parts_of_function(place, node, home)
-    elif callable(node) and not isinstance(node, type) and _is_users(type(node)):
+    elif callable(node) and not isinstance(node, type) and is_users_class(type(node)):
         yield from (
             (f"{place}.{key}", value) for key, value in getattr(node, "__dict__", {}).items()
         )
@@ -98,7 +99,7 @@ def _parts(place: str, node: object, home: str | None) -> Iterator[tuple[str, ob
 def _parts_of_function(
     place: str, function: FunctionType, home: str | None
 ) -> Iterator[tuple[str, object]]:
-    if not _is_users(function):
+    if not is_users_class(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != CellType():  # an empty one: its variable is not bound yet
@@ -122,10 +123,6 @@ def _names(code: CodeType) -> set[str]:
 
 def _numbered(place: str, values: Iterable[object]) -> Iterator[tuple[str, object]]:
     return ((f"{place}[{index}]", value) for index, value in enumerate(values))
-
-
-def _is_users(named: Any) -> bool:
-    return (named.__module__ or "").partition(".")[0] not in _NOT_THE_USERS
 
 
 def walk(root: object, name: str) -> Iterator[tuple[str, object]]:

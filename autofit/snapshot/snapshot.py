@@ -1,6 +1,6 @@
 """Snapshots: put live objects and the process back as they were, or tell what has changed.
 
-`Snapshot.take` before, `restore` after, whatever happened in between: for probes in the user's own
+`Snapshot` before, its `restore` after, whatever happened in between: for probes in the user's own
 process, dry runs, and steps that are compared. `digest` and `differences` compare two moments;
 tests use them, the conformance suite of strategies among them.
 
@@ -23,7 +23,6 @@ import torch
 from autofit.interrupts import interrupts_deferred
 from autofit.snapshot import process
 from autofit.snapshot.objects import (
-    Record,
     generator_access,
     gradient_of,
     has_values,
@@ -41,26 +40,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Snapshot:
-    """The state of some live objects and of this process, as far as a training may change it."""
+    """The state of some live objects and of this process, as far as a training may change it.
 
-    def __init__(self, records: list[Record], process: Mapping[str, Any]) -> None:
-        self._records = records
-        self._process = process
+    Tensor values are copied to the host: a snapshot takes no device memory.
 
-    @classmethod
-    def take(cls, objects: Mapping[str, object], *, but: Iterable[object] = ()) -> Snapshot:
-        """Record the objects, by name, and the process.
+    Args:
+        objects: by name, model and optimizer, for example; all that they hold is recorded.
+        but: those of the objects in them that are not.
+    """
 
-        Tensor values are copied to the host: a snapshot takes no device memory.
-
-        Args:
-            objects: model and optimizer, for example; all that they hold is recorded.
-            but: those of the objects in them that are not.
-        """
+    def __init__(self, objects: Mapping[str, object], *, but: Iterable[object] = ()) -> None:
         known = set(map(id, but))
         nodes = {id(node): node for name, root in objects.items() for _, node in walk(root, name)}
-        records = [record(node) for key, node in nodes.items() if key not in known]
-        return cls(records, process.take())
+        self._records = [record(node) for key, node in nodes.items() if key not in known]
+        self._process = process.take()
 
     def restore(self) -> None:
         """Put everything back in place; a Ctrl-C that comes meanwhile is handled afterwards.
@@ -86,7 +79,7 @@ class Snapshot:
 @contextmanager
 def preserved(objects: Mapping[str, object]) -> Iterator[None]:
     """Leave `objects` and the process as they were, however the body ends."""
-    snapshot = Snapshot.take(objects)
+    snapshot = Snapshot(objects)
     try:
         yield
     finally:

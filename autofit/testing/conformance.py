@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from autofit.equivalence.comparison import NoiseFloor, StepTrace, compare
-from autofit.equivalence.steps import gradients_noted
+from autofit.equivalence.steps import gradients_noted, one_thread
 from autofit.equivalence.strategy_context import PlainContext
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, Settings, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
@@ -74,7 +74,7 @@ def check_strategy(
     torch_device = torch.device(device)
     problems: list[str] = []
     tried = changed = 0
-    with _one_thread():
+    with one_thread():  # so small workloads only lose by sharing them out
         for build in workloads:
             case = Case(checked, build, torch_device, capabilities)
             for variant in case.variants():
@@ -256,14 +256,3 @@ def _is_training(difference: str) -> bool:
     """Return whether a training itself changes this: values, optimizer state, random states."""
     place = difference.split(":")[0]
     return place.endswith((" values", " gradient")) or "random" in place or ".state" in place
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Workloads as small as these only lose by sharing them out between threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -42,6 +42,7 @@ class SimulatedProber:
         seed: of all noise.
 
     Attributes:
+        vram_budget_bytes: as given.
         probed: the requests so far, in order.
         renewals: how often a fresh worker was requested.
     """
@@ -66,7 +67,7 @@ class SimulatedProber:
     ) -> None:
         if vram_budget_bytes <= 0:
             raise InvalidRequest(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
-        self._budget = vram_budget_bytes
+        self.vram_budget_bytes = vram_budget_bytes
         self._memory, self._step_time = memory, step_time
         self._memory_noise = memory_noise
         step_noise = time_noise if step_noise is None else step_noise
@@ -79,11 +80,6 @@ class SimulatedProber:
         self._closed = False
         self.probed: list[ProbeRequest] = []
         self.renewals = 0
-
-    @property
-    def vram_budget_bytes(self) -> int:
-        """The most that a plan may hold."""
-        return self._budget
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
         """Return the measurement of a plan, within the smaller of the two budgets.
@@ -98,7 +94,7 @@ class SimulatedProber:
 
     def _measurement(self, request: ProbeRequest) -> Measurement:
         plan = request.plan
-        budget = min(self._budget, request.vram_budget_bytes or self._budget)
+        budget = min(self.vram_budget_bytes, request.vram_budget_bytes or self.vram_budget_bytes)
         noise = random.Random(f"{self._seed}/{plan}/{self._times_asked[plan]}")
         self._times_asked[plan] += 1
         fault = self._fault(plan)

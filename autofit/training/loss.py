@@ -87,10 +87,6 @@ class Recipe:
             )
         return weight
 
-    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Forward and loss of one micro-batch, a scalar tensor."""
-        return self.loss_and_source(model, batch)[0]
-
     def loss_and_source(
         self, model: torch.nn.Module, batch: Batch
     ) -> tuple[torch.Tensor, LossSource]:

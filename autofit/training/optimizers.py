@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, users_code
 from autofit.training.batch import map_tensors
 from autofit.units import kind_of
 
@@ -136,7 +136,8 @@ def _optimizer_for(
         if place is not None:
             _place_state(entry, place)
         return entry
-    built = entry(list(model.parameters()))
+    with users_code():
+        built = entry(list(model.parameters()))
     if not isinstance(built, torch.optim.Optimizer):
         raise InvalidRequest(
             f"optimizer must make a torch.optim.Optimizer of parameters, got {kind_of(built)}"
@@ -153,14 +154,9 @@ def _place_state(optimizer: torch.optim.Optimizer, place: Place) -> None:
         for parameter in group["params"]
     }
     for parameter, state in optimizer.state.items():
-        # torch keeps step counts on the host, unless its kernels read them
-        counts = place if parameter in on_device else _as_it_is
 
-        def move(tensor: torch.Tensor, counts: Place = counts) -> torch.Tensor:
-            return place(tensor) if tensor.dim() else counts(tensor)
+        def move(tensor: torch.Tensor, counts_too: bool = parameter in on_device) -> torch.Tensor:
+            # torch keeps step counts on the host, unless its kernels read them
+            return place(tensor) if tensor.dim() or counts_too else tensor
 
         optimizer.state[parameter] = map_tensors(move, state)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -193,7 +193,7 @@ class Training(AbstractContextManager["Training"]):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch on the device, under the forward contexts."""
         with self.context():
-            return self.recipe.loss(self.model, batch)
+            return self.recipe.loss_and_source(self.model, batch)[0]
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Add the gradients of `weight * loss`.

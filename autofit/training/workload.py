@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, users_code
 from autofit.plan import Plan, Settings, check_count, steps_for
 from autofit.training.batch import (
     Batch,
@@ -93,14 +93,7 @@ class Workload:
     @property
     def recipe(self) -> Recipe:
         """The functions of the training loop."""
-        return Recipe(
-            loss_fn=self.loss_fn,
-            criterion=self.criterion,
-            loss_weight=self.loss_weight,
-            before_step=self.before_step,
-            clip_grad_norm=self.clip_grad_norm,
-            train_step=self.train_step,
-        )
+        return Recipe(**{field.name: getattr(self, field.name) for field in fields(Recipe)})
 
     @property
     def sample_batch_size(self) -> int:
@@ -123,7 +116,8 @@ class Workload:
         """
         if not self.makes_batches:
             return resize(self.sample_batch, samples)
-        made = self.sample_batch(samples)
+        with users_code():
+            made = self.sample_batch(samples)
         if batch_size(made) != samples:
             raise InvalidRequest(
                 f"the sample batch function was asked for {samples} samples and returned "
@@ -189,21 +183,14 @@ class Workload:
         """
         if isinstance(self.model, torch.nn.Module):
             return _with_shapes(self.model)
-        built = self.model()
+        with users_code():
+            built = self.model()
         if not isinstance(built, torch.nn.Module):
             raise InvalidRequest(f"the model function returned {kind_of(built)}, no nn.Module")
         return _with_shapes(built)
 
     def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
-        """The live optimizer, or a new one for the model's parameters.
-
-        Args:
-            model: on its device already.
-            place: how a live optimizer's state is moved there; None: it is there.
-
-        Raises:
-            InvalidRequest: a function made no optimizer, or its key names no submodule.
-        """
+        """Build the optimizer as `autofit.training.optimizers.build_optimizer` does."""
         return build_optimizer(self.optimizer, model, place)
 
 

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_HOLDERS = {"collections", "types", "argparse", "random"}
-"""The standard library's namespaces, containers and generators, which are as good as the user's."""
-
-_NOT_THE_USERS = frozenset({"torch", *sys.stdlib_module_names}) - _HOLDERS
-"""Objects of these hold no state of a model's; loggers, say, belong to the whole process."""
+from autofit.errors import is_users_class
 
 _Leaf = Callable[[Any], Any]
 
 _Known = dict[int, tuple[Any, Any]]
-"""What was copied, by its identity, which is its own for as long as it is kept here; its copy."""
+"""By id: an object that was copied, which keeps its id while it is held here, and its copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +29,7 @@ class _Slot:
 
 
 def take_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors in a nest of containers and objects, and a copy with a mark for each of them."""
+    """Return the tensors in a nest of containers and objects, and a copy with a mark for each."""
     tensors: list[torch.Tensor] = []
 
     def out(leaf: Any) -> Any:
@@ -47,7 +42,7 @@ def take_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def put_tensors(nest: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """What `take_tensors` took apart, with these tensors in it and containers of its own."""
+    """Return what `take_tensors` took apart, with these tensors and containers of its own."""
 
     def back(leaf: Any) -> Any:
         return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
@@ -58,16 +53,11 @@ def put_tensors(nest: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 def is_helper(value: Any) -> bool:
     """Whether this is an object of the user's own, with attributes that a forward may change."""
     has_attributes = hasattr(value, "__dict__") and not callable(value)
-    return has_attributes and is_the_users(type(value))
-
-
-def is_the_users(cls: type) -> bool:
-    """Whether a class comes from none of the packages whose objects hold no state of a model's."""
-    return cls.__module__.partition(".")[0] not in _NOT_THE_USERS
+    return has_attributes and is_users_class(type(value))
 
 
 def _rebuilt(value: Any, leaf: _Leaf, known: _Known) -> Any:
-    """A copy; what stands twice, or within itself, is copied once."""
+    """Return a copy; a part that occurs twice, or within itself, is copied once."""
     if isinstance(value, torch.Tensor | _Slot):
         return leaf(value)
     if value is None or isinstance(value, int | float | str):  # most of what there is
@@ -104,7 +94,7 @@ def _copied(value: Any, leaf: _Leaf, known: _Known) -> Any:
 
 
 def _copied_object(value: Any, leaf: _Leaf, known: _Known) -> Any:
-    """Attributes are read and written where they are kept, past properties and frozen classes."""
+    """Copy attributes where they are kept, past properties and frozen classes."""
     rebuilt = copy.copy(value)
     kept = getattr(value, "__dict__", {})
     if rebuilt is value or getattr(rebuilt, "__dict__", None) is kept:  # an enumeration's member
@@ -119,6 +109,6 @@ def _copied_object(value: Any, leaf: _Leaf, known: _Known) -> Any:
 
 
 def _fields(value: Any) -> list[str]:
-    """Of a dataclass, those that are set."""
+    """Return the names of the fields of a dataclass that are set."""
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return [field.name for field in fields if hasattr(value, field.name)]

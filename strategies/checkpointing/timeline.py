@@ -1,4 +1,4 @@
-"""What one forward pass kept for the backward, in order, and what a placement makes of it.
+"""The tensors that a forward pass saves, in order, and the peak that a placement makes of them.
 
 A timeline is a list of storages in the order they were first saved, and of calls of units over
 stretches of that list. From it follows what any set of checkpointed units would hold at every
@@ -66,7 +66,7 @@ class Timeline:
     calls: Sequence[Call]
 
     def of(self, units: Collection[str]) -> Timeline:
-        """The same savings, with the calls of these units alone."""
+        """Return the same savings with the calls of these units alone."""
         return replace(self, calls=[call for call in self.calls if call.unit in units])
 
     @cached_property
@@ -79,7 +79,7 @@ class Timeline:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """What plain training keeps for the backward pass."""
+        """Bytes that plain training keeps for the backward pass."""
         return sum(storage.nbytes for storage in self.storages if storage.saved)
 
     @cached_property
@@ -88,7 +88,7 @@ class Timeline:
         return 1 + max((storage.last for storage in self.storages), default=-1)
 
     def released(self, call: Call) -> torch.Tensor:
-        """Indices of the storages that are kept for this call alone, and are no input of it."""
+        """Return indices of the storages that are kept for this call alone, its inputs left out."""
         stretch = self._stretch(call.start, call.end)
         inside = [
             index
@@ -100,33 +100,33 @@ class Timeline:
         return torch.tensor(inside, dtype=torch.int64)
 
     def gain(self, unit: str) -> int:
-        """Bytes that plain training keeps and training with this one unit checkpointed does not."""
+        """Return the bytes that plain training keeps and checkpointing this one unit does not."""
         return sum(self._released_bytes[c] - self._newly_kept(c) for c in self.calls_of[unit])
 
     def held_until(self, position: int) -> int:
-        """Bytes that plain training has saved before this position."""
+        """Return the bytes that plain training has saved before this position."""
         index = self._index_of(position)
         return int(self._plain_held[index - 1]) if index else 0
 
     def bytes_of(self, indices: Collection[int], calls: Collection[Call]) -> int:
-        """Bytes of those of the storages that plain training saved first during these calls."""
+        """Return the bytes of those storages that plain training saved first during these calls."""
         firsts = [storage for index in indices if (storage := self.storages[index]).saved]
         inside = [s for s in firsts if any(call.start <= s.first < call.end for call in calls)]
         return sum(storage.nbytes for storage in inside)
 
     def most_within(self, start: int, end: int) -> int:
-        """The most that plain training holds while its backward pass is at these positions."""
+        """Return the most bytes of plain training while its backward is at these positions."""
         stretch = self._stretch(start, end)
         held = self._plain_held[stretch] + self._in_flight[stretch]
         return int(held.max()) if len(held) else 0
 
     def are_apart(self, units: Collection[str]) -> bool:
-        """Whether no call of these units lies within another one of them."""
+        """Return whether no call of these units lies within another one of them."""
         calls = [call for call in self.calls if call.unit in units and call.start < call.end]
         return all(one.end <= other.start for one, other in pairwise(calls))
 
     def peak(self, units: Collection[str]) -> int:
-        """Most bytes of activations and their gradients at once, with these units checkpointed."""
+        """Return the most bytes of activations and gradients, with these units checkpointed."""
         if not self.storages:
             return 0
         held, returned = self._saved.clone(), torch.zeros_like(self._bytes)
@@ -176,7 +176,7 @@ class Timeline:
 
     @cached_property
     def _returned(self) -> Mapping[Call, tuple[slice, torch.Tensor]]:
-        """What a call's recomputation has brought back, up to each position of its stretch."""
+        """Bytes that a call's recomputation has restored, up to each position of its stretch."""
         return {call: self._returned_by(call) for call in self.calls}
 
     def _returned_by(self, call: Call) -> tuple[slice, torch.Tensor]:

@@ -170,7 +170,7 @@ def test_a_cache_that_is_flushed_in_every_step_is_reported() -> None:
     measured = _measured(_plain(loss_fn=loss), Plan(4), limit=24 * MIB)
     assert measured.outcome is Outcome.RETRIES
     assert measured.allocator_retries == 1
-    assert measured.detail == "the allocator flushed its cache 1 times in the timed steps"
+    assert measured.detail == "the allocator flushed its cache 1 time in the timed steps"
 
 
 def test_float16_is_warmed_up_until_the_optimizer_has_made_its_state() -> None:

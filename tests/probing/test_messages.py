@@ -6,16 +6,17 @@ import errno
 import io
 import json
 import pickle
-from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users
+from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users, mark_users
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import (
+    Call,
     ProbeRequest,
     ProbeResult,
     Reply,
@@ -27,6 +28,7 @@ from autofit.probing.messages import (
     request_to_dict,
     send,
 )
+from autofit.registry import load_strategies
 
 
 class Strict(Exception):
@@ -58,7 +60,7 @@ class Mute(Exception):
 
 def _there_and_back(exception: BaseException, traceback: str | None = "where it was") -> Any:
     sent = json.dumps(reply_to_dict(Reply(exception=exception, traceback=traceback)))
-    return reply_from_dict(json.loads(sent)).users_exception()
+    return reply_from_dict(json.loads(sent)).exception_to_raise()
 
 
 @pytest.mark.parametrize(
@@ -106,9 +108,11 @@ def test_the_workers_traceback_is_the_cause_but_not_of_our_own_errors() -> None:
     assert _there_and_back(InvalidRequest("x")).__cause__ is None
 
 
-def test_what_comes_from_the_worker_is_known_for_the_users() -> None:
-    assert is_users(_there_and_back(ValueError("x")))
-    assert not is_users(_there_and_back(InvalidRequest("x")))
+def test_that_an_exception_is_the_users_travels() -> None:
+    theirs = ValueError("x")
+    mark_users(theirs)
+    assert is_users(_there_and_back(theirs))
+    assert not is_users(_there_and_back(ValueError("x")))
 
 
 def test_notes_travel() -> None:
@@ -168,11 +172,19 @@ def test_every_other_outcome_is_not_an_error_of_the_users_code(outcome: Outcome)
 )
 def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
     pipe = io.StringIO()
-    send(pipe, request_to_dict(request_))
+    send(pipe, request_to_dict(request_, ()))
     (line,) = pipe.getvalue().splitlines()
-    # What the parent alone goes by: when to take the worker for hung.
-    assert set(json.loads(line)) | {"expected_seconds"} == {f.name for f in fields(ProbeRequest)}
     assert request_from_dict(json.loads(line), ()) == request_
+
+
+@pytest.mark.parametrize("make", [ProbeRequest, lambda resolved: Call(partial(print, resolved), 1)])
+def test_strategies_are_those_of_the_receiver(make: Any) -> None:
+    (sent,), (received,) = load_strategies(["precision"]), load_strategies(["precision"])
+    data = request_to_dict(make(ResolvedPlan(Plan(4), strategies=[sent])), [sent])
+    arrived: Any = request_from_dict(json.loads(json.dumps(data)), [received])
+    resolved = arrived.resolved if make is ProbeRequest else arrived.function.args[0]
+    assert resolved.strategies == [received]
+    assert resolved.strategies[0] is received is not sent
 
 
 @pytest.mark.cuda

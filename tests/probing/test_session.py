@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.cpu import CpuDevice
 from autofit.equivalence.gradients import compare_plans
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, is_users
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest, Reply
@@ -233,3 +233,27 @@ def test_plans_are_compared_from_equal_weights_also_where_a_function_builds_them
     half = Plan(4, settings={"precision.dtype": "bfloat16"})
     found = _compare(session, Plan(4), half, 4)
     assert 1e-4 < found.gradient < 0.1
+
+
+def _wants_a_width(width: int) -> nn.Module:
+    return nn.Linear(6, width)
+
+
+def _raises() -> nn.Module:
+    raise LookupError("no weights")
+
+
+@pytest.mark.parametrize("model", [_wants_a_width, _raises])
+def test_what_the_users_code_raises_in_the_survey_is_the_users(model: Any) -> None:
+    session = session_of(lambda: Workload(model, labelled()[0]))
+    reply = session.run(Call(partial(take_survey, vram_budget_bytes=64 * MIB), 64 * MIB))
+    assert reply.exception is not None
+    assert is_users(reply.exception)
+
+
+def test_what_autofits_own_code_raises_is_not_the_users() -> None:
+    session = session_of(lambda: Workload(classifier(), labelled()[0]))
+    not_called_so: Any = take_survey
+    reply = session.run(Call(partial(not_called_so, budget=64 * MIB), 64 * MIB))
+    assert isinstance(reply.exception, TypeError)
+    assert not is_users(reply.exception)

@@ -77,7 +77,7 @@ def assert_undone(objects: dict[str, object], change: Callable[[], object]) -> N
     """`change` is seen by the digest, and gone after `restore`."""
     before = digest(objects)
     assert differences(before, digest(objects)) == [], "the digest itself must be stable"
-    snapshot = Snapshot.take(objects)
+    snapshot = Snapshot(objects)
     change()
     assert differences(before, digest(objects)) != [], "a change that nothing sees proves nothing"
     snapshot.restore()
@@ -322,7 +322,7 @@ class StubbornRandom(random.Random):
 
 def test_one_part_that_cannot_be_put_back_does_not_stop_the_others(net: Net) -> None:
     net.dice = StubbornRandom(1)
-    snapshot = Snapshot.take({"model": net})
+    snapshot = Snapshot({"model": net})
     net.eval()
     net.old_rng.rand()
     before = net.old_rng.get_state(legacy=False)["state"]["pos"]
@@ -340,7 +340,7 @@ def test_an_interrupt_during_restoring_is_answered_afterwards(net: Net) -> None:
             super().setstate(state)
 
     net.dice = InterruptedRandom(1)
-    snapshot = Snapshot.take({"model": net})
+    snapshot = Snapshot({"model": net})
     net.eval()
     rolled = net.dice.random()
     with pytest.raises(KeyboardInterrupt):
@@ -351,7 +351,7 @@ def test_an_interrupt_during_restoring_is_answered_afterwards(net: Net) -> None:
 
 def test_restores_from_another_thread_too(net: Net) -> None:
     before = digest({"model": net})
-    snapshot = Snapshot.take({"model": net})
+    snapshot = Snapshot({"model": net})
     net.eval()
     thread = threading.Thread(target=snapshot.restore)
     thread.start()

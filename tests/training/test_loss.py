@@ -55,17 +55,17 @@ def test_a_model_says_its_loss_or_its_outputs_stand_in(answer: Any, source: Loss
 )
 def test_an_output_that_cannot_be_averaged_is_refused_with_both_ways_out(answer: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"loss_fn=.*criterion="):
-        Recipe().loss(Says(answer), X)
+        Recipe().loss_and_source(Says(answer), X)
 
 
 def test_a_loss_of_many_numbers_is_refused_by_the_name_of_who_made_it() -> None:
     model = Says(lambda y: {"loss": y.mean(1)})
     with pytest.raises(InvalidRequest, match=r"output\.loss.*\[4\]"):
-        Recipe().loss(model, X)
+        Recipe().loss_and_source(model, X)
     with pytest.raises(InvalidRequest, match=r"loss_fn.*float"):
-        Recipe(loss_fn=lambda m, b: 3.0).loss(model, X)  # type: ignore[arg-type,return-value]  # wrong on purpose
+        Recipe(loss_fn=lambda m, b: 3.0).loss_and_source(model, X)  # type: ignore[arg-type,return-value]  # wrong on purpose
     with pytest.raises(InvalidRequest, match=r"criterion.*\[4, 2\]"):
-        Recipe(criterion=lambda y, t: y - y).loss(Says(lambda y: y), (X, X))
+        Recipe(criterion=lambda y, t: y - y).loss_and_source(Says(lambda y: y), (X, X))
 
 
 def test_a_criterion_gets_output_and_target() -> None:
@@ -77,14 +77,16 @@ def test_a_criterion_gets_output_and_target() -> None:
 
 def test_a_criterion_takes_inputs_by_name() -> None:
     model = Says(lambda y: y)
-    loss = Recipe(criterion=lambda y, t: (y - t).mean()).loss(model, ({"x": X}, torch.zeros(4, 2)))
+    loss, _ = Recipe(criterion=lambda y, t: (y - t).mean()).loss_and_source(
+        model, ({"x": X}, torch.zeros(4, 2))
+    )
     assert torch.equal(loss, model.layer(X).mean())
 
 
 @pytest.mark.parametrize("batch", [X, {"x": X}, (X, X, X)])
 def test_a_criterion_needs_input_and_target(batch: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"\(input, target\)"):
-        Recipe(criterion=nn.functional.mse_loss).loss(nn.Linear(3, 2), batch)
+        Recipe(criterion=nn.functional.mse_loss).loss_and_source(nn.Linear(3, 2), batch)
 
 
 def test_models_are_called_as_their_batches_ask_for() -> None:
