@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.plan import Dimension, Plan, ResolvedPlan, payloads_of
 from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, Strategy
 
@@ -116,7 +116,7 @@ def resolve(
     used = {setting.partition(".")[0] for setting in settings}
     return ResolvedPlan(
         replace(chosen, settings=settings),
-        {**space.payloads(known), **given},
+        {**payloads_of(space.dimensions, known), **given},
         tuple(strategy for strategy in strategies if strategy.name in used),
     )
 

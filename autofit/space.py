@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, Scalar, Settings, check_count, payloads_of, steps_for
+from autofit.plan import Dimension, Plan, Scalar, Settings, check_count, steps_for
 
 UNBOUNDED_MICRO_BATCH = 2**20
 """Largest micro-batch where nothing else bounds it: an Optuna parameter needs an upper end."""
@@ -122,10 +121,6 @@ class Space:
         for name, dimension in self.dimensions.items():
             if settings[name] != dimension.values[0]:
                 yield dimension
-
-    def payloads(self, settings: Settings) -> dict[str, Any]:
-        """Return the payloads of these values, by setting."""
-        return payloads_of(self.dimensions, settings)
 
     def _baseline_micro_batch(self) -> int:
         wanted = self.sample_batch_size

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, payloads_of
 from autofit.space import UNBOUNDED_MICRO_BATCH, Space
 
 DIMENSIONS = {
@@ -103,8 +103,10 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
     assert space.needs_fresh_worker(compiled)
     assert not space.is_costly(plain)
     assert not space.needs_fresh_worker(plain)
-    assert space.payloads({**plain, "checkpointing.level": 1}) == {"checkpointing.level": ["a"]}
-    assert space.payloads(plain) == {}
+    dimensions = space.dimensions
+    level = {**plain, "checkpointing.level": 1}
+    assert payloads_of(dimensions, level) == {"checkpointing.level": ["a"]}
+    assert payloads_of(dimensions, plain) == {}
 
 
 @pytest.mark.parametrize("name", ["global_batch", "max_micro_batch"])

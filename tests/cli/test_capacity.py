@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
-from autofit.cli.main import app
+from autofit.cli.main import app, main
 from autofit.errors import InvalidRequest
 
 WORKLOAD = """
@@ -194,11 +195,16 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     assert exact["required_bytes"] == named["required_bytes"] + 2**20
 
 
-def test_an_error_of_the_users_code_is_in_the_junit_file_too(target: str, tmp_path: Path) -> None:
+def test_an_error_of_the_users_code_is_in_the_junit_file_too(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     junit = tmp_path / "junit.xml"
     broken = target.replace(":make", ":broken")
-    result = CliRunner().invoke(app, ["check", broken, "--gpu", "L4", "--junit-xml", str(junit)])
-    assert isinstance(result.exception, ValueError)
+    command = ["autofit", "check", broken, "--gpu", "L4", "--junit-xml", str(junit)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
     suite = ElementTree.parse(junit).getroot()
     error = suite.find("testcase/error")
     assert suite.get("errors") == "1"
