@@ -84,6 +84,7 @@ class Measurement:
         micro_batches_run: micro-batches that each timed step actually ran; fewer than the plan's
             accumulation steps if a search probe shortened them (step times are then scaled up).
         loss: mean loss of the last step.
+        losses: that of every third timed step; empty in older reports.
         contended: whether other processes changed their use of the device during the probe, or
             used memory that the budget allows. A plan that then ran out of memory is only known to
             need the bytes that it held.
@@ -99,12 +100,14 @@ class Measurement:
     allocator_retries: int | None = None
     micro_batches_run: int | None = None
     loss: float | None = None
+    losses: Sequence[float] = ()
     contended: bool = False
     seconds: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
         object.__setattr__(self, "step_times_s", tuple(self.step_times_s))
+        object.__setattr__(self, "losses", tuple(self.losses))
 
     @property
     def ok(self) -> bool:
@@ -133,6 +136,7 @@ class Measurement:
         return asdict(self) | {
             "outcome": self.outcome.value,
             "step_times_s": list(self.step_times_s),
+            "losses": list(self.losses),
         }
 
     @classmethod

@@ -122,8 +122,8 @@ def check(
             device=device,
             strategies=strategies,
         )
-    has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
-    regression = compare_with(verdict, against, allowed) if against and has_figure else None
+        has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
+        regression = compare_with(verdict, against, allowed) if against and has_figure else None
     if as_json:
         compared = {"regression": regression.to_dict() if regression else None}
         print_result(json.dumps(verdict.to_dict() | compared, indent=1))

@@ -149,7 +149,7 @@ class Commands(typer.core.TyperGroup):
             raise
 
 
-class _PastTyper(BaseException):
+class _PastTyper(Exception):
     """Carries an error past typer."""
 
     def __init__(self, error: Exception) -> None:

@@ -60,18 +60,19 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
                 steps.end_bytes.append(device.allocated_bytes())
             del steps.end_bytes[:-WARM_UP_STEPS]
             before = device.read()
-            for _ in range(device.tracked_steps):
+            for _ in range(_tracked_steps(device, request)):
                 steps.loss = float(_step(training, device, batch)[0])
                 steps.end_bytes.append(device.allocated_bytes())
         while not enough_steps(steps.times_s, request):
             block = []
-            for _ in range(STEPS_PER_BLOCK):
+            for _ in range(_block_of(request, len(steps.times_s))):
                 loss, marks = _step(training, device, batch)
                 block.append(marks)
                 if not device.tracked_steps:
                     steps.end_bytes.append(device.allocated_bytes())
             device.synchronize()
             steps.loss = float(loss)
+            steps.losses.append(steps.loss)
             steps.times_s += (_seconds(device, marks, scale) for marks in block)
             if not math.isfinite(steps.loss):
                 break
@@ -83,11 +84,24 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
 
 @dataclass
 class _Steps:
-    """The steps so far: seconds, allocated bytes at the end of each, and the last loss."""
+    """The steps so far: seconds, allocated bytes at the end of each, losses of blocks, the last."""
 
     times_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     loss: float = math.nan
+
+
+def _tracked_steps(device: Device, request: ProbeRequest) -> int:
+    """Return the steps to account for before those that are timed, on a device that cannot do both.
+
+    A long training is accounted for all along: it is to show what begins late.
+    """
+    return max(device.tracked_steps, request.steps or 0) if device.tracked_steps else 0
+
+
+def _block_of(request: ProbeRequest, timed: int) -> int:
+    return STEPS_PER_BLOCK if request.steps is None else min(STEPS_PER_BLOCK, request.steps - timed)
 
 
 def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
@@ -167,6 +181,7 @@ def _measurement(
         non_torch_bytes=after.non_torch_bytes,
         allocator_retries=retries,
         loss=steps.loss if math.isfinite(steps.loss) else None,
+        losses=[loss for loss in steps.losses if math.isfinite(loss)],
         micro_batches_run=micro_batches_run,
     )
 

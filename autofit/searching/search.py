@@ -143,7 +143,7 @@ def search(
             with open_prober(workload, chosen, target, ends_at=ends_at, tell=tell) as prober:
                 survey = prober.survey()
                 check_weights_fit(survey)
-                identity = _identity(survey, chosen, level, vram_budget, max_micro_batch)
+                identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
                 with Store.open(study, identity) as store:
                     spec = store.spec
                     if spec is None:
@@ -199,6 +199,7 @@ def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:
 
 def _identity(
     survey: Survey,
+    workload: Workload,
     strategies: tuple[Strategy, ...],
     numerics: Numerics,
     vram_budget: str | float | None,
@@ -207,6 +208,7 @@ def _identity(
     """Return the identity of a study; without a budget "free", since free memory changes."""
     return {
         "workload": survey.fingerprint,
+        "allow_resplit": str(workload.allow_resplit),
         "strategies": ",".join(strategy.name for strategy in strategies),
         "numerics": numerics.name.lower(),
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),

@@ -26,8 +26,16 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study
+from autofit.training.fingerprint import differing_parts
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
+
+
+def _difference(part: str, stored: str | None, here: str | None) -> str:
+    """Return in words how a part of a search's identity differs."""
+    if part == "workload" and stored and here and (names := differing_parts(stored, here)):
+        return f"another workload: its {', '.join(names)} differ"
+    return f"{part}: {stored} there, {here} here"
 
 
 class Store:
@@ -161,7 +169,7 @@ class Store:
         )
         if parts:
             changes = "; ".join(
-                f"{p}: {stored.get(p)} there, {identity.get(p)} here" for p in parts
+                _difference(part, stored.get(part), identity.get(part)) for part in parts
             )
             raise StudyRefused(
                 f"the study {self.name} belongs to another search ({changes}): give another study, "

@@ -4,8 +4,12 @@ It covers module classes, their code, hooks and plain attributes, parameters and
 dtype, requires_grad), the sample batch's shapes and dtypes, optimizer and its options, the loss
 functions' code with their defaults and what they close over, the global batch, torch, the kind of
 device, and how torch computes there (default dtype, TF32, deterministic algorithms, attention
-kernels, the allocator's options). It leaves out values: weights, learning rates, data; and which of
-several equal devices it is. Functions that this code calls by name are not entered.
+kernels, the allocator's options). It leaves out values: weights, learning rates, data; which of
+several equal devices it is; what a search may try (`allow_resplit`); and the modules of the user's
+classes, since a class is `__main__.Net` in a script and `train.Net` on the command line. Functions
+that this code calls by name are not entered.
+
+It has one digest for each part, so that a difference can be named.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ _ABOUT_COST = (
 )
 """Environment variables that change how torch and CUDA allocate and compute."""
 _MOST_DEEP = 4
+_SCHEME = "2"
+"""Changed whenever equal workloads get other fingerprints than before."""
 
 
 def fingerprint(
@@ -49,7 +55,7 @@ def fingerprint(
     environment: Environment,
     computing: Mapping[str, Any],
 ) -> str:
-    """Return a hex digest of everything above.
+    """Return a digest of each part above, as `2;model=0123abcd;samples=...`.
 
     Args:
         workload: its functions and sample batch are read; only a batch function is called.
@@ -58,17 +64,39 @@ def fingerprint(
         environment: where it would train.
         computing: flags that change how torch computes there, such as TF32, with their values.
     """
-    digest = hashlib.sha256()
-    for line in _lines(workload, model, optimizer):
-        digest.update(line.encode() + b"\n")
-    for line in _surroundings(environment, computing):
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()[:32]
-
-
-def _surroundings(environment: Environment, computing: Mapping[str, Any]) -> Iterator[str]:
     kind = environment.device.partition(":")[0]
-    yield f"torch {environment.torch} device {kind} {environment.gpu}"
+    parts: dict[str, Iterable[str]] = {
+        "model": _model_lines(model),
+        "samples": _sample_lines(workload),
+        "optimizer": _optimizer_lines(optimizer),
+        "functions": _function_lines(workload),
+        "torch": [environment.torch],
+        "device": [f"{kind} {environment.gpu}"],
+        "flags": _flag_lines(kind, computing),
+    }
+    return ";".join([_SCHEME, *(f"{name}={_digest(lines)}" for name, lines in parts.items())])
+
+
+def differing_parts(one: str, other: str) -> tuple[str, ...] | None:
+    """Return the names of the parts in which two fingerprints differ.
+
+    None: one was made by a version of autofit that made fingerprints in another way.
+    """
+    (scheme, *parts), (others_scheme, *others_parts) = one.split(";"), other.split(";")
+    if not scheme == others_scheme == _SCHEME:
+        return None
+    differing = sorted({*parts} ^ {*others_parts})
+    return tuple(dict.fromkeys(part.partition("=")[0] for part in differing))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode(errors="backslashreplace") + b"\n")
+    return digest.hexdigest()[:12]
+
+
+def _flag_lines(kind: str, computing: Mapping[str, Any]) -> Iterator[str]:
     for name, value in sorted(computing.items()):
         if kind == "cpu" or name not in _ONLY_ON_THE_CPU:
             yield f"flag {name} {value}"
@@ -76,12 +104,13 @@ def _surroundings(environment: Environment, computing: Mapping[str, Any]) -> Ite
         yield f"variable {name} {os.environ.get(name)}"
 
 
-def _lines(workload: Workload, model: torch.nn.Module, optimizer: Optimizers) -> Iterator[str]:
-    yield f"global batch {workload.global_batch} resplit {workload.allow_resplit}"
+def _sample_lines(workload: Workload) -> Iterator[str]:
+    yield f"global batch {workload.global_batch}"
     size = workload.sample_batch_size
     yield f"sample {size} {describe(workload.batch(size))}"
-    yield from _model_lines(model)
-    yield from _optimizer_lines(optimizer)
+
+
+def _function_lines(workload: Workload) -> Iterator[str]:
     recipe = workload.recipe
     for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
         yield f"{name} {_describe(getattr(recipe, name))}"
@@ -147,6 +176,7 @@ def _describe_plain(value: Any) -> str | None:
 
 def _optimizer_lines(optimizer: Optimizers) -> Iterator[str]:
     for name, one in by_name(optimizer).items():
+        yield from _class_lines(type(one), 0)
         for group in one.param_groups:
             options = {key: _describe(group[key]) for key in sorted(set(group) - _NOT_ABOUT_COST)}
             sizes = [_describe_tensor(parameter) for parameter in group["params"]]
@@ -158,7 +188,10 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def _name(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Return the name of a class or function, with its module where that is torch."""
+    home = getattr(kind, "__module__", None) or "builtins"
+    own = home.partition(".")[0] in ("torch", "builtins")
+    return f"{home}.{kind.__qualname__}" if own else str(kind.__qualname__)
 
 
 def _describe(value: Any, deep: int = 0) -> str:
