@@ -438,6 +438,23 @@ def test_a_builder_that_hangs_is_ended_by_the_timeout() -> None:
         search_here(model=build, timeout=2, isolation="process")
 
 
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe(
+    tmp_path: Path, isolation: str
+) -> None:
+    path = tmp_path / "processes"
+    report = autofit.search(
+        functools.partial(Signing, path),
+        labelled(),
+        criterion=nn.CrossEntropyLoss(),
+        global_batch=16,
+        max_probes=1,
+        **HERE | {"isolation": isolation},
+    )
+    assert report.record.dimensions
+    assert [line.split()[0] for line in path.read_text().splitlines()].count("built") == 2
+
+
 class DiesOnce(nn.Module):
     """Ends the process of its first forward that sees a whole micro-batch of a probe."""
 

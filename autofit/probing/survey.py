@@ -21,6 +21,8 @@ from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import collect_dimensions
 from autofit.snapshot import process
+from autofit.snapshot.objects import live_objects
+from autofit.snapshot.snapshot import Snapshot
 from autofit.space import Space
 from autofit.strategy import Comparison
 from autofit.training.batch import describe
@@ -133,15 +135,13 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
     # On the CPU device, whose budget binds only under accounting, accounting is on for the loss
     # alone: it would distort the times that strategies take while they profile, and would count
     # twice the gradients that are compared in host memory.
-    builder = session.builder
     session.tell("looking the workload over")
-    model = _model_facts(builder)
+    one = _OneModel(session.builder)
+    builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed)
+    model = _model_facts(builder, one.model)
     loss = _loss_source(builder)
-    dimensions, notes = _dimensions(session)
-    # Without the model, which may lie on the device that the following trainings need
-    workload = replace(
-        builder.fresh_workload(), model=torch.nn.Identity(), optimizer=torch.optim.SGD
-    )
+    dimensions, notes = _dimensions(session, builder)
+    workload = builder.fresh_workload()
     session.tell("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)
     return Survey(
@@ -175,10 +175,56 @@ class _ModelFacts:
     is_evaluating: bool
 
 
-def _model_facts(builder: TrainingBuilder) -> _ModelFacts:
-    torch.manual_seed(builder.seed)
+class _OneModel:
+    """A copy of a workload whose model is built once, for a dozen trainings one after the other.
+
+    Like the process, it is put back as it was whenever the workload is asked for, which takes less
+    time than building or reading the model again; attributes of objects of the user's own classes
+    stay as they are. Probes get a copy of their own.
+
+    Attributes:
+        model: as built, or the live one.
+    """
+
+    def __init__(self, builder: TrainingBuilder) -> None:
+        self._builder = builder
+        self._build()
+
+    def _build(self) -> None:
+        workload = self._builder.fresh_workload()
+        torch.manual_seed(self._builder.seed)
+        self.model = workload.build_model()
+        if self.model is not workload.model:
+            workload = replace(workload, model=self._built)
+        self._workload, self._random_states = workload, process.random_states()
+        others = live_objects(workload, but=("model",))
+        self._snapshot = Snapshot.take({"model": self.model, **others})
+
+    def workload(self) -> Workload:
+        """Return the workload, as it was at first."""
+        try:
+            self._snapshot.restore()
+        except ExceptionGroup:  # what lay on a device that died is lost with it
+            self._build()
+        return self._workload
+
+    def _built(self) -> torch.nn.Module:
+        """Return the model, with the random states that building it leaves."""
+        process.restore(self._random_states)
+        return self.model
+
+
+class _BuilderOfOne(TrainingBuilder):
+    """Builds trainings of a `_OneModel`, whose device memory is free when it is reclaimed."""
+
+    def reclaim(self) -> None:
+        """Put the model back where it was first."""
+        self.fresh_workload()
+        super().reclaim()
+
+
+def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFacts:
     workload = builder.fresh_workload()
-    model = workload.build_model()
     optimizer = workload.build_optimizer(model)
     parameters = list(model.parameters())
     environment = builder.device.environment
@@ -216,12 +262,14 @@ def _source_in_a_trial_forward(builder: TrainingBuilder) -> str:
         return training.recipe.loss_and_source(training.model, batch)[1]
 
 
-def _dimensions(session: Session) -> tuple[dict[str, Dimension], list[str]]:
+def _dimensions(
+    session: Session, builder: TrainingBuilder
+) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
     for strategy in session.strategies:
         session.tell(f"looking the workload over: {strategy.name}")
-        context = StrategyContext(session.builder, notes)
+        context = StrategyContext(builder, notes)
         try:
             dimensions |= collect_dimensions([strategy], context)
         except InvalidRequest:  # a broken plug-in, or arguments that fail in any probe
@@ -231,5 +279,5 @@ def _dimensions(session: Session) -> tuple[dict[str, Dimension], list[str]]:
             notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")
         finally:
             context.close()
-            session.builder.reclaim_or_not()
+            builder.reclaim_or_not()
     return dimensions, notes

@@ -312,20 +312,19 @@ def test_one_model_is_alive_at_a_time() -> None:
     assert survey.may_resplit
     session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline), 256 * MIB))
     compare_plans(session.builder, ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
-    assert len(_Watched.counts) > 6
-    assert set(_Watched.counts) == {1}
+    assert _Watched.counts == [1] * 4  # the survey's, the probe's, and two that were compared
 
 
 def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
     class Watching(CpuDevice):
-        alive: list[int]
+        places: list[int]
 
         def release_cache(self) -> None:
             super().release_cache()
-            self.alive.append(len(_Watched.alive))
+            self.places += (model.layer.weight.data_ptr() for model in _Watched.alive)
 
     device = Watching()
-    device.alive = []
+    device.places = []
     session = Session(
         lambda: Workload(_Watched, labelled()[0], global_batch=8),
         [_Curious()],
@@ -333,7 +332,8 @@ def test_what_was_tried_is_let_go_before_memory_is_reclaimed() -> None:
     )
     gc.collect()
     _survey_of(session)
-    assert set(device.alive) == {0}
+    assert len(device.places) > 6
+    assert len(set(device.places)) == 1  # where it was built, in host memory
 
 
 def test_a_function_that_makes_another_batch_each_time_is_asked_once() -> None:
