@@ -25,6 +25,10 @@ ROOM = 10
 MOST_NOISE = 0.05
 """Largest relative difference that kernels which add in any order explain, also in bfloat16."""
 
+MOST_ROUNDINGS = 8
+"""Largest relative difference, in roundings of the data types, between two equal steps on a device
+that repeats to the bit: some kernels round by where in memory their operands lie."""
+
 
 class NotRepeatable(Exception):
     """Two runs of the same step from the same state differ by more than the device's noise."""
@@ -50,6 +54,13 @@ class StepTrace:
     state: Mapping[str, Any] = field(default_factory=dict)
     ran: frozenset[str] = frozenset()
 
+    @property
+    def most_by_rounding(self) -> float:
+        """The relative difference that a few roundings make in the types of the gradients."""
+        types = {gradient.dtype for gradient in self.gradients.values()}
+        widths = [torch.finfo(each).eps for each in types if each.is_floating_point]
+        return min(MOST_NOISE, MOST_ROUNDINGS * max(widths, default=0.0))
+
     def values(self) -> dict[str, Any]:
         """Return all that the step left, by name."""
         gradients = {f"{GRADIENT}{name}": value for name, value in self.gradients.items()}
@@ -61,8 +72,8 @@ class NoiseFloor:
 
     Args:
         tolerance: allowed from the start.
-        most: largest relative difference of loss or gradients that counts as noise; 0 where the
-            device's kernels repeat to the bit, so that any difference has a cause.
+        most: largest relative difference of loss or gradients that counts as noise, beside a few
+            roundings; 0 where the device's kernels repeat to the bit.
     """
 
     def __init__(self, tolerance: float = 0.0, most: float = 0.0) -> None:
@@ -77,12 +88,13 @@ class NoiseFloor:
         """Take in the differences between two runs of the same step.
 
         Raises:
-            NotRepeatable: loss or gradients differ by more than `most`.
+            NotRepeatable: loss or gradients differ by more than `most` and roundings.
         """
+        most = max(self._most, first.most_by_rounding)
         for what, names in (("loss", [LOSS]), ("gradients", None)):
             # All gradients together: one that is zero but for roundings never repeats.
             difference = _total_difference(first.values(), second.values(), names)
-            if not difference <= self._most:
+            if not difference <= most:
                 raise NotRepeatable(
                     f"two plain steps from the same state differ, their {what} by "
                     f"{difference:.2g} of their size"

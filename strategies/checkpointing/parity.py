@@ -1,25 +1,30 @@
 """The parity gate: find the units that train differently when they are checkpointed.
 
 Steps on a tiny batch are compared, plainly and with units checkpointed. Units are tried many at a
-time, and halved where something differs, so a model with nothing wrong costs a few steps.
+time, and halved where something differs, so a model with nothing wrong costs a few steps. Units of
+one kind stay together and are judged by a few of them, so that a kind that differs costs little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from autofit.strategy import Comparison, Context
 
 from .units import Unit, make_of
 
 SEEDS = (0, 1, 2)
-MOST_COMPARISONS = 150
+MOST_COMPARISONS = 60
 """A model in which so many units differ is not worth more steps; the rest is left out untried."""
+
+ENOUGH_OF_A_KIND = 3
+"""Units of one kind that differ, and none that does not, for the rest to be left out untried."""
 
 _NEVER_RUN = "not tried: no step on a few samples ran it, or anything like it that may run twice"
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
@@ -80,6 +85,8 @@ class _Gate:
         self._comparisons = 0
         self._always: frozenset[str] = frozenset()
         self._ran: set[str] = set()
+        self._kinds: dict[str, Hashable] = {}
+        self._harmless: set[Hashable] = set()
 
     def fits_plainly(self, layers: Sequence[Sequence[str]]) -> bool:
         """Compare with plain steps, and return whether these fit into memory."""
@@ -101,29 +108,50 @@ class _Gate:
 
     def compare(self, layers: Sequence[Sequence[str]]) -> None:
         """Search all layers, from several seeds."""
+        self._kinds = {unit: _kind(unit, self._context.model) for layer in layers for unit in layer}
         for seed in SEEDS:
             self._seed = seed
-            self._compare(())
+            if seed == SEEDS[0]:  # whether a step repeats is no matter of the seed
+                self._compare(())
             for layer in layers:
-                self.search([unit for unit in layer if unit not in self.parity.left_out])
+                units = [unit for unit in layer if unit not in self.parity.left_out]
+                self.search(sorted(units, key=lambda unit: str(self._kinds[unit])))
         self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
 
     def search(self, units: Sequence[str]) -> None:
-        """Note those of the units that train differently when checkpointed."""
-        reason = self._difference(units) if units else None
-        if reason is None:
+        """Note those of the units, sorted by kind, that train differently when checkpointed."""
+        if not units:
             return
-        if len(units) == 1:
-            self.parity.left_out[units[0]] = reason
+        reason = self._of_its_kind(units) or self._difference(units)
+        if reason is None:
+            self._harmless.update(self._kinds[unit] for unit in units)
+            return
+        if len(units) == 1 or self._of_its_kind(units):
+            self.parity.left_out |= dict.fromkeys(units, reason)
             return
         known = len(self.parity.left_out)
-        middle = len(units) // 2
+        middle = self._middle(units)
         self.search(units[:middle])
         self.search(units[middle:])
         none_alone = len(self.parity.left_out) == known
         if none_alone and reason != _TOO_LARGE:  # harmless apart, harmful together
             together = f"{reason}, together with others"
             self.parity.left_out |= dict.fromkeys(units[middle:], together)
+
+    def _of_its_kind(self, units: Sequence[str]) -> str | None:
+        """Return how units of the same kind differ; None: several kinds, or too little is known."""
+        (kind, *others) = {self._kinds[unit] for unit in units}
+        if others or kind in self._harmless:
+            return None
+        known = [why for unit, why in self.parity.left_out.items() if self._kinds[unit] == kind]
+        return known[0] if len(known) >= ENOUGH_OF_A_KIND else None
+
+    def _middle(self, units: Sequence[str]) -> int:
+        """Return where to cut: between two kinds if there are several."""
+        half = len(units) // 2
+        kinds = [self._kinds[unit] for unit in units]
+        cuts = [index for index in range(1, len(units)) if kinds[index] != kinds[index - 1]]
+        return min(cuts, key=lambda cut: abs(cut - half), default=half)
 
     def _difference(self, units: Sequence[str]) -> str | None:
         """Return how a step with these units checkpointed differs; None: it does not."""
@@ -156,9 +184,10 @@ class _Gate:
         )
         if not found.is_repeatable:
             raise _UnrepeatableStep(*found.differences)
-        self.parity.state |= found.changes
         self._ran |= found.ran
-        return found
+        is_new = not found.changes <= self.parity.state
+        self.parity.state |= found.changes
+        return found if found.equal or not is_new else self._compare(units)
 
     def _never_run(self, layers: Sequence[Sequence[str]]) -> set[str]:
         """Return units that every step skipped, unless one of their make was found harmless."""
@@ -170,6 +199,11 @@ class _Gate:
         harmful = {makes[unit] for unit in self.parity.left_out}
         harmless = {makes[unit] for unit in ran} - harmful
         return {unit for unit in makes.keys() - ran if makes[unit] not in harmless}
+
+
+def _kind(unit: str, model: nn.Module) -> Hashable:
+    """Return the classes of a unit's outermost modules."""
+    return tuple(type_before_parametrizations(part).__qualname__ for part in _parts(unit, model))
 
 
 def _parts(unit: str, model: nn.Module) -> list[nn.Module]:

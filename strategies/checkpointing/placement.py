@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import fsum, inf
 
 import torch
 
@@ -82,7 +82,7 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
         chosen = cheapest(items, timeline.saved_bytes, ceilings)
         placed = {tuple(items[index].name for index in indices) for indices in chosen}
         return [
-            Placement(units, timeline.peak(units), sum(seconds[unit] for unit in units))
+            Placement(units, timeline.peak(units), fsum(seconds[unit] for unit in units))
             for units in placed
             if timeline.are_apart(frozenset(units))
         ]

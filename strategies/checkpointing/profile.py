@@ -40,13 +40,17 @@ class StepProfile:
         micro_batch: samples in it.
         timeline: of the calls of all modules.
         step_s: seconds of one step, too noisy to compare steps by.
-        checkpointed_itself: modules that checkpoint something on their own.
+        checkpointing: modules whose own code checkpoints something.
+        around_checkpoints: these and all modules that run them.
+        overwritten: modules of which an input is changed in place.
     """
 
     micro_batch: int
     timeline: Timeline
     step_s: float
-    checkpointed_itself: frozenset[str]
+    checkpointing: frozenset[str]
+    around_checkpoints: frozenset[str]
+    overwritten: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,14 @@ def profile_step(context: Context, micro_batch: int) -> StepProfile:
     def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> StepProfile:
         recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
         step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
-        itself = frozenset(recorder.checkpointed_itself)
-        return StepProfile(micro_batch, recorder.timeline(), step_s, itself)
+        return StepProfile(
+            micro_batch,
+            recorder.timeline(),
+            step_s,
+            frozenset(recorder.checkpointing),
+            frozenset(recorder.around_checkpoints),
+            frozenset(recorder.overwritten),
+        )
 
     return _of_a_step_or_a_forward(context, micro_batch, look)
 

@@ -8,7 +8,7 @@ strategies put around the forward are not the model's: the recorder's replace th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,16 +37,23 @@ class Recorder:
             needs no more memory than its largest operator.
 
     Attributes:
-        checkpointed_itself: names of the modules that checkpoint something on their own.
+        checkpointing: names of the modules whose own code checkpoints something.
+        around_checkpoints: names of these and of all modules that run them.
+        overwritten: names of the modules of which an input was changed in place, by themselves or
+            by what ran after them: it is lost to a recomputation.
     """
 
     def __init__(self, training: TrainingView, batch: Any, *, keep: bool = True) -> None:
-        self.checkpointed_itself: set[str] = set()
+        self.checkpointing: set[str] = set()
+        self.around_checkpoints: set[str] = set()
+        self.overwritten: set[str] = set()
         self._training = training
         self._keep = keep
+        self._from_checkpoints: set[int | None] = set()
         self._position = 0
         self._stack: list[_Open] = []
         self._calls: list[Call] = []
+        self._given: list[tuple[str, torch.Tensor, int]] = []
         model, foreign = training.model, take_tensors(batch)[0]
         self._names = {module: name for name, module in model.named_modules()}
         self._keys: dict[int, int] = {}
@@ -86,21 +93,44 @@ class Recorder:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors, _ = take_tensors((args, kwargs))
         observed = self._is_observed()
-        if not observed or any(map(_comes_from_checkpoint, tensors)):
-            self.checkpointed_itself |= {call.unit for call in self._stack if call.observed}
+        if not observed or self._is_new_from_checkpoint(tensors):
+            self._note_checkpoint()
         inputs = [self._entry_of(tensor) for tensor in tensors] if observed else []
         known = sorted({index for index in inputs if index is not None})
-        self._stack.append(_Open(self._names[module], self._position, known, observed))
+        name = self._names[module]
+        if observed and torch.is_grad_enabled():
+            counters = [c for t in tensors if (c := _version_counter(t)) is not None]
+            self._given += ((name, counter, counter._version) for counter in counters)
+        self._stack.append(_Open(name, self._position, known, observed))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._stack:
             return
+        if self._is_new_from_checkpoint(take_tensors(output)[0]):
+            self._note_checkpoint()
         call = self._stack.pop()
-        if any(map(_comes_from_checkpoint, take_tensors(output)[0])):
-            self.checkpointed_itself.add(call.unit)
         nested = any(outer.unit == call.unit for outer in self._stack)
         if call.observed and not nested:
             self._calls.append(Call(call.unit, call.start, self._position, tuple(call.inputs)))
+        if not self._stack:
+            self._compare_versions()
+
+    def _is_new_from_checkpoint(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether reentrant checkpointing made one of them, first seen now."""
+        made = {self._entry_of(tensor) for tensor in tensors if _comes_from_checkpoint(tensor)}
+        new = made - self._from_checkpoints
+        self._from_checkpoints |= new
+        return bool(new)
+
+    def _note_checkpoint(self) -> None:
+        observed = [call.unit for call in self._stack if call.observed]
+        self.checkpointing.update(observed[-1:])
+        self.around_checkpoints.update(observed)
+
+    def _compare_versions(self) -> None:
+        """Note whose inputs are not what they were."""
+        changed = (name for name, counter, version in self._given if counter._version != version)
+        self.overwritten.update(changed)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor is self._sign:
@@ -189,6 +219,16 @@ class _Entry:
 
     def storage(self) -> Storage:
         return Storage(self.nbytes, self.first, self.last, self.saved)
+
+
+def _version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return an empty tensor whose `_version` is this tensor's; None where none is counted."""
+    try:
+        counter = tensor.detach()
+        counter.data = tensor.new_empty(0)  # which leaves it the counter, not the memory
+        return counter if counter._version >= 0 else None
+    except RuntimeError:  # made under inference_mode, or sparse
+        return None
 
 
 def _comes_from_checkpoint(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ its payload by name, so that a level always means the same modules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
@@ -36,6 +37,18 @@ LONG_ENOUGH_S = 0.03
 
 MOST_NAMED = 8
 """Units named in a note."""
+
+_DETAILS = re.compile(r"\[[^\]]*\]?|[\w.]*\d[\w.]*")
+"""What reasons of one kind differ in: shapes, and words with a number in them."""
+
+_NOTHING_WORTH_IT = (
+    "no checkpoint levels: no part of the model gives back much of what it keeps for the backward "
+    "pass; what the loss or code outside of submodules keeps cannot be recomputed"
+)
+_NOTHING_LOWERS_THE_PEAK = (
+    "no checkpoint levels: recomputing parts of the model would not lower its peak, which lies in "
+    "a part that cannot be recomputed in pieces"
+)
 
 _PLAIN = Dimension([0])
 
@@ -67,22 +80,32 @@ class Checkpointing:
             return _PLAIN
         large = _long_enough(context, small)
         found = find_candidates(
-            context.model, brought_by_samples(small, large), small.checkpointed_itself
+            context.model,
+            brought_by_samples(small, large),
+            small.checkpointing,
+            small.around_checkpoints,
+            small.overwritten,
         )
         try:
             parity = self.check_parity(context, layers(found.timeline))
         except torch.OutOfMemoryError:
             context.note("checkpointing left out: there is no memory to compare a step with it")
             return _PLAIN
-        for note in _notes(found.left_out | parity.left_out):
+        left_out = found.left_out | parity.left_out
+        for note in _notes(left_out):
             context.note(note)
         timeline = found.timeline.of([u for u in found.units if u not in parity.left_out])
         if not timeline.calls:
+            if not left_out and found.timeline.saved_bytes:
+                context.note(_NOTHING_WORTH_IT)
             return _PLAIN
         parsed = map(Unit.parse, timeline.calls_of)
         names = {part for unit in parsed for part in unit.parts(context.model)}
         times = time_parts(context, large.micro_batch, names)
-        return make_dimension(context.model, timeline, times, sorted(parity.state))
+        levels = make_dimension(context.model, timeline, times, sorted(parity.state))
+        if len(levels.values) == 1:
+            context.note(_NOTHING_LOWERS_THE_PEAK)
+        return levels
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -174,14 +197,17 @@ def _long_enough(context: Context, small: StepProfile) -> StepProfile:
 
 
 def _notes(left_out: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line for each reason, with the units that it applies to."""
-    units_of: dict[str, list[str]] = {}
+    """Yield one line for reasons that differ in names and numbers alone, with all their units."""
+    alike: dict[str, list[str]] = {}
     for unit, why in left_out.items():
-        units_of.setdefault(why, []).append(unit)
-    for why, units in units_of.items():
+        alike.setdefault(_DETAILS.sub("", why), []).append(unit)
+    for units in alike.values():
+        named = [unit or "the model itself" for unit in units[:MOST_NAMED]]
         more = f" and {len(units) - MOST_NAMED} more" if len(units) > MOST_NAMED else ""
         are = "is" if len(units) == 1 else "are"
-        yield f"{', '.join(units[:MOST_NAMED])}{more} {are} not checkpointed: {why}"
+        reasons = dict.fromkeys(left_out[unit] for unit in units)
+        example = "" if len(reasons) == 1 else "for example, "
+        yield f"{', '.join(named)}{more} {are} not checkpointed: {example}{next(iter(reasons))}"
 
 
 def _placed(

@@ -31,6 +31,8 @@ CHECKPOINTS_ITSELF = (
     "transformers: model.gradient_checkpointing_disable()) and search again"
 )
 
+OVERWRITTEN = "an input is changed in place, so that nothing can be recomputed from it"
+
 _SEGMENT = re.compile(r"(?P<module>.*)\[(?P<start>\d+):(?P<stop>\d+)\]")
 
 
@@ -111,31 +113,43 @@ class Candidates:
 
 
 def find_candidates(
-    model: nn.Module, timeline: Timeline, checkpointed_itself: Collection[str] = ()
+    model: nn.Module,
+    timeline: Timeline,
+    checkpointing: Collection[str] = (),
+    around_checkpoints: Collection[str] = (),
+    overwritten: Collection[str] = (),
 ) -> Candidates:
     """Find the units of a model that are worth checkpointing.
 
     Args:
         timeline: of the calls of all modules, with the bytes that grow with the samples.
-        checkpointed_itself: modules that checkpoint something on their own.
+        checkpointing: modules whose own code checkpoints something.
+        around_checkpoints: these and all modules that run them.
+        overwritten: modules of which an input is changed in place.
     """
-    itself = sorted(name for name in checkpointed_itself if name)
-    outermost = [n for n in itself if not any(n.startswith(f"{outer}.") for outer in itself)]
-    left_out = dict.fromkeys(outermost, CHECKPOINTS_ITSELF)
-    closed = {*checkpointed_itself, *_cannot_be_covered(model)}
+    left_out = dict.fromkeys(_outermost(sorted(checkpointing)), CHECKPOINTS_ITSELF)
+    closed = {*around_checkpoints, *_cannot_be_covered(model)}
     modules = [call for call in timeline.calls if call.unit and call.unit not in closed]
     worthy = _worthy(Timeline(timeline.storages, modules))
+    unusable = sorted(worthy.intersection(overwritten))
+    worthy.difference_update(unusable)
+    blocks = [name for name in unusable if model.get_submodule(name)._modules]
+    left_out |= dict.fromkeys(_outermost(blocks), OVERWRITTEN)
     runs = [
         call
         for name, module in model.named_modules()
         if is_plain_sequential(module) and name not in closed
-        for call in _runs(name, module, timeline, worthy)
+        for call in _runs(name, module, timeline, worthy, overwritten)
     ]
     calls = sorted(
         [call for call in modules if call.unit in worthy] + runs,
         key=lambda call: (call.start, -call.end, call.unit),
     )
     return Candidates(_best(Timeline(timeline.storages, calls)), left_out)
+
+
+def _outermost(names: Collection[str]) -> list[str]:
+    return [n for n in names if not any(n.startswith(f"{outer}.") for outer in names)]
 
 
 def layers(timeline: Timeline) -> list[list[str]]:
@@ -213,9 +227,16 @@ def _cannot_be_covered(model: nn.Module) -> Iterator[str]:
 
 
 def _runs(
-    name: str, module: nn.Module, timeline: Timeline, worthy: Collection[str]
+    name: str,
+    module: nn.Module,
+    timeline: Timeline,
+    worthy: Collection[str],
+    overwritten: Collection[str],
 ) -> Iterator[Call]:
-    """Yield the calls of about sqrt(n) runs of a flat Sequential's children, and their halves."""
+    """Yield the calls of about sqrt(n) runs of a flat Sequential's children, and their halves.
+
+    No run begins with a child that changes its input in place.
+    """
     children = names_of_children(name, module)
     is_flat = 2 * sum(child in worthy for child in children) <= len(children)
     if len(children) < SHORTEST_SEQUENTIAL or not is_flat:
@@ -229,26 +250,37 @@ def _runs(
         - timeline.bytes_of(given, timeline.calls_of[child])
         for child in children
     ]
-    for start, stop in _nested_cuts(saved):
+    begins = [child not in overwritten for child in children]
+    for start, stop in _nested_cuts(saved, begins):
+        if not begins[start]:
+            continue
         yield from _calls_of_run(Unit(name, start, stop), children[start:stop], timeline)
 
 
-def _nested_cuts(saved: Sequence[int]) -> Iterator[tuple[int, int]]:
-    for start, stop in _balanced(saved, 0, len(saved), max(2, isqrt(len(saved)))):
-        yield start, stop
-        if stop - start > 2:
-            yield from _balanced(saved, start, stop, 2)
+def _nested_cuts(saved: Sequence[int], begins: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield runs of the children and the halves of each, every stretch once.
+
+    Args:
+        saved: bytes that each child saves.
+        begins: whether a run may begin with this child.
+    """
+    for run in _balanced(saved, begins, range(len(saved)), max(2, isqrt(len(saved)))):
+        yield run
+        if run[1] - run[0] > 2:
+            yield from (half for half in _balanced(saved, begins, range(*run), 2) if half != run)
 
 
-def _balanced(saved: Sequence[int], start: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
-    """Cut children start to stop into runs that save about the same number of bytes each."""
-    whole, so_far, begin = sum(saved[start:stop]), 0, start
-    for index in range(start, stop):
+def _balanced(
+    saved: Sequence[int], begins: Sequence[bool], children: range, parts: int
+) -> Iterator[tuple[int, int]]:
+    """Cut the children into runs that save about the same number of bytes each."""
+    whole, so_far, begin = sum(saved[index] for index in children), 0, children.start
+    for index in children:
         so_far += saved[index]
-        done = stop - index == 1 or so_far * parts >= whole
-        if done and index + 1 - begin > 1:
-            yield begin, index + 1
-        if done:
+        is_last = index + 1 == children.stop
+        if is_last or (so_far * parts >= whole and begins[index + 1]):
+            if index + 1 - begin > 1:
+                yield begin, index + 1
             begin, so_far = index + 1, 0
 
 

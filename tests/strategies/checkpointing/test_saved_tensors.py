@@ -110,10 +110,29 @@ def test_a_forward_that_needs_what_it_saved_is_recognized(
 def test_a_model_that_checkpoints_itself_is_noticed(record: Record, itself: str) -> None:
     recorder = record(Outer(itself), _batch(), keep=True)
     timeline = recorder.timeline()
-    assert "stack" in recorder.checkpointed_itself
-    assert "stack.blocks.0" not in recorder.checkpointed_itself
+    assert recorder.checkpointing == {"stack"}
+    assert recorder.around_checkpoints == {"", "stack"}
     gains = {unit: timeline.gain(unit) for unit in timeline.calls_of if "blocks.1" in unit}
     assert all(gain <= 0 for gain in gains.values()), "there is nothing left to gain in it"
+
+
+def test_inputs_that_change_in_place_are_noticed(record: Record) -> None:
+    """Whether the module changes them or what runs after it."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.own, self.kept = nn.Identity(), nn.SiLU(inplace=True), nn.Tanh()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sine = (self.scale * x).sin()
+            read = self.read(sine) * 2
+            sine.add_(1)
+            own: torch.Tensor = self.own(self.kept(sine)) + read
+            return own.mean()
+
+    assert record(Residual(), _batch()).overwritten == {"read", "own"}
 
 
 def test_calls_of_a_shared_module_are_all_there(record: Record) -> None:
@@ -147,7 +166,7 @@ def test_hooks_of_another_strategy_are_not_the_models_own(record: Record) -> Non
     model, batch = Stack(), _batch()
     plain = record(model, batch).timeline()
     found = record(model, batch, offload=_offload)
-    assert found.checkpointed_itself == set()
+    assert found.checkpointing == set()
     assert found.timeline().storages == plain.storages
     assert found.timeline().calls == plain.calls
-    assert record(Stack("not reentrant"), batch, offload=_offload).checkpointed_itself == {""}
+    assert record(Stack("not reentrant"), batch, offload=_offload).checkpointing == {""}

@@ -133,6 +133,51 @@ def test_a_model_with_nothing_to_gain(checkpointing: Strategy) -> None:
     assert _only_plain(checkpointing, context)
 
 
+class KeepsOutsideOfModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.scale(x).exp().sin() * x.cos()).tanh().mean()
+        return loss
+
+
+def test_a_model_without_levels_says_why(checkpointing: Strategy) -> None:
+    context = PlainContext(lambda: Workload(KeepsOutsideOfModules(), torch.randn(8, 4)))
+    assert _only_plain(checkpointing, context)
+    (note,) = context.notes
+    assert "no checkpoint levels" in note
+
+
+class FlatFeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
+        layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.feed_forward = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        x = x + self.mix(normed, normed, normed, need_weights=False)[0]
+        mixed: torch.Tensor = x + self.feed_forward(x)
+        return mixed
+
+
+def test_flat_feed_forwards_have_levels(checkpointing: Strategy) -> None:
+    """Half of such a Sequential keeps nearly all, and is the whole of it: it counts once."""
+
+    def build() -> Workload:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(FlatFeedForward() for _ in range(6)))
+        return Workload(blocks, torch.randn(8, 12, 16))
+
+    levels = checkpointing.dimensions(PlainContext(build))[SETTING]
+    factor = levels.hints[levels.values[-1]].bytes_per_sample
+    assert factor is not None
+    assert factor < 0.4
+
+
 class SkipsAtRandom(nn.Module):
     """LayerDrop, in code outside of the blocks."""
 
@@ -178,6 +223,33 @@ def test_a_model_that_checkpoints_itself_is_left_as_it_is(checkpointing: Strateg
     assert _only_plain(checkpointing, context)
     (note,) = context.notes
     assert note.startswith("0 is not checkpointed: its code checkpoints a part of it already")
+
+
+def test_a_model_whose_own_code_checkpoints_its_blocks(checkpointing: Strategy) -> None:
+    context = PlainContext(lambda: Workload(CheckpointsItself(), torch.randn(8, 8)))
+    assert _only_plain(checkpointing, context)
+    (note,) = context.notes
+    assert note.startswith("the model itself is not checkpointed: its code checkpoints a part")
+
+
+class AddsUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.calls = nn.Linear(8, 32), nn.Linear(32, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        mixed: torch.Tensor = x + self.narrow(self.wide(x).tanh().exp())
+        return mixed
+
+
+def test_reasons_that_differ_in_names_alone_are_one_note(checkpointing: Strategy) -> None:
+    model = nn.Sequential(*(AddsUp() for _ in range(6)))
+    context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
+    assert _only_plain(checkpointing, context)
+    (note,) = context.notes
+    assert note.startswith("0, 1, 2, 3, 4")
+    assert "attribute 0.calls" in note
 
 
 def test_on_the_meta_device_plain_is_all_that_is_known(checkpointing: Strategy) -> None:

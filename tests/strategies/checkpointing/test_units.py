@@ -18,8 +18,13 @@ def find(part: Callable[[str], Any], record: Callable[..., Any]) -> Find:
 
     def run(model: nn.Module, batch: torch.Tensor) -> Any:
         recorder = record(model, batch, keep=False)
-        timeline, itself = recorder.timeline(), recorder.checkpointed_itself
-        return part("units").find_candidates(model, timeline, itself)
+        return part("units").find_candidates(
+            model,
+            recorder.timeline(),
+            recorder.checkpointing,
+            recorder.around_checkpoints,
+            recorder.overwritten,
+        )
 
     return run
 
@@ -63,6 +68,25 @@ def test_runs_are_cut_by_what_they_give_back(find: Find) -> None:
     model = nn.Sequential(nn.Tanh(), nn.Sequential(*layers[:-1]))
     units = find(model, torch.randn(4, 24, 8, 8)).units
     assert {"1[3:6]", "1[6:9]"} <= set(units)
+
+
+def test_each_run_is_offered_once(find: Find) -> None:
+    """Where the second half of a run saves nearly all, that half is the run itself."""
+    layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    found = find(nn.Sequential(nn.Linear(16, 16), nn.Sequential(*layers)), torch.randn(4, 16))
+    assert [unit for unit in found.units if unit.startswith("1")]
+    assert all(len(calls) == 1 for calls in found.timeline.calls_of.values())
+
+
+def test_no_unit_begins_by_changing_its_input(find: Find, part: Callable[[str], Any]) -> None:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(inplace=True)]
+    model = nn.Sequential(*layers)
+    units = find(model, torch.randn(2, 4, 8, 8)).units
+    assert units
+    firsts = {part("units").Unit.parse(unit).parts(model)[0] for unit in units}
+    assert not [name for name in firsts if isinstance(model.get_submodule(name), nn.SiLU)]
 
 
 def test_a_sequential_with_named_children(find: Find, part: Callable[[str], Any]) -> None:
