@@ -198,7 +198,7 @@ class _OneModel:
             workload = replace(workload, model=self._built)
         self._workload, self._random_states = workload, process.random_states()
         others = live_objects(workload, but=("model",))
-        self._snapshot = Snapshot.take({"model": self.model, **others})
+        self._snapshot = Snapshot({"model": self.model, **others})
 
     def workload(self) -> Workload:
         """Return the workload, as it was at first."""
