@@ -42,22 +42,29 @@ class NoFeasiblePlan(AutofitError):
     """Not one plan fits the VRAM budget.
 
     Attributes:
-        plan: the smallest plan that was tried; None where the weights alone are too large, and
-            none was.
-        required_bytes: what it (or the weights) needed, as far as it could be told; None where it
-            ran out of memory before it said.
+        plan: the plan that came nearest of those that were tried; None where the weights alone are
+            too large, and none was.
+        required_bytes: what it (or the weights) needs, as measured or expected; None: unknown.
         allowed_bytes: the VRAM budget.
+        sufficient_bytes: the smallest VRAM budget that is expected to work; None: unknown.
     """
 
     exit_code = 1
 
     def __init__(
-        self, message: str, *, plan: Plan | None, required_bytes: int | None, allowed_bytes: int
+        self,
+        message: str,
+        *,
+        plan: Plan | None,
+        required_bytes: int | None,
+        allowed_bytes: int,
+        sufficient_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
         self.plan = plan
         self.required_bytes = required_bytes
         self.allowed_bytes = allowed_bytes
+        self.sufficient_bytes = sufficient_bytes
 
 
 class WorkloadFailed(AutofitError):

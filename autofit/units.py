@@ -5,6 +5,7 @@ GiB means 2**30 bytes throughout; decimal units (GB = 10**9) are read, never wri
 
 from __future__ import annotations
 
+import math
 import re
 
 from autofit.errors import InvalidRequest
@@ -66,6 +67,13 @@ def format_bytes(size: float | None) -> str:
         if abs(size) >= unit:
             return f"{size / unit:.{_decimals(size / unit)}f} {name}"
     return f"{size:.0f} B"
+
+
+def round_up_shown(size: float) -> int:
+    """Return a size in bytes that is no smaller, and that `format_bytes` shows without rounding."""
+    unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)
+    grain = unit / 10 ** _decimals(size / unit) if unit > 1 else 1
+    return math.ceil(math.ceil(size / grain) * grain)
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 
 import autofit
 from autofit.searching.events import Event, ProbeFinished
+from autofit.units import format_bytes
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
 
@@ -195,18 +196,24 @@ def test_a_budget_smaller_than_the_weights_costs_no_probe() -> None:
 
 
 def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
-    with pytest.raises(autofit.NoFeasiblePlan, match=r"\b1 x \d+") as caught:
-        autofit.search(
-            lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
-            torch.randn(4, 512),
-            global_batch=8,
-            **(HERE | {"vram_budget": "4MiB"}),
-        )
-    assert caught.value.plan is not None
-    assert caught.value.plan.micro_batch == 1
-    assert caught.value.allowed_bytes == 4 * 2**20
-    assert "4.00 MiB" in str(caught.value)
-    assert "VRAM budget" in str(caught.value)
+    workload = autofit.Workload(
+        lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)),
+        torch.randn(4, 512),
+        global_batch=8,
+    )
+    with pytest.raises(autofit.NoFeasiblePlan, match=r"nearest, 1 x \d+") as caught:
+        autofit.search(workload, **(HERE | {"vram_budget": "4MiB"}))
+    refused = caught.value
+    assert refused.plan is not None
+    assert refused.plan.micro_batch == 1
+    assert refused.allowed_bytes == 4 * 2**20
+    assert refused.required_bytes is not None
+    assert refused.required_bytes > refused.allowed_bytes
+    assert "4.00 MiB" in str(refused)
+    assert "VRAM budget" in str(refused)
+    assert f"a budget of {format_bytes(refused.sufficient_bytes)} is expected" in str(refused)
+    proposed = {**HERE, "vram_budget": refused.sufficient_bytes}
+    assert autofit.probe(workload, plan=refused.plan, **proposed).ok
 
 
 # -- the user's own code raises ---------------------------------------------------------------

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -371,6 +372,21 @@ def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr()
     assert "probe 1 (baseline) 4 x 4: ok" in shown.err
     assert shown.out == ""
+
+
+def test_a_resumed_search_says_so_and_counts_the_seconds_of_all_sessions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "search.log"
+    first = search_here(max_probes=2, study=study, progress=True)
+    assert "resuming" not in capsys.readouterr().err
+    assert "sessions" not in str(first)
+    second = search_here(max_probes=3, study=study, progress=True)
+    assert re.search(r"resuming .*search\.log, with 2 trials", capsys.readouterr().err)
+    assert "in 2 sessions" in str(second)
+    summary = second.to_dict()["search"]
+    assert summary["sessions"] == 2
+    assert summary["seconds"] > sum(trial.measurement.seconds or 0.0 for trial in second.trials)
 
 
 def step_of_all(training: autofit.Training, batch: Any) -> torch.Tensor:

@@ -29,10 +29,11 @@ class SearchSummary:
     Attributes:
         probes: number of plans that were run, baseline and confirmations included.
         oom_probes: number of probes that ran out of memory.
-        seconds: duration of the search, the start of the worker included.
+        seconds: duration of the search, the start of the worker included, over all its sessions.
         stopped_because: the reason why no further plan was tried.
         seed: of the search.
         effort: "quick", "normal" or "thorough".
+        sessions: how often it was begun: once, and again each time that it was resumed.
     """
 
     probes: int
@@ -41,6 +42,7 @@ class SearchSummary:
     stopped_because: str
     seed: int
     effort: str = "normal"
+    sessions: int = 1
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,10 @@ def _facts(record: Record) -> Iterator[str]:
     environment, search = record.environment, record.search
     where = environment.get("gpu") or environment["device"]
     yield f"Device: {where}, torch {environment['torch']}, autofit {record.version}"
+    sessions = f" in {search.sessions} sessions" if search.sessions > 1 else ""
     yield (
         f"Search: {counted(search.probes, 'probe')}, {search.oom_probes} out of memory, "
-        f"{format_seconds(search.seconds)}; stopped because {search.stopped_because}"
+        f"{format_seconds(search.seconds)}{sessions}; stopped because {search.stopped_because}"
     )
     shapes = ", ".join(
         f"{name}: {shape}" for name, shape in record.workload["sample_shapes"].items()

@@ -171,7 +171,7 @@ class _Search:
         if best is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
         if best is None:
-            raise result.nothing_fits(self._spec, self._trials)
+            raise result.nothing_fits(self._posterior)
         baseline = self._baseline
         assert baseline is not None  # it is the first probe
         return SearchResult(

@@ -9,10 +9,14 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
-from autofit.plan import ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan
+from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
+from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
@@ -20,7 +24,7 @@ from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
-from autofit.units import format_bytes
+from autofit.units import format_bytes, round_up_shown
 
 INTERRUPTED = "interrupted"
 """`stopped_because` of a search that Ctrl-C ended."""
@@ -67,7 +71,7 @@ def record_of(
     strategies: tuple[Strategy, ...],
     workload: Workload,
     difference: Mapping[str, Any] | None,
-    seconds: float,
+    session_seconds: Sequence[float],
 ) -> Record:
     """Return the record that a report shows.
 
@@ -77,7 +81,7 @@ def record_of(
         strategies: that the search was given.
         workload: that was searched.
         difference: see `difference_of`.
-        seconds: duration of the whole search, the start of the worker included.
+        session_seconds: duration of each session of the search, the start of the worker included.
     """
     space = result.spec.space
     return Record(
@@ -100,7 +104,8 @@ def record_of(
         search=SearchSummary(
             probes=result.probes,
             oom_probes=result.oom_probes,
-            seconds=seconds,
+            seconds=sum(session_seconds),
+            sessions=len(session_seconds),
             stopped_because=result.stopped_because,
             seed=result.spec.seed,
             effort=result.spec.effort.value,
@@ -194,9 +199,9 @@ def workload_failure(trial: Trial) -> AutofitError | None:
     return None
 
 
-def nothing_fits(spec: SearchSpec, trials: Sequence[Trial]) -> AutofitError:
+def nothing_fits(posterior: Posterior) -> AutofitError:
     """Return the error of a search none of whose plans can be returned."""
-    tried = probes_of(trials)
+    spec, tried = posterior.spec, posterior.probes
     about_memory = [trial for trial in tried if trial.measurement.outcome.about_memory]
     if not about_memory:
         last = tried[-1]
@@ -204,23 +209,84 @@ def nothing_fits(spec: SearchSpec, trials: Sequence[Trial]) -> AutofitError:
             f"not one plan could be run; the last, {last.plan}, ended "
             f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"
         )
-    smallest = min(
-        about_memory, key=lambda t: (t.plan.micro_batch, t.measurement.held_bytes or math.inf)
-    )
-    required, allowed = smallest.measurement.held_bytes, spec.vram_budget_bytes
-    if required is None:
-        needed = "ran out of memory"
-    elif required <= allowed:  # the peak before the allocation that failed
-        needed = f"held {format_bytes(required)} and asked for more"
+
+    def expected(trial: Trial) -> float:
+        return float(np.median(posterior.held_bytes(trial.plan)))
+
+    nearest = min(about_memory, key=lambda trial: (expected(trial), trial.plan.micro_batch))
+    held = nearest.measurement.held_bytes
+    if held is not None and held > spec.vram_budget_bytes:
+        return none_fits(spec, nearest.plan, held, held)
+    if not posterior.can_predict_memory:
+        return none_fits(spec, nearest.plan, None, None)
+    needed = max(expected(nearest), spec.vram_budget_bytes + 1)
+    return none_fits(spec, nearest.plan, round(needed), _sufficient(posterior), is_expected=True)
+
+
+def none_fits(
+    spec: SearchSpec,
+    nearest: Plan,
+    required_bytes: int | None,
+    sufficient_bytes: int | None,
+    *,
+    is_expected: bool = False,
+) -> NoFeasiblePlan:
+    """Return the error; its attributes say what the arguments are.
+
+    Args:
+        spec: of the search.
+        nearest, required_bytes, sufficient_bytes: as for `NoFeasiblePlan`.
+        is_expected: whether the bytes were not measured.
+    """
+    allowed = spec.vram_budget_bytes
+    if required_bytes is None:
+        needs = "ran out of memory"
     else:
-        needed = f"needed {format_bytes(required)}"
+        needs = (
+            f"{'is expected to need' if is_expected else 'needs'} {format_bytes(required_bytes)}"
+        )
+    budget = None if sufficient_bytes is None else round_up_shown(sufficient_bytes)
+    enough = f"; a budget of {format_bytes(budget)} is expected to work" if budget else ""
+    named = nearest.without(spec.space.plain_settings)
     return NoFeasiblePlan(
-        f"nothing fits: the smallest plan tried ({smallest.plan}) {needed} where "
-        f"{format_bytes(allowed)} were allowed; {_ways_out(spec)}",
-        plan=smallest.plan,
-        required_bytes=required,
+        f"nothing fits: the plan that came nearest, {named}, {needs} where "
+        f"{format_bytes(allowed)} are allowed{enough}; {_ways_out(spec)}",
+        plan=nearest,
+        required_bytes=required_bytes,
         allowed_bytes=allowed,
+        sufficient_bytes=budget,
     )
+
+
+def _sufficient(posterior: Posterior) -> int | None:
+    """Return the bytes that the leanest plan stays under with a probability of 75 %."""
+    space, smallest = posterior.spec.space, posterior.sizes.smallest
+    needs = [
+        float(np.quantile(posterior.held_bytes(space.plan(int(smallest[at]), settings)), 0.75))
+        for at, settings in enumerate(posterior.variants)
+        if posterior.usable[at]
+    ]
+    return round(max(min(needs), posterior.spec.vram_budget_bytes + 1)) if needs else None
+
+
+def with_measured_need(error: NoFeasiblePlan, prober: Prober, spec: SearchSpec) -> NoFeasiblePlan:
+    """Return the error with what the nearest plan needs on a CPU: measured beyond the budget.
+
+    The budget of a CPU is an account alone, so exceeding it takes nothing from anyone.
+    """
+    if error.plan is None:
+        return error
+    environment = prober.survey().environment
+    if environment.device != "cpu":
+        return error
+    request = ProbeRequest(
+        resolve(error.plan, spec.space, prober.strategies),
+        vram_budget_bytes=environment.total_bytes // 2,
+        steps=1,
+    )
+    measurement = prober.probe(request).measurement
+    held = measurement.held_bytes if measurement.ok else None
+    return none_fits(spec, error.plan, held, held) if held else error
 
 
 def _ways_out(spec: SearchSpec) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from optuna.samplers import BaseSampler
 
-from autofit.errors import InvalidRequest, SearchTimedOut, hides_own_frames
+from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
@@ -23,10 +23,11 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
-from autofit.searching.result import difference_of, record_of
+from autofit.searching.result import difference_of, record_of, with_measured_need
 from autofit.searching.study import Store
 from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload
+from autofit.units import counted
 
 
 @hides_own_frames
@@ -144,31 +145,38 @@ def search(
                 survey = prober.survey()
                 check_weights_fit(survey)
                 identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
-                with Store.open(study, identity) as store:
+                with Store.open(study, identity, began=allowance.began) as store:
                     spec = store.spec
-                    if spec is None:
+                    if spec is not None:
+                        tell(f"resuming {store.name}, with {counted(len(store.trials), 'trial')}")
+                    else:
                         space = survey.space(max_micro_batch)
                         lines, notes = predicted_lines(prober, survey, space)
                         survey = replace(survey, notes=(*survey.notes, *notes))
                         budget = survey.vram_budget_bytes
                         spec = SearchSpec(space, budget, seed, identity, lines)
-                    result = run_search(
-                        prober,
-                        replace(spec, effort=Effort(effort)),
-                        store=store,
-                        sampler=sampler,
-                        max_probes=max_probes,
-                        timeout_s=timeout,
-                        on_event=on_event,
-                        began=allowance.began,
-                    )
+                    try:
+                        result = run_search(
+                            prober,
+                            replace(spec, effort=Effort(effort)),
+                            store=store,
+                            sampler=sampler,
+                            max_probes=max_probes,
+                            timeout_s=timeout,
+                            on_event=on_event,
+                            began=allowance.began,
+                        )
+                    except NoFeasiblePlan as error:
+                        raise with_measured_need(error, prober, spec) from None
+                    sessions = store.session_seconds
                 tell("comparing the answer's gradients with the baseline's")
                 difference = difference_of(prober, result)
                 tell("ending the worker")
         except SearchTimedOut:
             raise allowance.too_short() from None
         tell("writing the report")
-        record = record_of(survey, result, chosen, workload, difference, allowance.elapsed_s)
+        sessions = (*sessions[:-1], allowance.elapsed_s)
+        record = record_of(survey, result, chosen, workload, difference, sessions)
         return Report(record, strategies=chosen, workload=workload)
 
 

@@ -8,6 +8,7 @@ another search is using, is refused; trials of a process that died do not stay u
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -29,6 +30,7 @@ from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study
 from autofit.training.fingerprint import differing_parts
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
+_SESSIONS = "autofit_session_seconds"
 
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
@@ -48,19 +50,32 @@ class Store:
     """
 
     def __init__(
-        self, study: AskTellStudy, name: str, claim: Claim | None, held: ExitStack
+        self,
+        study: AskTellStudy,
+        name: str,
+        claim: Claim | None,
+        held: ExitStack,
+        began: float | None = None,
     ) -> None:
         self.study, self.name = study, name
         self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in study.user_attrs else None
         self._claim, self._held = claim, held
+        self._began = time.monotonic() if began is None else began
+        self._earlier_seconds: list[float] = study.user_attrs.get(_SESSIONS, [])
 
     @classmethod
-    def open(cls, study: str | os.PathLike[str] | None, identity: Mapping[str, str]) -> Self:
+    def open(
+        cls,
+        study: str | os.PathLike[str] | None,
+        identity: Mapping[str, str],
+        began: float | None = None,
+    ) -> Self:
         """Open a study for the search that `identity` describes, part by part.
 
         Args:
             study: a file path, an Optuna storage URL, or None for memory.
             identity: as in `SearchSpec`; compared with the stored one, if there is one.
+            began: when the session began, by `time.monotonic`; None: now.
 
         Raises:
             StudyRefused: it belongs to another search, is in use, or cannot be read or written.
@@ -68,7 +83,7 @@ class Store:
         name = "in memory" if study is None else os.fspath(study)
         with ExitStack() as held:
             opened, claim = open_study(name, study, held)
-            store = cls(opened, name, claim, held.pop_all())
+            store = cls(opened, name, claim, held.pop_all(), began)
         with ExitStack() as closed_on_error:
             closed_on_error.push(store)
             store._check_identity(identity)
@@ -97,6 +112,11 @@ class Store:
     def trials(self) -> tuple[Trial, ...]:
         """Every finished trial, in order."""
         return trial_codec.trials_of(self.study)
+
+    @property
+    def session_seconds(self) -> tuple[float, ...]:
+        """Seconds that each search took on this study, the present one last."""
+        return (*self._earlier_seconds, time.monotonic() - self._began)
 
     @property
     def ended(self) -> str | None:
@@ -138,7 +158,10 @@ class Store:
         """
         assert self.spec is not None, "begin() comes before the first trial"
         with self._writing():
-            return trial_codec.record(self.study, asked, trial, self.spec)
+            stored = trial_codec.record(self.study, asked, trial, self.spec)
+            # With every trial, so that a session that is killed counts up to its last one.
+            self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
+        return stored
 
     def close(self) -> None:
         """Let other searches use the study."""

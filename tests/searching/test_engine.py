@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
-from autofit.plan import Dimension, Plan
+from autofit.plan import Dimension, Plan, variant_key
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import MOST_ACCIDENTS, MOST_VETOES, run_search
@@ -311,12 +311,30 @@ def test_a_crash_costs_one_probe_and_bounds_the_micro_batch(device: SimulatedDev
 
 def test_nothing_fits_names_the_smallest_plan_and_both_sizes(make_device: MakeDevice) -> None:
     other = make_device(budget=GIB)
-    with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*1\.00 GiB were allowed") as caught:
+    with pytest.raises(NoFeasiblePlan, match=r"nothing fits: .*1\.00 GiB are allowed") as caught:
         run_search(other.prober(), other.spec())
     assert caught.value.plan is not None
     assert caught.value.plan.micro_batch == 1
     assert caught.value.allowed_bytes == GIB
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("budget", [GIB // 2, GIB])
+def test_the_budget_that_is_expected_to_work_does(make_device: MakeDevice, budget: int) -> None:
+    other = make_device(budget=budget)
+    lines = {}
+    for settings in other.space.variants():
+        one, two = (other.memory(Plan(size, settings=settings)) for size in (1, 2))
+        lines[variant_key(settings)] = (2 * one - two, two - one)
+    with pytest.raises(NoFeasiblePlan, match=r"expected to need 1\.\d+ GiB where") as caught:
+        run_search(other.prober(), replace(other.spec(), predicted_lines=lines))
+    refused = caught.value
+    assert refused.plan is not None
+    assert refused.sufficient_bytes is not None
+    assert refused.required_bytes == pytest.approx(other.memory(refused.plan), rel=0.1)
+    raised = make_device(budget=refused.sufficient_bytes)
+    assert run_search(raised.prober(), raised.spec()).best.ok
+    assert refused.sufficient_bytes < 1.2 * other.memory(refused.plan)
 
 
 def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: MakeDevice) -> None:

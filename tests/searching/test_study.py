@@ -84,6 +84,16 @@ def test_a_killed_search_is_resumed_without_repeating_a_trial(
     ]
 
 
+def test_the_seconds_of_each_session_are_kept(device: SimulatedDevice, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    for probes, age in ((2, 10_000.0), (4, 5000.0)):
+        with Store.open(path, IDENTITY, began=time.monotonic() - age) as store:
+            run_search(device.prober(), device.spec(), store=store, max_probes=probes)
+    with Store.open(path, IDENTITY) as store:
+        first, second, present = store.session_seconds
+    assert first >= 10_000 > second >= 5000 > present
+
+
 def test_a_search_that_ended_is_answered_from_its_study(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:
