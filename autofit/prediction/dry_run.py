@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from autofit.equivalence.strategy_context import StrategyContext
-from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users
+from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users, raised_here
 from autofit.memory.replay import Recording
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
@@ -140,7 +140,8 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
             ) from error
         if not isinstance(error, AutofitError):
             error.add_note("raised in a dry run of the training on the meta device")
-            mark_users(error)
+            if not raised_here(error):
+                mark_users(error)
         raise
     if tracer.unsupported is not None:
         raise _cannot_tell(tracer.unsupported)
