@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
-
-import numpy as np
 
 from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
@@ -211,7 +210,7 @@ def nothing_fits(posterior: Posterior) -> AutofitError:
         )
 
     def expected(trial: Trial) -> float:
-        return float(np.median(posterior.held_bytes(trial.plan)))
+        return statistics.median(posterior.held_bytes(trial.plan).tolist())
 
     nearest = min(about_memory, key=lambda trial: (expected(trial), trial.plan.micro_batch))
     held = nearest.measurement.held_bytes
@@ -261,11 +260,12 @@ def none_fits(
 def _sufficient(posterior: Posterior) -> int | None:
     """Return the bytes that the leanest plan stays under with a probability of 75 %."""
     space, smallest = posterior.spec.space, posterior.sizes.smallest
-    needs = [
-        float(np.quantile(posterior.held_bytes(space.plan(int(smallest[at]), settings)), 0.75))
+    draws = [
+        posterior.held_bytes(space.plan(int(smallest[at]), settings))
         for at, settings in enumerate(posterior.variants)
         if posterior.usable[at]
     ]
+    needs = [statistics.quantiles(held.tolist(), n=4)[-1] for held in draws]
     return round(max(min(needs), posterior.spec.vram_budget_bytes + 1)) if needs else None
 
 
