@@ -18,7 +18,7 @@ import torch
 
 from autofit.devices.open import open_device
 from autofit.errors import SearchTimedOut
-from autofit.probing.messages import Deadline, DeviceFacts, Reply, Request, Tell
+from autofit.probing.messages import Deadline, DeviceFacts, OnStage, Reply, Request
 from autofit.probing.session import Session
 from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
@@ -71,12 +71,12 @@ class InProcessChannel:
         """Return the facts of the device as it was when this channel opened it."""
         return self._facts
 
-    def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
+    def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Answer here, however long that takes, and put the user's objects back."""
         if deadline.ends_search and not deadline.seconds_left:
             raise SearchTimedOut("the time of the search is over")
         try:
-            reply = self._session.answer(request, tell)
+            reply = self._session.answer(request, on_stage)
             self._device_fault = reply.device_fault
         finally:
             self._put_back()

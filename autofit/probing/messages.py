@@ -89,11 +89,11 @@ class Call:
 
 Request = ProbeRequest | Call
 
-Tell: TypeAlias = Callable[[str], None]
+OnStage: TypeAlias = Callable[[str], None]
 """Called with the name of a stage that begins, such as "looking the workload over"."""
 
 
-def tell_nobody(stage: str) -> None:
+def ignore_stage(stage: str) -> None:
     """Let the name of a stage go."""
 
 
@@ -238,13 +238,13 @@ class Channel(Protocol):
             SearchTimedOut: the search ended first.
         """
 
-    def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
+    def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request and return the reply; called after `open`.
 
         Args:
             request: what is asked.
             deadline: until when the reply is awaited.
-            tell: called with the name of each stage that begins meanwhile.
+            on_stage: called with the name of each stage that begins meanwhile.
 
         Raises:
             NoReply: there was none by the deadline, where that can be helped.

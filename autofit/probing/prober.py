@@ -32,11 +32,11 @@ from autofit.probing.messages import (
     DeviceFacts,
     DeviceFull,
     NoReply,
+    OnStage,
     ProbeRequest,
     ProbeResult,
     Reply,
-    Tell,
-    tell_nobody,
+    ignore_stage,
 )
 from autofit.probing.survey import Survey, note_own_copy, take_survey
 from autofit.probing.worker_channel import WorkerChannel
@@ -130,7 +130,7 @@ class Prober(AbstractContextManager["Prober"]):
         deadlines: when a request counts as hung.
         ends_at: when everything ends, in the seconds of `time.monotonic`: whatever is asked later,
             or has not been answered by then, raises SearchTimedOut.
-        tell: called with the name of each stage that begins and is not a probe.
+        on_stage: called with the name of each stage that begins and is not a probe.
 
     Attributes:
         vram_budget_bytes: the budget in bytes. It stays the same when workers are replaced, however
@@ -153,12 +153,12 @@ class Prober(AbstractContextManager["Prober"]):
         vram_budget: str | float | None = None,
         deadlines: Deadlines | None = None,
         ends_at: float = math.inf,
-        tell: Tell = tell_nobody,
+        on_stage: OnStage = ignore_stage,
     ) -> None:
         self.strategies, self.start_s = strategies, 0.0
         self._channel, self._workload = channel, workload
         self._deadlines, self._ends_at = deadlines or Deadlines(), ends_at
-        self._tell = tell
+        self._on_stage = on_stage
         self._workers_lost: Counter[Plan] = Counter()
         self._set_aside: dict[VariantKey, Measurement] = {}
         self._lock: DeviceLock | None = None
@@ -166,7 +166,7 @@ class Prober(AbstractContextManager["Prober"]):
         self._gone: str | None = None
         try:
             if channel.is_replaceable:
-                tell("starting a worker")
+                on_stage("starting a worker")
             device = self._open(ends_at)
             self.vram_budget_bytes = budget_bytes(
                 vram_budget, total_bytes=device.total_bytes, free_bytes=device.free_bytes
@@ -224,7 +224,7 @@ class Prober(AbstractContextManager["Prober"]):
         try:
             for _ in range(1 + MOST_REPEATS):
                 deadline = self._ready(wait_s, ends_at)
-                reply = self._channel.call(request, deadline, self._tell)
+                reply = self._channel.call(request, deadline, self._on_stage)
                 self._settle(reply)
                 seen: Measurement = reply.value
                 contended = contended or seen.contended
@@ -272,7 +272,7 @@ class Prober(AbstractContextManager["Prober"]):
         call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
         try:
             deadline = self._ready(self._deadlines.unknown_s, self._ends_at)
-            reply = self._channel.call(call, deadline, self._tell)
+            reply = self._channel.call(call, deadline, self._on_stage)
             self._settle(reply)
         except NoReply as lost:
             raise WorkerFailed(lost.detail) from None
@@ -335,7 +335,7 @@ def open_prober(
     *,
     deadlines: Deadlines | None = None,
     ends_at: float = math.inf,
-    tell: Tell = tell_nobody,
+    on_stage: OnStage = ignore_stage,
 ) -> Prober:
     """Open the prober that `target.isolation` names; for the others see `Prober`.
 
@@ -365,7 +365,7 @@ def open_prober(
         vram_budget=target.vram_budget,
         deadlines=deadlines,
         ends_at=ends_at,
-        tell=tell,
+        on_stage=on_stage,
     )
 
 

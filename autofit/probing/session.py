@@ -24,7 +24,7 @@ from autofit.probing.faults import (
     spilled,
 )
 from autofit.probing.measure import measure
-from autofit.probing.messages import Call, ProbeRequest, Reply, Request, Tell, tell_nobody
+from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, Request, ignore_stage
 from autofit.strategy import Strategy
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
@@ -47,7 +47,7 @@ class Session:
     Attributes:
         builder: makes trainings of the workload on the device.
         strategies: as given.
-        tell: what a call of `run` may tell the name of a stage that begins.
+        on_stage: called by what runs here with the name of each stage that begins.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Session:
     ) -> None:
         self.builder = TrainingBuilder(fresh_workload, device, seed)
         self.strategies = strategies
-        self.tell: Tell = tell_nobody
+        self.on_stage: OnStage = ignore_stage
         self._device = device
 
-    def answer(self, request: Request, tell: Tell) -> Reply:
+    def answer(self, request: Request, on_stage: OnStage) -> Reply:
         """Run the plan, or call the function; what either raises is part of the reply."""
-        self.tell = tell
+        self.on_stage = on_stage
         return self.probe(request) if isinstance(request, ProbeRequest) else self.run(request)
 
     def run(self, call: Call) -> Reply:

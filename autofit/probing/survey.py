@@ -135,14 +135,14 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
     # On the CPU device, whose budget binds only under accounting, accounting is on for the loss
     # alone: it would distort the times that strategies take while they profile, and would count
     # twice the gradients that are compared in host memory.
-    session.tell("looking the workload over")
+    session.on_stage("looking the workload over")
     one = _OneModel(session.builder)
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed)
     model = _model_facts(builder, one.model)
     loss = _loss_source(builder)
     dimensions, notes = _dimensions(session, builder)
     workload = builder.fresh_workload()
-    session.tell("looking the workload over: split gradients")
+    session.on_stage("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)
     return Survey(
         environment=builder.device.environment,
@@ -268,7 +268,7 @@ def _dimensions(
     dimensions: dict[str, Dimension] = {}
     notes: list[str] = []
     for strategy in session.strategies:
-        session.tell(f"looking the workload over: {strategy.name}")
+        session.on_stage(f"looking the workload over: {strategy.name}")
         context = StrategyContext(builder, notes)
         try:
             dimensions |= collect_dimensions([strategy], context)

@@ -57,8 +57,8 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
                 answer = {"device": device, "exception": None}
             else:
                 request = request_from_dict(message, session.strategies)
-                tell = partial(_tell, replies, message["number"])
-                answer = reply_to_dict(session.answer(request, tell))
+                on_stage = partial(_send_stage, replies, message["number"])
+                answer = reply_to_dict(session.answer(request, on_stage))
         # The device could not be opened, a result does not pickle, or unpickling the workload ended
         except (Exception, SystemExit) as error:
             answer = reply_to_dict(Reply(exception=error))
@@ -69,7 +69,7 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
             _spare_collections()
 
 
-def _tell(replies: IO[str], number: int, stage: str) -> None:
+def _send_stage(replies: IO[str], number: int, stage: str) -> None:
     send(replies, {"stage": stage, "number": number})
 
 

@@ -30,15 +30,15 @@ from autofit.probing.messages import (
     DeviceFacts,
     DeviceFull,
     NoReply,
+    OnStage,
     Reply,
     Request,
-    Tell,
     exception_from_dict,
+    ignore_stage,
     reply_from_dict,
     reply_to,
     request_to_dict,
     send,
-    tell_nobody,
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
 from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
@@ -118,10 +118,10 @@ class WorkerChannel:
             self._device = DeviceFacts(**opened["device"])
         return self._device
 
-    def call(self, request: Request, deadline: Deadline, tell: Tell) -> Reply:
+    def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request; a worker that does not answer is ended."""
         sent = request_to_dict(request, self._strategies)
-        return reply_from_dict(self._exchange(sent, deadline, tell))
+        return reply_from_dict(self._exchange(sent, deadline, on_stage))
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""
@@ -136,11 +136,11 @@ class WorkerChannel:
             self._file.close()
 
     def _exchange(
-        self, message: Mapping[str, Any], deadline: Deadline, tell: Tell = tell_nobody
+        self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
     ) -> dict[str, Any]:
         assert self._process is not None  # a prober opens before it calls
         try:
-            return self._process.ask(message, deadline, tell)
+            return self._process.ask(message, deadline, on_stage)
         except BaseException:  # after a Ctrl-C it may answer later, to nobody
             self.drop()
             raise
@@ -245,9 +245,9 @@ class WorkerProcess:
         return self._process.pid
 
     def ask(
-        self, message: Mapping[str, Any], deadline: Deadline, tell: Tell = tell_nobody
+        self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
     ) -> dict[str, Any]:
-        """Send a request and wait for the reply; `tell` gets the stages that it names meanwhile.
+        """Send a request and wait for the reply; `on_stage` gets the stages that it names.
 
         Raises:
             NoReply: it ended instead, or did not answer in time; it has been killed.
@@ -258,7 +258,7 @@ class WorkerProcess:
         try:
             send(self._requests, {**message, "number": self._asked})
             while (reply := self._reply(deadline)) is not None and "stage" in reply:
-                tell(reply["stage"])
+                on_stage(reply["stage"])
         except (BrokenPipeError, ValueError):
             reply = None
         except queue.Empty:

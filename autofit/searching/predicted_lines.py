@@ -45,7 +45,7 @@ def predicted_lines(prober: Prober, survey: Survey, space: Space) -> tuple[Lines
 
 def predict_lines(session: Session, space: Space, budget: int) -> tuple[Lines, tuple[str, ...]]:
     """Predict memory lines of a session's workload on its GPU, within a budget in bytes."""
-    session.tell("predicting memory")
+    session.on_stage("predicting memory")
     from autofit.prediction.memory_lines import gpu_of, memory_lines
 
     gpu = gpu_of(session.builder.device.environment)

@@ -133,7 +133,7 @@ def search(
     )
     with _shown(progress) as on_event:
 
-        def tell(stage: str) -> None:
+        def on_stage(stage: str) -> None:
             if on_event is not None:
                 on_event(events.StageStarted(stage, allowance.progress()))
 
@@ -141,7 +141,9 @@ def search(
         if timeout is not None:
             ends_at = allowance.began + timeout
         try:
-            with open_prober(workload, chosen, target, ends_at=ends_at, tell=tell) as prober:
+            with open_prober(
+                workload, chosen, target, ends_at=ends_at, on_stage=on_stage
+            ) as prober:
                 survey = prober.survey()
                 check_weights_fit(survey)
                 identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
@@ -169,12 +171,12 @@ def search(
                     except NoFeasiblePlan as error:
                         raise with_measured_need(error, prober, spec) from None
                     sessions = store.session_seconds
-                tell("comparing the answer's gradients with the baseline's")
+                on_stage("comparing the answer's gradients with the baseline's")
                 difference = difference_of(prober, result)
-                tell("ending the worker")
+                on_stage("ending the worker")
         except SearchTimedOut:
             raise allowance.too_short() from None
-        tell("writing the report")
+        on_stage("writing the report")
         sessions = (*sessions[:-1], allowance.elapsed_s)
         record = record_of(survey, result, chosen, workload, difference, sessions)
         return Report(record, strategies=chosen, workload=workload)
