@@ -150,7 +150,9 @@ def search(
                 with Store.open(study, identity, began=allowance.began) as store:
                     spec = store.spec
                     if spec is not None:
-                        tell(f"resuming {store.name}, with {counted(len(store.trials), 'trial')}")
+                        on_stage(
+                            f"resuming {store.name}, with {counted(len(store.trials), 'trial')}"
+                        )
                     else:
                         space = survey.space(max_micro_batch)
                         lines, notes = predicted_lines(prober, survey, space)
