@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import os
 import random
@@ -34,6 +35,7 @@ import autofit
 from autofit.plan import Scalar
 from autofit.searching.events import (
     Event,
+    MachineBusy,
     ProbeFinished,
     ProbeStarted,
     Repeating,
@@ -451,6 +453,28 @@ def test_a_builder_that_hangs_is_ended_by_the_timeout() -> None:
     build = functools.partial(hangs_in_a_worker, os.getpid())
     with pytest.raises(autofit.SearchTimedOut, match="2 s"):
         search_here(model=build, timeout=2, isolation="process")
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (99.0, True)])
+def test_a_busy_machine_is_named_in_progress_and_report(
+    monkeypatch: pytest.MonkeyPatch, load: float, is_busy: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    seen: list[Event] = []
+    report = search_here(strategies=[], max_probes=1, progress=seen.append)
+    words = f"load 99.0 on {os.cpu_count()} cores"
+    assert [e.how for e in seen if isinstance(e, MachineBusy)] == [words] * is_busy
+    assert report.to_dict()["search"]["busy"] == (words if is_busy else None)
+    assert (words in " ".join(report.record.notes)) is is_busy
+
+
+def test_a_machine_that_becomes_busy_is_named_in_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads = itertools.chain([0.0], itertools.repeat(99.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    report = search_here(strategies=[], max_probes=1)
+    assert report.record.search.busy == f"load 99.0 on {os.cpu_count()} cores"
 
 
 @pytest.mark.parametrize("isolation", ["process", "inprocess"])

@@ -23,6 +23,7 @@ from autofit.plan import Plan, Settings
 from autofit.searching.events import (
     Confirming,
     Event,
+    MachineBusy,
     ProbeFinished,
     ProbeStarted,
     Progress,
@@ -153,6 +154,8 @@ class _Wording:
             return f"refused before it ran: {self._plan(event.trial.plan)}"
         if isinstance(event, Confirming):
             return f"confirming the leading plans: {event.stopped_because}"
+        if isinstance(event, MachineBusy):
+            return f"the machine is busy: {event.how}"
         if isinstance(event, StageStarted):
             return f"[{format_clock(progress.elapsed_s)}] {event.stage}"
         if isinstance(event, Repeating):

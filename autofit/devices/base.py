@@ -117,6 +117,9 @@ class Device(Protocol):
     def foreign_bytes(self) -> int | None:
         """Return the bytes that other processes use on the device; None: unknown."""
 
+    def busy(self) -> str | None:
+        """Return what others do on the device while this process does nothing; None: not much."""
+
     def close(self) -> None:
         """Restore the device and this process's use of it; it is not used afterwards."""
 

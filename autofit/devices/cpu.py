@@ -8,6 +8,7 @@ the CPU's own speed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,10 @@ class TracedDevice:
         """Return 0: no other process allocates in the simulated allocator."""
         return 0
 
+    def busy(self) -> str | None:
+        """Return None: no other process computes on a simulated device."""
+        return None
+
     def close(self) -> None:
         """Do nothing: the allocator ends with this object."""
 
@@ -119,11 +124,29 @@ class CpuDevice(TracedDevice):
         model._apply(lambda tensor: tensor.to("cpu", copy=True))  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
         return model
 
+    def busy(self) -> str | None:
+        """Return the load of the host, if others use much of its cores."""
+        return load_of_others()
+
     def check_health(self) -> None:
         """Sum a small tensor."""
         total = float(torch.ones(1024).sum())
         if total != 1024.0:
             raise DeviceUnavailable(f"the CPU added 1024 ones up to {total}")
+
+
+BUSY = 0.5
+"""Others use much of the cores from this share on: steps then take turns with them."""
+
+
+def load_of_others(own: float = 0.0) -> str | None:
+    """Return the host's load in words if others use much of its cores; None: they do not.
+
+    Args:
+        own: processes of the load, a mean over the last minute, that are this search's.
+    """
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"load {load:.1f} on {cores} cores" if load - own > BUSY * cores else None
 
 
 def _host_memory(

@@ -15,8 +15,11 @@ from autofit.devices.base import Environment, MemoryReading
 from autofit.devices.nvml import CONTEXT_BYTES, Nvml, ProcessMemory, device_uuid, process_that_grew
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
+from autofit.units import format_bytes
 
 _IDENTIFYING_BYTES = 32 * 2**20
+_BUSY = 10  # percent of the time
+_CROWDED = 0.01  # share of the memory
 
 
 class CudaDevice:
@@ -185,6 +188,15 @@ class CudaDevice:
     def foreign_bytes(self) -> int | None:
         """Return the bytes used on the GPU less those of this process."""
         return max(self._used_bytes() - self._own_bytes(), 0)
+
+    def busy(self) -> str | None:
+        """Return how much other processes hold and compute on the GPU, if it is much."""
+        percent, held = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
+        parts = [f"kernels of other processes ran for {percent} % of the time"] * (percent >= _BUSY)
+        parts += [f"other processes hold {format_bytes(held)}"] * (
+            held > _CROWDED * self.total_bytes
+        )
+        return " and ".join(parts) or None
 
     def _own_bytes(self) -> int:
         """Return the bytes of this process: as NVML lists them, or else by `ProcessMemory`."""

@@ -36,6 +36,11 @@ class Nvml:
             return None
         return {each.pid: int(each.usedGpuMemory) for each in processes if each.usedGpuMemory}
 
+    def busy_percent(self) -> int | None:
+        """Return the share of the last second or less in which a kernel ran, in percent."""
+        rates = self._ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(self._handle))
+        return rates and int(rates.gpu)
+
     def driver(self) -> str | None:
         """Return the driver's version."""
         version = self._ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())

@@ -59,6 +59,7 @@ class Survey:
         may_resplit: whether the accumulation count may change.
         dimensions: setting -> its values.
         notes: what a reader of the report should know.
+        busy: what others did on the device before this search computed there; None: not much.
     """
 
     environment: Environment
@@ -74,6 +75,7 @@ class Survey:
     may_resplit: bool
     dimensions: Mapping[str, Dimension]
     notes: tuple[str, ...] = ()
+    busy: str | None = None
 
     def space(self, max_micro_batch: int | None = None) -> Space:
         """Return the search space that these facts leave."""
@@ -136,6 +138,7 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
     # alone: it would distort the times that strategies take while they profile, and would count
     # twice the gradients that are compared in host memory.
     session.on_stage("looking the workload over")
+    busy = session.builder.device.busy()
     one = _OneModel(session.builder)
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed)
     model = _model_facts(builder, one.model)
@@ -158,6 +161,7 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
         may_resplit=resplit.allowed,
         dimensions=dimensions,
         notes=(*(_IN_EVAL_MODE,) * model.is_evaluating, *notes, *resplit.notes),
+        busy=busy,
     )
 
 

@@ -6,6 +6,7 @@ Readers ignore unknown keys, so an earlier version can read a report of a later 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ class SearchSummary:
         seed: of the search.
         effort: "quick", "normal" or "thorough".
         sessions: how often it was begun: once, and again each time that it was resumed.
+        comparison_ended: whether the final comparison came to its own end.
+        busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
     """
 
     probes: int
@@ -43,6 +46,8 @@ class SearchSummary:
     seed: int
     effort: str = "normal"
     sessions: int = 1
+    comparison_ended: bool = True
+    busy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,30 @@ class Record:
         first = self.trial(self.baseline_number)
         again = [t for t in self.trials if t.plan == first.plan and t.role is Role.CONFIRMED]
         return next((trial for trial in reversed(again) if trial.ok), first)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the best plan won the final comparison, which came to its own end."""
+        return self.search.comparison_ended and self.best.role is Role.CONFIRMED
+
+    @property
+    def factor(self) -> float | None:
+        """The best plan's speed over the baseline's, by the final comparison alone.
+
+        None if the best plan is not confirmed, or the baseline was not compared with it.
+        """
+        plans = self.best.plan, self.trial(self.baseline_number).plan
+        best, baseline = (
+            [
+                trial.samples_per_second
+                for trial in self.trials
+                if trial.plan == plan and trial.role is Role.CONFIRMED and trial.samples_per_second
+            ]
+            for plan in plans
+        )
+        if not (self.is_confirmed and best and baseline):
+            return None
+        return statistics.median(best) / statistics.median(baseline)
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """Return the payloads of these values, by setting."""

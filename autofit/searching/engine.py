@@ -181,6 +181,7 @@ class _Search:
             baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             stopped_because,
+            comparison_ended=confirmation.confirm(self._posterior) is None,
         )
 
     def mark_ended(self, stopped_because: str) -> None:

@@ -44,6 +44,18 @@ class StageStarted:
 
 
 @dataclass(frozen=True)
+class MachineBusy:
+    """Others use the device, so that what is measured is uncertain.
+
+    Attributes:
+        how: in words, such as "load 5.1 on 2 cores".
+    """
+
+    how: str
+    progress: Progress
+
+
+@dataclass(frozen=True)
 class Repeating:
     """A probe ended by what may be an accident; its plan runs again, in a fresh worker.
 
@@ -94,7 +106,9 @@ class Confirming:
     progress: Progress
 
 
-Event: TypeAlias = StageStarted | ProbeStarted | Repeating | ProbeFinished | Vetoed | Confirming
+Event: TypeAlias = (
+    StageStarted | MachineBusy | ProbeStarted | Repeating | ProbeFinished | Vetoed | Confirming
+)
 """Any event."""
 
 OnEvent: TypeAlias = Callable[[Event], None]

@@ -44,6 +44,7 @@ class SearchResult:
         baseline: the first trial.
         skipped: settings that were left out, with the reasons.
         stopped_because: why no further plan was searched.
+        comparison_ended: whether the final comparison came to its own end.
     """
 
     spec: SearchSpec
@@ -52,6 +53,7 @@ class SearchResult:
     baseline: Trial
     skipped: tuple[Skipped, ...]
     stopped_because: str
+    comparison_ended: bool = True
 
     @property
     def probes(self) -> int:
@@ -108,6 +110,8 @@ def record_of(
             stopped_because=result.stopped_because,
             seed=result.spec.seed,
             effort=result.spec.effort.value,
+            comparison_ended=result.comparison_ended,
+            busy=survey.busy,
         ),
         dimensions=space.dimensions,
         trials=result.trials,
@@ -118,7 +122,7 @@ def record_of(
             trial.number: paste_lines(resolve(trial.plan, space, strategies))
             for trial in result.trials
         },
-        notes=(*survey.notes, *_not_split(result.best)),
+        notes=(*survey.notes, *_not_split(result.best), *_not_quiet(survey)),
         difference=difference,
         calibration=learned(survey, result.baseline),
     )
@@ -132,6 +136,15 @@ def _not_split(best: Trial) -> Iterator[str]:
             f"train_step never called training.micro_batches: unless it splits the batch itself, "
             f"all {plan.samples_per_step} samples of a step ran at once, and not as "
             f"{plan.micro_batch} x {plan.accumulation_steps}"
+        )
+
+
+def _not_quiet(survey: Survey) -> Iterator[str]:
+    """Yield a note if others used the device."""
+    if survey.busy is not None:
+        yield (
+            f"the machine was busy ({survey.busy}), which scatters what is measured: search again "
+            "on a quiet one before you rely on small differences"
         )
 
 
@@ -210,7 +223,7 @@ def nothing_fits(posterior: Posterior) -> AutofitError:
         )
 
     def expected(trial: Trial) -> float:
-        return statistics.median(posterior.held_bytes(trial.plan).tolist())
+        return float(statistics.median(posterior.held_bytes(trial.plan).tolist()))
 
     nearest = min(about_memory, key=lambda trial: (expected(trial), trial.plan.micro_batch))
     held = nearest.measurement.held_bytes

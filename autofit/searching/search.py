@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from optuna.samplers import BaseSampler
 
+from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
@@ -146,6 +147,8 @@ def search(
             ) as prober:
                 survey = prober.survey()
                 check_weights_fit(survey)
+                if survey.busy is not None and on_event is not None:
+                    on_event(events.MachineBusy(survey.busy, allowance.progress()))
                 identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
                 with Store.open(study, identity, began=allowance.began) as store:
                     spec = store.spec
@@ -173,6 +176,8 @@ def search(
                     except NoFeasiblePlan as error:
                         raise with_measured_need(error, prober, spec) from None
                     sessions = store.session_seconds
+                if survey.busy is None and survey.environment.gpu is None:
+                    survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
                 on_stage("comparing the answer's gradients with the baseline's")
                 difference = difference_of(prober, result)
                 on_stage("ending the worker")

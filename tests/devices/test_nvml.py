@@ -34,6 +34,7 @@ def test_where_nvml_refuses_every_answer_is_none() -> None:
     unknown = Nvml("GPU-00000000-0000-0000-0000-000000000000")
     assert unknown.used_bytes() is None
     assert unknown.bytes_by_process() is None
+    assert unknown.busy_percent() is None
     assert unknown.driver() is None
 
 

@@ -193,3 +193,21 @@ def test_what_did_not_run_is_never_on_it(record: Record) -> None:
 def test_a_vetoed_repetition_does_not_replace_the_confirmation(record: Record) -> None:
     repeated = replace(record.trials[3], number=7, role=Role.VETOED)
     assert numbers(frontier([*record.trials, repeated])) == [6, 5]
+
+
+def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> None:
+    assert record.is_confirmed
+    assert record.factor is None  # the baseline was measured long before
+    again = replace(record.trial(0), number=7, role=Role.CONFIRMED)
+    compared = replace(record, trials=(*record.trials, again))
+    assert compared.factor == pytest.approx(400 / 190)
+    assert Record.from_dict(compared.to_dict()).factor == compared.factor
+
+
+def test_a_comparison_that_was_cut_short_confirms_nothing(record: Record) -> None:
+    again = replace(record.trial(0), number=7, role=Role.CONFIRMED)
+    search = replace(record.search, comparison_ended=False)
+    cut = replace(record, trials=(*record.trials, again), search=search)
+    assert not cut.is_confirmed
+    assert cut.factor is None
+    assert not Record.from_dict(cut.to_dict()).is_confirmed

@@ -217,6 +217,14 @@ def test_whatever_dies_the_answer_ran_and_the_timeout_is_kept(
     assert prober.now <= timeout_s
 
 
+@pytest.mark.parametrize(("most", "has_ended"), [(1, False), (None, True)])
+def test_a_result_says_whether_the_final_comparison_came_to_its_end(
+    device: SimulatedDevice, most: int | None, has_ended: bool
+) -> None:
+    result = run_search(device.prober(), device.spec(), max_probes=most)
+    assert result.comparison_ended is has_ended
+
+
 def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: SimulatedDevice) -> None:
     prober = _Timed(device, lambda attempt: Outcome.TIMEOUT if attempt == 4 else None, hang_s=1e9)
     result = run_search(prober, device.spec(), timeout_s=100.0, clock=prober.clock, began=0.0)
