@@ -1,23 +1,34 @@
 """Decide whether the accumulation count may change, by comparing gradients on a few samples.
 
-Where the gradients differ beyond rounding, the count stays at the
-baseline's unless the user allows otherwise, and a note says by how much they differ, where, and
-what would free it.
+Where the gradients differ beyond rounding, the count stays at the baseline's unless the user allows
+otherwise, and a note says by how much they differ, where, and what would free it.
+
+Equal gradients on the sample batch say nothing of batches with padding, over which many losses take
+the mean of what is valid. So what could be padding is tried too: masks of the sample batch that
+leave nothing out are altered, and targets of cross entropy that are several for a sample are
+ignored. Where a mask matters, the count stays: the training has masks to leave something out.
+Targets may never be ignored in the training, so there a note says for what equality was shown.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-from autofit.equivalence.gradients import (
-    SAMPLES_OF_A_COMPARISON,
-    compare_passes,
-    compare_plans,
-)
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from autofit.equivalence.gradients import SAMPLES_OF_A_COMPARISON, Around, compare_passes
 from autofit.errors import release_exception
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison
+from autofit.training.batch import Batch, batched_places, describe, map_batched
 from autofit.training.builder import TrainingBuilder
+from autofit.training.training import Training
 from autofit.training.workload import Workload
 
 
@@ -48,12 +59,16 @@ def decide_resplit(builder: TrainingBuilder, workload: Workload) -> Resplit:
         return Resplit(True)
     if workload.train_step is not None:
         return _unknown("train_step decides how a batch is split", "allow_resplit", allowed)
-    if not workload.makes_batches and workload.sample_batch_size == 1:
-        why = "copies of one sample do not show whether split gradients equal whole ones"
-        return _unknown(why, "two or more samples", allowed)
     try:
-        comparison = _split_against_whole(builder)
-        noise = None if comparison.equal else _whole_against_whole(builder)
+        batch = workload.batch(SAMPLES_OF_A_COMPARISON)
+        places = workload.batched_places or batched_places(batch)
+        if not workload.makes_batches and workload.sample_batch_size == 1:
+            batch, is_varied = _rolled(batch, places)
+            if not is_varied:
+                why = "copies of one sample do not show whether split gradients equal whole ones"
+                return _unknown(why, "two or more samples", allowed)
+        comparison = _split_against_whole(builder, batch)
+        noise = None if comparison.equal else _whole_against_whole(builder, batch)
     except Exception as error:
         release_exception(error)
         why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
@@ -61,7 +76,11 @@ def decide_resplit(builder: TrainingBuilder, workload: Workload) -> Resplit:
     finally:
         builder.reclaim_or_not()
     if noise is None:
-        return Resplit(True, comparison)
+        return (
+            Resplit(True, comparison)
+            if allowed
+            else _with_padding(builder, batch, places, comparison)
+        )
     if not noise.equal and not allowed:
         why = (
             "the model draws random numbers that move the gradients of the same samples by "
@@ -76,17 +95,18 @@ def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
     return Resplit(allowed, notes=() if allowed else (_kept(why, way_out),))
 
 
-def _split_against_whole(builder: TrainingBuilder) -> Comparison:
-    samples = SAMPLES_OF_A_COMPARISON
-    whole, split = Plan(samples), Plan.split(samples, -(-samples // 2))
-    return compare_plans(builder, ResolvedPlan(whole), ResolvedPlan(split), samples)
+def _split_against_whole(
+    builder: TrainingBuilder, batch: Batch, around: Around | None = None
+) -> Comparison:
+    samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
+    whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in (samples, 3))
+    return compare_passes(builder, ((whole, seed), (split, seed)), batch, around or nullcontext)
 
 
-def _whole_against_whole(builder: TrainingBuilder) -> Comparison:
+def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
     """Compare the same samples under two seeds, which shows the noise of the model itself."""
     whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
-    passes = (whole, builder.seed), (whole, builder.seed + 1)
-    return compare_passes(builder, passes, SAMPLES_OF_A_COMPARISON)
+    return compare_passes(builder, ((whole, builder.seed), (whole, builder.seed + 1)), batch)
 
 
 def _note(comparison: Comparison, workload: Workload) -> str:
@@ -102,3 +122,146 @@ def _note(comparison: Comparison, workload: Workload) -> str:
 
 def _kept(why: str, way_out: str) -> str:
     return f"{why}: the accumulation count stays at the baseline's; to free it, give {way_out}"
+
+
+# Samples altered as padding alters them.
+
+_KEPT = (1.0, 0.5, 0.75, 0.25, 0.5)
+"""The share of each sample of a comparison that is not padding: another in each micro-batch."""
+
+
+def _with_padding(
+    builder: TrainingBuilder, batch: Batch, places: Collection[int], comparison: Comparison
+) -> Resplit:
+    """Return the decision where split and whole gradients of the sample batch are equal."""
+    masks, masked = _masks_altered(batch, places)
+    if masks and (found := _tried(builder, masked)) is not None and not found.equal:
+        why = (
+            f"split gradients equal whole ones on the sample batch, whose masks "
+            f"({', '.join(masks)}) leave nothing out, and differ by {found.gradient:.1%} where "
+            "they do"
+        )
+        kept = _kept(why, "loss_weight (what the masks leave), or allow_resplit")
+        return Resplit(False, found, (kept,))
+    if builder.fresh_workload().loss_weight is None:
+        found = _tried(builder, batch, _targets_ignored)
+        if found is not None and not found.equal:
+            note = (
+                "split gradients equal whole ones on the sample batch, and differ by "
+                f"{found.gradient:.1%} where some targets of a sample are ignored, as padding is: "
+                "unless no batch of the training has such, give loss_weight (the valid targets)"
+            )
+            return Resplit(True, comparison, (note,))
+    return Resplit(True, comparison)
+
+
+def _tried(
+    builder: TrainingBuilder, batch: Batch, around: Around | None = None
+) -> Comparison | None:
+    """Return how split and whole compare on altered samples; None: the model refuses those."""
+    try:
+        return _split_against_whole(builder, batch, around)
+    except Exception as error:
+        release_exception(error)
+        return None
+    finally:
+        builder.reclaim_or_not()
+
+
+def _rolled(batch: Batch, places: Collection[int]) -> tuple[Batch, bool]:
+    """Return a batch of copies of one sample with each rolled by another number of its elements.
+
+    And whether that made them differ. Rolling keeps what the elements mean: tokens, labels, pixels.
+    """
+    is_varied = False
+
+    def roll(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal is_varied
+        if tensor.dim() < 2 or tensor.layout != torch.strided:
+            return tensor
+        rolled = torch.stack([sample.roll(at, -1) for at, sample in enumerate(tensor.detach())])
+        is_varied = is_varied or not torch.equal(rolled, tensor)
+        return rolled.requires_grad_(tensor.requires_grad)
+
+    return map_batched(roll, batch, places), is_varied
+
+
+def _masks_altered(batch: Batch, places: Collection[int]) -> tuple[list[str], Batch]:
+    """Return the names of masks that leave nothing out, and the batch with masks that do.
+
+    A mask is all True, all False or all 1; what becomes 0 is valid where it was 1 before.
+    """
+    masks: list[str] = []
+    names = (name for place, name in enumerate(describe(batch)) if place in places)
+
+    def alter(tensor: torch.Tensor) -> torch.Tensor:
+        name = next(names)
+        if tensor.dim() < 2 or tensor.layout != torch.strided or not tensor.numel():
+            return tensor
+        value = tensor.flatten()[0].item()
+        is_one = value == 1 or value is False
+        if not is_one or tensor.shape[-1] < 2 or bool(tensor.ne(value).any()):
+            return tensor
+        masks.append(name)
+        altered = tensor.clone()
+        for at, sample in enumerate(altered):
+            sample[..., _length(tensor.shape[-1], at) :] = not value
+        return altered
+
+    return masks, map_batched(alter, batch, places)
+
+
+def _length(whole: int, sample: int) -> int:
+    return max(1, round(whole * _KEPT[sample % len(_KEPT)]))
+
+
+@contextmanager
+def _targets_ignored(training: Training) -> Iterator[None]:
+    """Ignore some targets of each sample in cross entropies, in every micro-batch alike."""
+    mode = _IgnoredTargets(training.plan.micro_batch_sizes)
+    undo = training.wrap_forward(mode.micro_batch)
+    try:
+        yield
+    finally:
+        undo()
+
+
+class _IgnoredTargets(TorchFunctionMode):
+    """Replaces targets of cross entropies by their `ignore_index`, which every kernel takes.
+
+    Args:
+        sizes: samples of each micro-batch, in the order of their forwards.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._sizes, self._begun = sizes, 0
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Enter the forward and loss of the next micro-batch."""
+        self._begun += 1
+        with self:
+            yield
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (functional.cross_entropy, functional.nll_loss):
+            bound = inspect.signature(func).bind(*args, **kwargs or {})
+            bound.apply_defaults()
+            given = bound.arguments
+            given["target"] = self._with_ignored(given["target"], given["ignore_index"])
+            return func(*bound.args, **bound.kwargs)
+        return func(*args, **kwargs or {})
+
+    def _with_ignored(self, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        first = sum(self._sizes[: self._begun - 1])
+        samples = self._sizes[self._begun - 1]
+        each, rest = divmod(target.numel(), samples)
+        if rest or each < 2 or target.is_floating_point():
+            return target  # one target a sample, which no training ignores; or probabilities
+        ignored = target.reshape(samples, each).clone()
+        for at, sample in enumerate(ignored, first):
+            sample[_length(each, at) :] = ignore_index
+        return ignored.reshape(target.shape)

@@ -7,8 +7,8 @@ batch differ from a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +29,9 @@ SAMPLES_OF_A_COMPARISON = 5
 Pass: TypeAlias = tuple[ResolvedPlan, int]
 """A plan and a seed."""
 
+Around: TypeAlias = Callable[[Training], AbstractContextManager[object]]
+"""What is entered around the training of a pass."""
+
 
 def compare_plans(
     builder: TrainingBuilder, first: ResolvedPlan, second: ResolvedPlan, samples: int
@@ -41,15 +44,17 @@ def compare_plans(
     """
     if builder.fresh_workload().train_step is not None:
         raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
-    return compare_passes(builder, ((first, builder.seed), (second, builder.seed)), samples)
-
-
-def compare_passes(builder: TrainingBuilder, passes: tuple[Pass, Pass], samples: int) -> Comparison:
-    """Return how two passes over the same samples differ; raises as `compare_plans` does."""
     batch = builder.fresh_workload().batch(samples)  # once: a function may make another each time
+    return compare_passes(builder, ((first, builder.seed), (second, builder.seed)), batch)
+
+
+def compare_passes(
+    builder: TrainingBuilder, passes: tuple[Pass, Pass], batch: Batch, around: Around = nullcontext
+) -> Comparison:
+    """Return how two passes over the same batch differ; raises as `compare_plans` does."""
 
     def compared(*, calm: bool) -> Comparison:
-        first, second = (_pass(builder, *each, batch, calm=calm) for each in passes)
+        first, second = (_pass(builder, *each, batch, around, calm=calm) for each in passes)
         return compare(first, second)
 
     try:
@@ -62,10 +67,16 @@ def compare_passes(builder: TrainingBuilder, passes: tuple[Pass, Pass], samples:
 
 
 def _pass(
-    builder: TrainingBuilder, resolved: ResolvedPlan, seed: int, batch: Batch, *, calm: bool
+    builder: TrainingBuilder,
+    resolved: ResolvedPlan,
+    seed: int,
+    batch: Batch,
+    around: Around,
+    *,
+    calm: bool,
 ) -> StepTrace:
     builder.reclaim()
-    with builder.training(builder.fresh_workload(), resolved) as training:
+    with builder.training(builder.fresh_workload(), resolved) as training, around(training):
         return accumulated(training, batch, seed=seed, calm=calm)
 
 

@@ -65,7 +65,13 @@ def apply(
         recipe,
         record.resolve_best(strategies, remembered),
         device=device,
-        watch=BatchWatch(record.best_plan_to_rerun, record.workload["sample_shapes"]),
+        watch=BatchWatch(
+            record.best_plan_to_rerun,
+            record.workload["sample_shapes"],
+            weighs_samples=recipe.loss_weight is None
+            and recipe.train_step is None
+            and not record.workload.get("allow_resplit"),
+        ),
     )
 
 

@@ -96,6 +96,7 @@ def record_of(
             "global_batch": survey.global_batch,
             "sample_batch_size": survey.sample_batch_size,
             "may_resplit": survey.may_resplit,
+            "allow_resplit": workload.allow_resplit,
             "loss": survey.loss,
             "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
             "clip_grad_norm": workload.clip_grad_norm,

@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public one
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan, steps_for
+from autofit.plan import Plan, split_evenly, steps_for
 from autofit.units import counted, kind_of
 
 Batch: TypeAlias = Any
@@ -107,7 +107,7 @@ def resize(batch: Batch, samples: int) -> Batch:
         grown = tensor.detach().index_select(0, index)
         return grown.requires_grad_(tensor.requires_grad)
 
-    return _map_batched(grow, batch, batched_places(batch))
+    return map_batched(grow, batch, batched_places(batch))
 
 
 def pieces(
@@ -120,7 +120,7 @@ def pieces(
     places = batched_places(batch) if batched is None else batched
     start = 0
     for length in sizes:
-        yield _map_batched(_cut(start, length), batch, places)
+        yield map_batched(_cut(start, length), batch, places)
         start += length
 
 
@@ -156,16 +156,28 @@ def describe(batch: Batch) -> dict[str, str]:
     }
 
 
+IGNORED = -100
+"""The target that torch's losses ignore unless they are told another."""
+_MOST_LOOKED_INTO = 100  # batches: what is never ignored in those is not looked for in every step
+
+
 class BatchWatch:
     """Warn of batches that a plan was not found for: once of their size, and once of their shape.
+
+    And once of micro-batches that are weighted by their samples, and ignore unequal shares of them.
 
     Args:
         plan: the plan that is trained.
         sample_shapes: of the sample batch of the search, as `describe` returns them.
+        weighs_samples: whether micro-batches are weighted by their samples, and the user has not
+            allowed that where it differs from the whole batch.
     """
 
-    def __init__(self, plan: Plan, sample_shapes: Mapping[str, str]) -> None:
+    def __init__(
+        self, plan: Plan, sample_shapes: Mapping[str, str], *, weighs_samples: bool = False
+    ) -> None:
         self._plan, self._sample_shapes = plan, sample_shapes
+        self._looks_left = _MOST_LOOKED_INTO if weighs_samples else 0
         self._looked: set[tuple[torch.Size, ...]] = set()
         self._warned: set[str] = set()
 
@@ -174,6 +186,8 @@ class BatchWatch:
 
         A smaller batch is one only at first: the last of an epoch often is.
         """
+        if self._looks_left and (unequal := self._ignored_unequally(batch)):
+            self._warn("ignored", unequal, stacklevel + 1)
         shapes = tuple(tensor.shape for tensor in tensors_of(batch))
         if shapes in self._looked:
             return
@@ -192,6 +206,31 @@ class BatchWatch:
             f"them as {counted(steps, 'micro-batch')}, and the global batch is {samples} "
             f"instead of {meant}"
         )
+
+    def _ignored_unequally(self, batch: Batch) -> str | None:
+        samples = batch_size(batch)
+        sizes = split_evenly(samples, steps_for(samples, self._plan.micro_batch))
+        if len(sizes) == 1:
+            return None
+        is_first = self._looks_left == _MOST_LOOKED_INTO
+        self._looks_left -= 1
+        for place, tensor in enumerate(tensors_of(batch)):
+            is_of_samples = tensor.dim() >= 2 and tensor.shape[0] == samples and tensor.numel()
+            if not is_of_samples or tensor.dtype not in (torch.int64, torch.int32):
+                continue
+            if tensor.layout != torch.strided or not (is_first or tensor.device.type == "cpu"):
+                continue  # reading values off a GPU waits for it
+            ignored = (tensor == IGNORED).flatten(1).double().mean(1)
+            shares = [float(part.mean()) for part in torch.split(ignored, list(sizes))]
+            if max(shares) - min(shares) > 1e-9:
+                name = list(describe(batch))[place]
+                return (
+                    f"{name} of a training step has {min(shares):.0%} targets to ignore "
+                    f"({IGNORED}) in one micro-batch and {max(shares):.0%} in another: weighted by "
+                    "their samples, they do not add up to a mean over the valid targets. Give "
+                    "loss_weight, which counts those of a batch, to the search or to apply"
+                )
+        return None
 
     def _longer(self, batch: Batch, samples: int) -> str | None:
         for name, now in describe(batch).items():
@@ -222,9 +261,10 @@ def _shape_in(described: str) -> list[int]:
     return shape
 
 
-def _map_batched(
+def map_batched(
     function: Callable[[torch.Tensor], torch.Tensor], batch: Batch, places: Collection[int]
 ) -> Batch:
+    """The batch with `function` applied to the tensors at those places of `tensors_of`."""
     place = -1
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:

@@ -133,8 +133,9 @@ class Training(AbstractContextManager["Training"]):
             InvalidRequest: the training was undone, so it would run without its plan.
 
         Warns:
-            UserWarning: once, of another number of samples than the plan's; once, of samples
-                longer than those of the search.
+            UserWarning: once each, of another number of samples than the plan's, of samples longer
+                than those of the search, and of micro-batches that ignore unequal shares of their
+                targets and are weighted by their samples.
         """
         if self._ended:
             raise InvalidRequest("this training has ended: make another with report.apply(...)")

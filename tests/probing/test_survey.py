@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -135,8 +136,73 @@ def test_a_weight_that_did_not_help_is_not_advised_again(kind: str) -> None:
     assert "loss_weight" not in survey.notes[0]
 
 
+def _tokens(samples: int = 4, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    inputs = torch.randn(samples, 8, 6)
+    return {"inputs": inputs, "targets": torch.randint(4, (samples, 8)), **more}
+
+
+def _mean_over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+    return CROSS_ENTROPY(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
+
+
+def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -> None:
+    survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens)
+    assert survey.may_resplit
+    (note,) = survey.notes
+    differs = re.search(r"equal whole ones on the sample batch.*differ by ([\d.]+)%", note)
+    assert differs is not None
+    assert float(differs[1]) > 1
+    assert "loss_weight" in note
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"loss_weight": lambda batch: float((batch["targets"] >= 0).sum())}, {"allow_resplit": True}],
+)
+def test_who_gave_a_weight_or_allowed_it_is_told_nothing_of_padding(more: Any) -> None:
+    survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens, **more)
+    assert survey.may_resplit
+    assert survey.notes == ()
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 8).long(), torch.ones(4, 8), torch.ones(4, 8) > 0])
+def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.Tensor) -> None:
+    def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
+        losses = model(batch["inputs"]).square().mean(2)
+        mean: torch.Tensor = (losses * batch["mask"]).sum() / batch["mask"].sum()
+        return mean
+
+    sample: dict[str, Any] = {"sample_batch": _tokens(mask=mask), "criterion": None}
+    survey = _surveyed(**sample, loss_fn=mean_over_valid)
+    assert not survey.may_resplit
+    (note,) = survey.notes
+    assert re.search(r"\['mask'\].*differ by \d+\.\d%.*loss_weight", note)
+    valid = lambda batch: float(batch["mask"].sum())  # noqa: E731 - as a user gives it
+    weighted = _surveyed(**sample, loss_fn=mean_over_valid, loss_weight=valid)
+    assert weighted.may_resplit
+    assert weighted.notes == ()
+
+
+def test_a_mask_that_is_no_part_of_the_mean_is_not_held_against_it() -> None:
+    def mean_over_samples(model: nn.Module, batch: Any) -> torch.Tensor:
+        mean: torch.Tensor = model(batch["inputs"] * batch["mask"][..., None]).square().mean()
+        return mean
+
+    sample = _tokens(mask=torch.ones(4, 8))
+    survey = _surveyed(sample_batch=sample, criterion=None, loss_fn=mean_over_samples)
+    assert survey.may_resplit
+    assert survey.notes == ()
+
+
+@pytest.mark.parametrize(("middle", "alike"), [((), True), ((nn.BatchNorm1d(16),), False)])
+def test_one_sample_is_varied_to_compare_with(middle: tuple[nn.Module, ...], alike: bool) -> None:
+    survey = _surveyed(*middle, sample_batch=(torch.randn(1, 6), torch.randint(4, (1,))))
+    assert survey.resplit is not None
+    assert survey.may_resplit is alike
+
+
 def test_copies_of_one_sample_prove_nothing() -> None:
-    survey = _surveyed(sample_batch=(torch.randn(1, 6), torch.tensor(2)), criterion=_of_scalar)
+    survey = _surveyed(sample_batch=(torch.ones(1, 6), torch.tensor(2)), criterion=_of_scalar)
     assert survey.resplit is None
     assert not survey.may_resplit
     assert "one sample" in survey.notes[0]

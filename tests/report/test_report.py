@@ -196,12 +196,13 @@ def test_a_model_of_another_size_is_trained_with_a_warning(record: Record) -> No
     assert warned[0].filename == __file__
 
 
-def _step(record: Record, *batches: Any, own_loop: bool = False) -> list[str]:
+def _step(record: Record, *batches: Any, own_loop: bool = False, **given: Any) -> list[str]:
     """Train the baseline (4 x 8 samples of 8 numbers) on those; return what was warned of."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     report = Report(replace(record, best_number=0))
-    training = report.apply(model, optimizer, loss_fn=lambda model, batch: model(batch[0]).sum())
+    given["loss_fn"] = lambda model, batch: model(batch[0]).sum()
+    training = report.apply(model, optimizer, **given)
     with warnings.catch_warnings(record=True) as warned, training:
         warnings.simplefilter("always")
         for batch in batches:
@@ -236,6 +237,24 @@ def test_samples_longer_than_the_sample_batchs_are_warned_of_once(record: Record
     wider = [inputs[:, None].expand(-1, length, -1) for length in (6, 2, 9, 12)]
     (warned,) = _step(record, *((x, target) for x in wider))
     assert re.search(r"\[0\].*float32\[32, 9, 8\].*float32\[4, 6, 8\]", warned)
+
+
+def _padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    targets = torch.zeros(32, 5, dtype=torch.int64)
+    for sample, length in enumerate(lengths):
+        targets[sample, length:] = -100
+    return torch.randn(32, 8), targets
+
+
+def test_micro_batches_that_ignore_unequal_shares_are_warned_of_once(record: Record) -> None:
+    """Each of 4 samples; the first of the second batch has 10 of 20 targets to ignore."""
+    equal = _padded(*[3] * 32)
+    (warned,) = _step(record, equal, _padded(0, 0, 5, 5), _padded(1, 2, 3))
+    assert re.search(r"\[1\].* 0%.*-100.* 50%.*loss_weight", warned)
+    given = {"allow_resplit": True}
+    allowed = replace(record, workload={**record.workload, **given})
+    assert _step(allowed, _padded(0, 0, 5, 5)) == []
+    assert _step(record, _padded(0, 0, 5, 5), loss_weight=lambda batch: len(batch[0])) == []
 
 
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -> None:
