@@ -108,7 +108,10 @@ def search(
     """Find the fastest plan that fits, and print the report."""
     for path in out or ():
         check_writable(path)
-    with stdout_for_results_only():
+    from autofit.cli.progress import ProgressLine
+
+    with stdout_for_results_only(), ProgressLine() as progress:
+        progress.show_stage(f"loading {target}")
         workload = load_target(target)  # before the slow imports: it may be mistyped
         from autofit.searching.search import search as run
 
@@ -130,7 +133,7 @@ def search(
                 study=study,
                 seed=seed,
                 isolation=isolation,
-                progress=True,
+                progress=progress,
             )
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})

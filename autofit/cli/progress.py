@@ -71,6 +71,10 @@ class ProgressLine:
                 self._live.stop()
             self._live = None
 
+    def show_stage(self, stage: str) -> None:
+        """Show a stage that precedes the search."""
+        self(StageStarted(stage, Progress(0, 0, None, 0.0, None, None)))
+
     def __call__(self, event: Event) -> None:
         """Show one event."""
         self._words.learn(event)

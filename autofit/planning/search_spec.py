@@ -28,6 +28,11 @@ class Effort(StrEnum):
     NORMAL = "normal"
     THOROUGH = "thorough"
 
+    @property
+    def most_timed_seconds(self) -> float:
+        """No further step of a probe is timed once they add up to so many seconds."""
+        return 1.0 if self is Effort.QUICK else 5.0
+
     def covers(self, other: Effort) -> bool:
         """Return whether a search of this effort leaves nothing for one of the other to do."""
         order = list(Effort)

@@ -190,7 +190,6 @@ def _measurement(
 
 FEWEST_TIMED_STEPS = 3
 MOST_TIMED_STEPS = 30
-MOST_TIMED_SECONDS = 5.0
 CLOSE_ENOUGH = 0.01
 """Half the width of the interval, as a share of the median."""
 
@@ -200,8 +199,8 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
 
     Steps go on until the 95 % interval of their median is within 1 % of it on either side, or lies
     wholly above the step time that the incumbent's rate allows; from 3 steps on, and for at most
-    30 steps or 5 s. A plan that looks faster than the incumbent is not cut short: it may be the
-    answer, and its speed decides what is tried next.
+    30 steps or the request's seconds. A plan that looks faster than the incumbent is not cut short:
+    it may be the answer, and its speed decides what is tried next.
 
     Args:
         step_times_s: seconds of each whole optimizer step so far.
@@ -212,7 +211,7 @@ def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
         return count >= request.steps
     if count < FEWEST_TIMED_STEPS:
         return False
-    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= MOST_TIMED_SECONDS:
+    if count >= MOST_TIMED_STEPS or sum(step_times_s) >= request.most_timed_seconds:
         return True
     seen = Measurement(Outcome.OK, step_times_s=step_times_s)
     interval, middle = seen.step_time_interval_s, seen.step_time_s

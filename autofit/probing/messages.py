@@ -55,6 +55,7 @@ class ProbeRequest:
             unknown.
         seconds_left: after so many the search ends the probe, which says nothing about the plan.
             None: unlimited.
+        most_timed_seconds: no further step is timed once they add up to so many.
         steps: time at least this many optimizer steps, however slow they are.
     """
 
@@ -64,6 +65,7 @@ class ProbeRequest:
     full_accumulation: bool = False
     expected_seconds: float | None = None
     seconds_left: float | None = None
+    most_timed_seconds: float = 5.0
     steps: int | None = None
 
     @property

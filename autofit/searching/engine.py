@@ -360,6 +360,7 @@ class _Search:
             full_accumulation=is_confirmation,
             expected_seconds=expected_seconds,
             seconds_left=seconds_left,
+            most_timed_seconds=self._spec.effort.most_timed_seconds,
         )
 
     def _seconds_left(self, role: Role) -> float | None:

@@ -202,6 +202,13 @@ def test_progress_and_what_user_code_prints_go_to_standard_error(searched: Ran) 
     assert "Warning" not in searched.err
 
 
+def test_progress_names_the_stage_from_the_first_to_the_last(searched: Ran) -> None:
+    shown = [line for line in searched.err.splitlines() if line.startswith("[")]
+    assert shown[0] == "[0:00] loading models.py:small"
+    assert shown[1].endswith("] starting a worker")
+    assert shown[-1].endswith("] writing the report")
+
+
 def test_files_are_written_only_where_it_was_said(searched: Ran, folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} - {"__pycache__"}
     assert names == {"models.py", "report.json", "report.txt", "study.log"}

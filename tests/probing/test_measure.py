@@ -229,6 +229,9 @@ def test_there_is_an_end_by_number_and_by_seconds() -> None:
     assert not enough_steps(scattered[: MOST_TIMED_STEPS - 1], beside(None))
     assert enough_steps(scattered[:MOST_TIMED_STEPS], beside(None))
     assert enough_steps([1.0, 2.0, 3.0], beside(None))
+    brief = ProbeRequest(ResolvedPlan(PLAN), most_timed_seconds=1.0)
+    assert enough_steps([0.2, 0.3, 0.5], brief)
+    assert not enough_steps([0.2, 0.3, 0.5], beside(None))
 
 
 def test_a_number_of_steps_that_was_asked_for_is_the_only_rule() -> None:

@@ -17,6 +17,7 @@ from optuna.trial import TrialState
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Plan, variant_key
+from autofit.planning.search_spec import Effort
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import MOST_ACCIDENTS, MOST_VETOES, run_search
@@ -223,6 +224,15 @@ def test_a_result_says_whether_the_final_comparison_came_to_its_end(
 ) -> None:
     result = run_search(device.prober(), device.spec(), max_probes=most)
     assert result.comparison_ended is has_ended
+
+
+def test_a_quick_search_times_fewer_steps(device: SimulatedDevice) -> None:
+    timed = {}
+    for effort in Effort:
+        prober = device.prober()
+        run_search(prober, replace(device.spec(), effort=effort), max_probes=2)
+        timed[effort] = {request.most_timed_seconds for request in prober.probed}
+    assert timed == {Effort.QUICK: {1.0}, Effort.NORMAL: {5.0}, Effort.THOROUGH: {5.0}}
 
 
 def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: SimulatedDevice) -> None:
