@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.searching.events import Event, ProbeFinished
+from autofit.searching.events import Event, ProbeFinished, ProbeStarted
 from autofit.units import format_bytes
 
 HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
