@@ -22,6 +22,7 @@ from autofit.measurement import Outcome, Trial
 from autofit.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from autofit.plan import Plan
     from autofit.report.report import Report
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
@@ -47,13 +48,16 @@ def exit_code(outcome: Outcome) -> int:
     return 3 if outcome in _OF_THE_WORKLOAD else 4
 
 
-def trial_line(trial: Trial) -> str:
-    """Format a trial on one line: memory and speed, or its outcome."""
+def trial_line(trial: Trial, plan: Plan) -> str:
+    """Format a trial on one line: memory and speed, or its outcome.
+
+    The plan is the trial's as it was asked for: without the settings that are plain anyway.
+    """
     measured = trial.measurement
     if not trial.ok:
-        return f"{trial.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
+        return f"{plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
     return (
-        f"{trial.plan}: {format_rate(trial.samples_per_second)}, "
+        f"{plan}: {format_rate(trial.samples_per_second)}, "
         f"{format_seconds(measured.step_time_s)} an optimizer step, "
         f"held {format_bytes(measured.held_bytes)} "
         f"(peak allocated {format_bytes(measured.peak_allocated_bytes)}, "

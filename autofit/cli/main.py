@@ -170,6 +170,7 @@ def probe(
         workload = load_target(target)
         from autofit.probing.probe import probe as run
 
+        asked = options.plan_and_payloads(workload)
         trial = run(
             workload,
             vram_budget=read_budget(vram_budget),
@@ -177,9 +178,13 @@ def probe(
             strategies=strategies,
             seed=seed,
             isolation=isolation,
-            **options.plan_and_payloads(workload),
+            **asked,
         )
-    print_result(json.dumps(trial_to_dict(trial), indent=1) if as_json else trial_line(trial))
+        plan = asked["plan"] or workload.plan()
+    if as_json:
+        print_result(json.dumps(trial_to_dict(trial), indent=1))
+    else:
+        print_result(trial_line(trial, plan))
     raise typer.Exit(exit_code(trial.measurement.outcome))
 
 

@@ -110,7 +110,8 @@ def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
 
 
 def _note(comparison: Comparison, workload: Workload) -> str:
-    where = f" ({', '.join(comparison.modules)})" if comparison.modules else ""
+    what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
+    where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
     why = f"split gradients differ from whole ones by {comparison.gradient:.1%}{where}"
     if workload.allow_resplit:
         return f"{why}: allow_resplit was given, so the accumulation count is free"

@@ -21,6 +21,7 @@ from autofit.units import counted, format_bytes, format_rate, format_seconds
 WIDTH = 120
 _SHORT_DETAIL = 60
 _INDENT = "    "
+_LONGEST_SETTING = 36
 _QUANTITY = re.compile(r"\d+(?:\.\d+)?(?= (?:samples/s|[KMGT]?i?B)\b)")
 _ABOUT_TRIALS = (
     "as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
@@ -146,8 +147,10 @@ def _trials_table(record: Record) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "role", "micro-batch"):
         table.add_column(name, no_wrap=True)
-    for name in ("settings", "outcome"):
-        table.add_column(name, overflow="fold")
+    words = (word for t in record.trials for word in _settings(t.plan.settings, record).split())
+    widest = min(max(map(len, words), default=0), _LONGEST_SETTING)
+    table.add_column("settings", overflow="fold", min_width=widest)
+    table.add_column("outcome", overflow="fold")
     for name in ("samples/s", "held", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     run: set[Plan] = set()

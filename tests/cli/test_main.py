@@ -285,7 +285,7 @@ def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> 
     ran = here("probe", "models.py:small", *ON_CPU)
     assert ran.code == 0, ran.err
     assert re.fullmatch(
-        r"4 x 4.*: [\d.]+ samples/s, [\d.]+ \w+ an optimizer step, held [\d.]+ MiB "
+        r"4 x 4: [\d.]+ samples/s, [\d.]+ \w+ an optimizer step, held [\d.]+ MiB "
         r"\(peak allocated [\d.]+ \wiB, peak reserved [\d.]+ MiB, non-torch 0 B\)\n",
         ran.out,
     )

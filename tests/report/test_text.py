@@ -75,6 +75,12 @@ def test_what_was_skipped_stands_with_its_reason(record: Record) -> None:
     assert re.search("folding.level=2: level 1 does not run out of memory", render(record))
 
 
+def test_a_setting_is_not_broken_within_its_name(record: Record) -> None:
+    long = replace(record.trials[3].plan, settings={"memory_format.layout": "channels_last"})
+    trials = (*record.trials[:3], replace(record.trials[3], plan=long), *record.trials[4:])
+    assert "memory_format.layout=channels_last" in render(replace(record, trials=trials), width=100)
+
+
 def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
     slow = "predicted to reach {} samples/s at most, and the leading plan 85 samples/s"
     skipped = [Skipped({"a.b": value}, slow.format(9.5 + value)) for value in (2, 1, 3)]
