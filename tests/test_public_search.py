@@ -495,24 +495,27 @@ def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe(
 
 
 class DiesOnce(nn.Module):
-    """Ends the process of its first forward that sees a whole micro-batch of a probe."""
+    """Ends the process of its first forward of so many samples."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, samples: int) -> None:
         super().__init__()
-        self.path, self.layer = path, nn.Linear(8, 3)
+        self.path, self.samples, self.layer = path, samples, nn.Linear(8, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if len(inputs) == 4 and not self.path.exists():
+        if len(inputs) == self.samples and not self.path.exists():
             self.path.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         output: torch.Tensor = self.layer(inputs)
         return output
 
 
-def test_a_worker_killed_once_in_the_baseline_costs_a_worker_and_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("samples", "probes"), [(2, 0), (4, 1)], ids=["survey", "baseline"])
+def test_a_worker_killed_once_costs_a_worker_and_no_more(
+    tmp_path: Path, samples: int, probes: int
+) -> None:
     path, seen = tmp_path / "died", list[Event]()
     report = search_here(
-        model=functools.partial(DiesOnce, path),
+        model=functools.partial(DiesOnce, path, samples),
         isolation="process",
         strategies=[],
         max_probes=1,
@@ -520,9 +523,8 @@ def test_a_worker_killed_once_in_the_baseline_costs_a_worker_and_no_more(tmp_pat
     )
     assert path.exists()
     assert report.baseline.ok
-    assert [e.first.detail for e in seen if isinstance(e, Repeating)] == [
-        "the worker was ended by SIGKILL"
-    ]
+    repeated = [event.first.detail for event in seen if isinstance(event, Repeating)]
+    assert repeated == ["the worker was ended by SIGKILL"] * probes
 
 
 @pytest.mark.parametrize("isolation", ["process", "inprocess"])

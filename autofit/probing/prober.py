@@ -261,6 +261,8 @@ class Prober(AbstractContextManager["Prober"]):
     ) -> _Result:
         """Call `function(session)` where the workload and the device are; see `Call`.
 
+        It is called again, once, if the worker dies: that may be an accident.
+
         Args:
             function: of a module, with `functools.partial` for further arguments.
             vram_budget_bytes: None: the prober's own budget.
@@ -269,17 +271,22 @@ class Prober(AbstractContextManager["Prober"]):
             WorkerFailed: the worker ended or hung instead of answering.
             Exception: what the function raised, as it was raised.
         """
-        call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
-        try:
-            deadline = self._ready(self._deadlines.unknown_s, self._ends_at)
-            reply = self._channel.call(call, deadline, self._on_stage)
-            self._settle(reply)
-        except NoReply as lost:
-            raise WorkerFailed(lost.detail) from None
+        reply = self._answer(Call(function, vram_budget_bytes or self.vram_budget_bytes))
         if (error := reply.exception_to_raise()) is not None:
             raise error
         result: _Result = reply.value
         return result
+
+    def _answer(self, call: Call, *, has_died: bool = False) -> Reply:
+        try:
+            deadline = self._ready(self._deadlines.unknown_s, self._ends_at)
+            reply = self._channel.call(call, deadline, self._on_stage)
+        except NoReply as lost:
+            if has_died or lost.outcome is Outcome.TIMEOUT:
+                raise WorkerFailed(lost.detail) from None
+            return self._answer(call, has_died=True)
+        self._settle(reply)
+        return reply
 
     def renew(self) -> bool:
         """Have the next request answered by a fresh worker; return whether there are workers."""

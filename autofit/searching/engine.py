@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from optuna.samplers import BaseSampler
 
-from autofit.errors import SearchTimedOut, WorkerFailed
+from autofit.errors import DeviceUnavailable, SearchTimedOut, WorkerFailed
 from autofit.interrupts import Interrupts, interrupts_remembered
 from autofit.measurement import (
     Measurement,
@@ -78,8 +78,8 @@ def run_search(
         began: when the time began to count, by the clock; None: now.
 
     Returns:
-        The result; also after Ctrl-C, or on a machine that became ill, if anything that fits had
-        been measured.
+        The result; also after Ctrl-C, or where the machine became ill or no worker can be started
+        any more, if anything that fits had been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
@@ -114,10 +114,10 @@ def run_search(
             if not search.has_ok_trial:
                 raise
             stopped_because = INTERRUPTED
-        except _MachineIll as ill:
+        except (WorkerFailed, DeviceUnavailable) as lost:
             if not search.has_ok_trial:
                 raise
-            stopped_because = str(ill)
+            stopped_because = str(lost)
         return search.result(stopped_because)
 
 

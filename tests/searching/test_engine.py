@@ -182,6 +182,21 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
 
 
+def test_where_no_worker_starts_any_more_what_was_measured_is_returned(
+    device: SimulatedDevice,
+) -> None:
+    class _Exhausted(_Timed):
+        def probe(self, request: ProbeRequest) -> ProbeResult:
+            if len(self.inner.probed) == 4:
+                raise WorkerFailed("the worker process could not be started: no memory")
+            return super().probe(request)
+
+    result = run_search(_Exhausted(device), device.spec())
+    assert "no memory" in result.stopped_because
+    assert not result.comparison_ended
+    assert len(result.trials) == 4
+
+
 def test_a_machine_that_is_ill_from_the_start_is_no_fault_of_the_workload(
     device: SimulatedDevice,
 ) -> None:
