@@ -12,7 +12,19 @@ from enum import StrEnum
 from math import comb
 from typing import Any
 
-from autofit.plan import Plan
+from autofit.errors import InvalidRequest
+from autofit.plan import PLAN, Plan
+from autofit.shapes import (
+    AMOUNT,
+    COUNT,
+    DURATION,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Leaf,
+    Maybe,
+    check_shape,
+)
 
 
 class Outcome(StrEnum):
@@ -67,6 +79,30 @@ class Role(StrEnum):
     """A leading plan or the baseline, run again at the end."""
     VETOED = "vetoed"
     """Proposed, and refused before it ran: it is not a probe."""
+
+
+MEASUREMENT: dict[str, Any] = {
+    "outcome": Leaf("an outcome", lambda value: value in list(Outcome)),
+    "detail?": Maybe(TEXT),
+    "step_times_s?": [DURATION],
+    "peak_allocated_bytes?": Maybe(AMOUNT),
+    "peak_reserved_bytes?": Maybe(AMOUNT),
+    "non_torch_bytes?": Maybe(AMOUNT),
+    "allocator_retries?": Maybe(AMOUNT),
+    "micro_batches_run?": Maybe(COUNT),
+    "loss?": Maybe(NUMBER),
+    "losses?": [NUMBER],
+    "contended?": FLAG,
+    "seconds?": Maybe(NUMBER),
+}
+"""A measurement as JSON."""
+TRIAL: dict[str, Any] = MEASUREMENT | {
+    "number": AMOUNT,
+    "role": Leaf("a role", lambda value: value in list(Role)),
+    "plan": PLAN,
+    "predicted_peak_bytes?": Maybe(NUMBER),
+}
+"""A trial as JSON, its measurement among its own keys."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +177,12 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """Return the measurement that `to_dict` wrote; unknown keys are ignored."""
+        """Return the measurement that `to_dict` wrote; unknown keys are ignored.
+
+        Raises:
+            InvalidRequest: the data are not such a measurement.
+        """
+        check_shape(data, MEASUREMENT, "the trial")
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
@@ -229,7 +270,12 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial that `to_dict` wrote; unknown keys are ignored."""
+        """Return the trial that `to_dict` wrote; unknown keys are ignored.
+
+        Raises:
+            InvalidRequest: the data are not such a trial.
+        """
+        check_shape(data, TRIAL, "the trial")
         return cls(
             data["number"],
             Role(data["role"]),
@@ -240,6 +286,16 @@ class Trial:
 
     def _rate(self, step_time_s: float | None) -> float | None:
         return self.plan.samples_per_step / step_time_s if step_time_s else None
+
+
+def check_ran(trial: Trial) -> None:
+    """Check that a trial that was read from a file ran within the budget, with speed and memory.
+
+    Raises:
+        InvalidRequest: it did not.
+    """
+    if not trial.ok or not trial.samples_per_second or trial.measurement.held_bytes is None:
+        raise InvalidRequest(f"trial {trial.number} did not run, or lacks its speed or memory")
 
 
 def probes_of(trials: Sequence[Trial]) -> list[Trial]:

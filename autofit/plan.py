@@ -14,6 +14,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from autofit.errors import InvalidRequest
+from autofit.shapes import (
+    ANYTHING,
+    COUNT,
+    FLAG,
+    NUMBER,
+    SCALAR,
+    Leaf,
+    Maybe,
+    Shape,
+    Table,
+    check_shape,
+)
 
 if TYPE_CHECKING:
     from autofit.strategy import Strategy
@@ -23,6 +35,24 @@ Scalar: TypeAlias = bool | int | float | str
 
 Settings: TypeAlias = Mapping[str, Scalar]
 """Values by setting name (`strategy.name`), such as {"precision.dtype": "bfloat16"}."""
+
+SETTINGS = Table(SCALAR)
+PLAN: Shape = {
+    "micro_batch": COUNT,
+    "accumulation_steps?": COUNT,
+    "global_batch?": Maybe(COUNT),
+    "settings?": SETTINGS,
+}
+"""A plan as JSON."""
+DIMENSION: Shape = {
+    "values": [SCALAR],
+    "payloads?": [ANYTHING],
+    "hints?": [Maybe(Leaf("numbers or null", lambda value: _are_numbers(value)))],
+    "when?": Maybe(Table([SCALAR])),
+    "trial_cost_s?": NUMBER,
+    "fresh_worker?": FLAG,
+}
+"""A dimension as JSON."""
 
 VariantKey: TypeAlias = tuple[tuple[str, Scalar], ...]
 """Settings as a hashable key that does not depend on their order."""
@@ -166,7 +196,12 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan that `to_dict` wrote; unknown keys are ignored."""
+        """Return the plan that `to_dict` wrote; unknown keys are ignored.
+
+        Raises:
+            InvalidRequest: the data are not such a plan.
+        """
+        check_shape(data, PLAN, "the plan")
         return cls(
             data["micro_batch"],
             accumulation_steps=data.get("accumulation_steps", 1),
@@ -288,7 +323,12 @@ class Dimension:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Dimension:
-        """Return the dimension that `to_dict` wrote."""
+        """Return the dimension that `to_dict` wrote.
+
+        Raises:
+            InvalidRequest: the data are not such a dimension.
+        """
+        check_shape(data, DIMENSION, "the dimension")
         values = data["values"]
         payloads = zip(values, data.get("payloads", ()), strict=False)
         hints = zip(values, data.get("hints", ()), strict=False)
@@ -300,6 +340,12 @@ class Dimension:
             trial_cost_s=data.get("trial_cost_s", 0.0),
             fresh_worker=data.get("fresh_worker", False),
         )
+
+
+def _are_numbers(hint: Any) -> bool:
+    """Return whether the entries of a hint that this version knows are numbers or null."""
+    known = hint[: len(fields(Hint))] if isinstance(hint, list) else [""]
+    return all(value is None or NUMBER.fits(value) for value in known)
 
 
 def _hint_to_list(hint: Hint | None) -> list[float | None] | None:

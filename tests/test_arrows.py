@@ -22,15 +22,16 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "autofit"
 STRATEGIES = ROOT / "strategies"
 
-VOCABULARY = {"errors", "units", "plan", "measurement", "space", "strategy"}
+VOCABULARY = {"errors", "units", "shapes", "plan", "measurement", "space", "strategy"}
 """Every room above the vocabulary may import it."""
 TRAINING = {"training", "devices", "memory", "snapshot", "equivalence"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
     "units": {"errors"},
-    "plan": {"errors"},
-    "measurement": {"plan", "units", "errors"},
+    "shapes": {"errors"},
+    "plan": {"shapes", "errors"},
+    "measurement": {"plan", "shapes", "units", "errors"},
     "space": {"plan", "units", "errors"},
     "strategy": {"plan"},
     "registry": VOCABULARY,

@@ -7,11 +7,9 @@ are never compared; another plan, GPU or method is named.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from autofit.checks.verdict import Verdict
@@ -19,6 +17,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Settings
 from autofit.prediction.gpus import find_gpu
 from autofit.report.record import Record
+from autofit.shapes import read_json
 from autofit.units import format_bytes, kind_of
 
 
@@ -76,12 +75,12 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
             with the verdict (one is of the CPU and the other of a GPU, say).
     """
     try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
     try:
         before, plain = _read_earlier(content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (TypeError, InvalidRequest) as error:
         raise InvalidRequest(
             f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
@@ -94,12 +93,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
     alike = [("required bytes", "required_bytes")] * (before.method == verdict.method)
     for quantity, name in (*alike, ("peak allocated bytes", "peak_allocated_bytes")):
         now, then = getattr(verdict, name), getattr(before, name)
-        if (
-            now is not None
-            and isinstance(then, int)
-            and not isinstance(then, bool)
-            and 0 < then < 2**63
-        ):
+        if now is not None and then:
             return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
     raise InvalidRequest(
         f"{os.fspath(path)} and the new verdict have no figure in common: the new one is by "

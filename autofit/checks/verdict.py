@@ -6,10 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autofit.plan import Plan
+from autofit.plan import PLAN, Plan
+from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, Shape, Table, check_shape
 from autofit.units import format_bytes
 
 ASSUMED = " (assumed: no gpu given)"
+
+_VERDICT: Shape = {
+    "fits": Maybe(FLAG),
+    "plan": PLAN,
+    "method": TEXT,
+    "vram_budget_bytes": AMOUNT,
+    "required_bytes?": Maybe(AMOUNT),
+    "margin_bytes?": AMOUNT,
+    "breakdown?": Maybe(Table(AMOUNT)),
+    "largest_micro_batch?": Maybe(AMOUNT),
+    "detail?": Maybe(TEXT),
+    "peak_allocated_bytes?": Maybe(AMOUNT),
+    "device?": Maybe(TEXT),
+    "gpu?": Maybe(TEXT),
+    "gpu_assumed?": FLAG,
+}
+"""A verdict as JSON."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,11 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Return the verdict that `to_dict` wrote; earlier versions wrote fewer keys."""
+        """Return the verdict that `to_dict` wrote; earlier versions wrote fewer keys.
+
+        Raises:
+            InvalidRequest: the data are not such a verdict.
+        """
+        check_shape(data, _VERDICT, "the verdict")
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         return cls(**known | {"plan": Plan.from_dict(data["plan"])})

@@ -42,17 +42,18 @@ def load_target(target: str) -> Workload:
             f"{target!r} is not a target; write path/to/file.py:name or package.module:name"
         )
     module = _import(place)
-    from autofit.training.workload import (
-        Workload,  # imported late: it loads torch, which a mistyped target does not need
-    )
-
     try:
         found: Any = module
         for part in name.split("."):
             found = getattr(found, part)
     except AttributeError:
         raise InvalidRequest(f"{place} has no {name!r}; it has: {_offers(module)}") from None
-    made = _call(found, target) if callable(found) else found
+    import torch  # late, as what follows: a mistyped target does not need it
+
+    from autofit.training.workload import Workload
+
+    is_model = isinstance(found, torch.nn.Module)  # callable, but not to make a workload
+    made = _call(found, target) if callable(found) and not is_model else found
     if not isinstance(made, Workload):
         raise InvalidRequest(
             f"{target} is neither a Workload nor a function that returns one, but {kind_of(made)}"
@@ -79,6 +80,8 @@ def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
 
 def _import(place: str) -> ModuleType:
     if not place.endswith(".py"):
+        if not all(part.isidentifier() for part in place.split(".")):
+            raise InvalidRequest(f"{place!r} is neither a .py file nor the name of a module")
         sys.path.insert(0, os.getcwd())
         try:
             return importlib.import_module(place)
@@ -86,8 +89,8 @@ def _import(place: str) -> ModuleType:
             if error.name is not None and place.startswith(error.name):
                 raise InvalidRequest(f"module {place!r} is not on the path") from None
             raise
-    path = Path(place).resolve()
-    if not path.is_file():
+    path = Path(os.path.realpath(place))
+    if not os.path.isfile(path):  # unlike a Path's own, it takes any name
         raise InvalidRequest(f"file {place} does not exist")
     sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)

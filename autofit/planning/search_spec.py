@@ -12,12 +12,42 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from autofit.plan import Dimension, VariantKey, variant_key
+from autofit.plan import SETTINGS, Dimension, VariantKey, variant_key
+from autofit.shapes import (
+    AMOUNT,
+    COUNT,
+    FLAG,
+    NUMBER,
+    TEXT,
+    Leaf,
+    Maybe,
+    Shape,
+    Table,
+    check_shape,
+)
 from autofit.space import Space
 
 MemoryLine: TypeAlias = tuple[float, float]
 """Fixed bytes, and bytes per sample of the micro-batch."""
 
+_PAIRS = Leaf(
+    "a list of pairs",
+    lambda value: (
+        isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    ),
+)
+_SPEC: Shape = {
+    "dimensions": _PAIRS,
+    "sample_batch_size": COUNT,
+    "global_batch": Maybe(COUNT),
+    "may_resplit": FLAG,
+    "max_micro_batch": Maybe(COUNT),
+    "vram_budget_bytes": COUNT,
+    "seed": AMOUNT,
+    "identity": Table(TEXT),
+    "predicted_lines": _PAIRS,
+    "effort?": Leaf("an effort", lambda value: value in list(Effort)),
+}
 _GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
 
 
@@ -78,7 +108,15 @@ class SearchSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SearchSpec:
-        """Return the specification that `to_dict` wrote; unknown keys are ignored."""
+        """Return the specification that `to_dict` wrote; unknown keys are ignored.
+
+        Raises:
+            InvalidRequest: the data are not such a specification.
+        """
+        check_shape(data, _SPEC, "the specification")
+        for pair in data["predicted_lines"]:
+            check_shape(pair[:1], [SETTINGS], "a predicted line's variant")
+            check_shape(pair[1:], [[NUMBER]], "a predicted line")
         space = Space(
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
             **{name: data[name] for name in _GEOMETRY},

@@ -12,15 +12,65 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import Role, Trial
-from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, payloads_of
+from autofit.measurement import TRIAL, Role, Trial, check_ran
+from autofit.plan import (
+    DIMENSION,
+    SETTINGS,
+    Dimension,
+    Plan,
+    ResolvedPlan,
+    Settings,
+    payloads_of,
+)
 from autofit.registry import resolve, strategies_of
+from autofit.shapes import AMOUNT, COUNT, NUMBER, TEXT, Leaf, Maybe, Shape, Table, check_shape
 from autofit.space import Space
 
 if TYPE_CHECKING:
     from autofit.strategy import Strategy
 
 SCHEMA = 1
+_DEVICES = ("cpu", "cuda")
+_REPORT: Shape = {
+    "autofit": TEXT,
+    "created": TEXT,
+    "environment": {
+        "device": Leaf("cpu or a cuda device", lambda v: str(v).partition(":")[0] in _DEVICES),
+        "torch": TEXT,
+        "gpu?": Maybe(TEXT),
+        "total_bytes?": AMOUNT,
+    },
+    "workload": {
+        "fingerprint": TEXT,
+        "parameters": AMOUNT,
+        "global_batch": Maybe(COUNT),
+        "loss": Maybe(TEXT),
+        "sample_shapes": Table(TEXT),
+        "given?": [TEXT],
+        "clip_grad_norm?": Maybe(NUMBER),
+        "target?": TEXT,
+    },
+    "vram_budget_bytes": COUNT,
+    "search": {
+        "probes": AMOUNT,
+        "oom_probes": AMOUNT,
+        "seconds": NUMBER,
+        "stopped_because": TEXT,
+        "seed": AMOUNT,
+        "effort?": TEXT,
+        "sessions?": COUNT,
+        "busy?": Maybe(TEXT),
+    },
+    "dimensions": Table(DIMENSION),
+    "best": {"number": AMOUNT},
+    "baseline": {"number": AMOUNT},
+    "trials": [{**TRIAL, "paste": [TEXT]}],
+    "skipped": [{"settings": SETTINGS, "why": TEXT}],
+    "notes?": [TEXT],
+    "difference?": Maybe({"loss": NUMBER, "gradient": NUMBER}),
+    "calibration?": {"non_torch_bytes?": AMOUNT},
+}
+"""A report as JSON; all that is not named here may be anything."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +170,7 @@ class Record:
     @property
     def functions_given(self) -> tuple[str, ...]:
         """Names of the functions that were passed to the search, such as "criterion"."""
-        return tuple(self.workload["given"])
+        return tuple(self.workload.get("given", ()))
 
     @property
     def plain_settings(self) -> Settings:
@@ -224,9 +274,12 @@ class Record:
                 f"this is a report of schema {data.get('schema')!r}; this version reads {SCHEMA}"
             )
         try:
-            return cls._from_known(data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"this is not a complete autofit report: {error!r}") from error
+            check_shape(data, _REPORT, "the report")
+            record = cls._from_known(data)
+            check_ran(record.best)
+            return record
+        except InvalidRequest as error:
+            raise InvalidRequest(f"this is not a complete autofit report: {error}") from error
 
     @classmethod
     def _from_known(cls, data: Mapping[str, Any]) -> Record:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from autofit.measurement import Trial
 from autofit.report import apply
 from autofit.report.record import Record, frontier
 from autofit.report.text import WIDTH, headline, render
+from autofit.shapes import read_json
 from autofit.units import counted, kind_of
 
 if TYPE_CHECKING:
@@ -212,22 +215,30 @@ def load(path: str | os.PathLike[str]) -> Report:
         InvalidRequest: the file cannot be read, or is not a report.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = json.loads(text)
+        data = read_json(path)
     except OSError as error:
         raise InvalidRequest(f"cannot read the report {os.fspath(path)}: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRequest(f"{os.fspath(path)} is not a JSON report: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest(f"{os.fspath(path)} is not a report: it holds {kind_of(data)}")
-    return Report(Record.from_dict(data))
+    try:
+        return Report(Record.from_dict(data))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{os.fspath(path)}: {error}") from error
 
 
 def _write_whole(target: Path, text: str) -> None:
     """Write all of the text or nothing: a full disk must not destroy an earlier report."""
-    part = target.with_name(f".{target.name}.part")
+    real = Path(os.path.realpath(target))  # what a symbolic link leads to is replaced, not the link
+    if real.exists() and not real.is_file():  # a pipe or a device
+        real.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return
+    part = real.with_name(f".{uuid.uuid4().hex}.part")  # of its own: others may write it, too
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if real.exists():
+            shutil.copymode(real, part)
+        part.replace(real)
     finally:
         part.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
 from autofit.searching.events import Progress
 
+_LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
 COMPARISON_BLOCKS = 5
 """Probes in fresh workers that time is kept back for: two plans twice, and their gradients."""
 
@@ -135,8 +136,11 @@ def check_search_arguments(
         if count is not None:
             check_count(name, count)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0):
-        raise InvalidRequest(f"timeout must be above zero seconds, got {timeout!r}")
+    if timeout is not None and not (number and 0 < timeout < _LARGEST_TIMEOUT_S):
+        raise InvalidRequest(
+            f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, or None for no "
+            f"limit, got {timeout!r}"
+        )
     if effort not in list(Effort):  # a list asks for no hash, and it may be anything
         names = ", ".join(repr(each.value) for each in Effort)
         raise InvalidRequest(f"effort must be one of {names}, got {effort!r}")

@@ -25,7 +25,7 @@ from optuna.exceptions import DuplicatedStudyError, StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-from autofit.errors import StudyRefused
+from autofit.errors import InvalidRequest, StudyRefused
 from autofit.units import format_seconds
 
 _STUDY_NAME = "autofit"
@@ -144,7 +144,8 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
     write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
     try:
         _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
-        return JournalStorage(JournalFileBackend(str(path), write_lock))
+        with reading(path):
+            return JournalStorage(JournalFileBackend(str(path), write_lock))
     except StudyRefused:
         raise
     except OSError as error:
@@ -152,8 +153,6 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
             f"cannot write the study {path}: {error.strerror or error}; give a path in a folder "
             "that exists, can be written and has room"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise _not_a_study(path) from error
 
 
 @contextmanager
@@ -180,6 +179,9 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
         if content and not _is_journal(content):
             raise _not_a_study(path)
         whole = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            if not _is_entry(line):
+                raise _damaged(path, f"line {number} of it is damaged: {line[:60]!r}")
         if whole < len(content):
             file.truncate(whole)
             os.fsync(file.fileno())
@@ -192,11 +194,38 @@ def _is_journal(content: bytes) -> bool:
     first, newline, _ = content.partition(b"\n")
     if not newline:
         return first.startswith(b'{"op_code"') or b'{"op_code"'.startswith(first)
+    return _is_entry(first)
+
+
+def _is_entry(line: bytes) -> bool:
     try:
-        entry = json.loads(first)
-    except ValueError:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
         return False
     return isinstance(entry, dict) and "op_code" in entry
+
+
+def _damaged(study: object, what: str) -> StudyRefused:
+    return StudyRefused(
+        f"the study {study} cannot be read ({what}): repair it, use a copy of it, or give another"
+    )
+
+
+@contextmanager
+def reading(study: object) -> Iterator[None]:
+    """Refuse a study whose content cannot be what autofit and Optuna wrote.
+
+    Optuna reads a journal without checking it, so damage shows as any error.
+    """
+    try:
+        yield
+    except StudyRefused:
+        raise
+    except (
+        InvalidRequest, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
+        OverflowError, RecursionError,
+    ) as error:  # fmt: skip
+        raise _damaged(study, f"{type(error).__name__}: {error}") from error
 
 
 def _not_a_study(path: Path) -> StudyRefused:

@@ -26,7 +26,8 @@ from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
-from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study
+from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study, reading
+from autofit.shapes import NUMBER, check_shape
 from autofit.training.fingerprint import differing_parts
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
@@ -58,10 +59,13 @@ class Store:
         began: float | None = None,
     ) -> None:
         self.study, self.name = study, name
-        self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in study.user_attrs else None
         self._claim, self._held = claim, held
         self._began = time.monotonic() if began is None else began
-        self._earlier_seconds: list[float] = study.user_attrs.get(_SESSIONS, [])
+        with reading(name):
+            self._earlier_seconds: list[float] = study.user_attrs.get(_SESSIONS, [])
+            check_shape(self._earlier_seconds, [NUMBER], "the earlier searches' seconds")
+            known = trial_codec.SPEC in study.user_attrs
+            self.spec = trial_codec.spec_of(study) if known else None
 
     @classmethod
     def open(
@@ -83,7 +87,8 @@ class Store:
         name = "in memory" if study is None else os.fspath(study)
         with ExitStack() as held:
             opened, claim = open_study(name, study, held)
-            store = cls(opened, name, claim, held.pop_all(), began)
+            store = cls(opened, name, claim, held, began)
+            store._held = held.pop_all()
         with ExitStack() as closed_on_error:
             closed_on_error.push(store)
             store._check_identity(identity)
@@ -111,7 +116,8 @@ class Store:
     @property
     def trials(self) -> tuple[Trial, ...]:
         """Every finished trial, in order."""
-        return trial_codec.trials_of(self.study)
+        with reading(self.name):
+            return trial_codec.trials_of(self.study)
 
     @property
     def session_seconds(self) -> tuple[float, ...]:
@@ -200,7 +206,7 @@ class Store:
             )
 
     def _close_abandoned_trials(self) -> None:
-        with self._writing():
+        with self._writing(), reading(self.name):
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 if not trial_codec.finish_recorded(self.study, trial):
                     self.study.tell(trial.number, state=TrialState.FAIL)

@@ -23,7 +23,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.errors import StudyRefused
-from autofit.measurement import Outcome, Role, Trial
+from autofit.measurement import Outcome, Role, Trial, check_ran
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
@@ -123,4 +123,7 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 def _trial(number: int, data: dict[str, Any]) -> Trial:
     """Return the trial of a record; older studies nest its measurement."""
-    return Trial.from_dict({**data, **data.get("measurement", {}), "number": number})
+    trial = Trial.from_dict({**data, **data.get("measurement", {}), "number": number})
+    if trial.ok and trial.role is not Role.VETOED:
+        check_ran(trial)
+    return trial

@@ -48,14 +48,24 @@ def test_verdicts_of_two_methods_compare_peak_allocated(tmp_path: Path) -> None:
 def report(device: str, gpu: str | None) -> dict[str, Any]:
     """Of a search whose only trial held 1000 bytes."""
     measured = Measurement(
-        Outcome.OK, peak_reserved_bytes=900, non_torch_bytes=100, peak_allocated_bytes=800
+        Outcome.OK,
+        step_times_s=[0.1],
+        peak_reserved_bytes=900,
+        non_torch_bytes=100,
+        peak_allocated_bytes=800,
     )
     plan = Plan(8, settings={"folding.level": 0})
     return Record(
         version="0.1.0",
         created="2026-01-02T03:04:05Z",
-        environment={"device": device, "gpu": gpu},
-        workload={},
+        environment={"device": device, "gpu": gpu, "torch": "2.13.0"},
+        workload={
+            "fingerprint": "f00d",
+            "parameters": 36,
+            "global_batch": None,
+            "loss": None,
+            "sample_shapes": {},
+        },
         vram_budget_bytes=10**9,
         search=SearchSummary(1, 0, 1.0, "it was told to", 0),
         dimensions={"folding.level": Dimension([0, 1])},

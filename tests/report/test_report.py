@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,39 @@ def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left_behind(
     with pytest.raises(InvalidRequest, match=r"taken\.json"):
         Report(record).save(tmp_path / "taken.json")
     assert [path.name for path in tmp_path.iterdir()] == ["taken.json"]
+
+
+def test_a_link_to_a_report_stays_a_link_and_its_file_keeps_its_mode(
+    record: Record, tmp_path: Path
+) -> None:
+    real, link = tmp_path / "2026.json", tmp_path / "newest.json"
+    real.write_text("{}")
+    real.chmod(0o640)
+    link.symlink_to(real.name)
+    Report(record).save(link)
+    assert link.is_symlink()
+    assert load(real).best == load(link).best
+    assert real.stat().st_mode & 0o777 == 0o640
+
+
+def test_two_that_save_at_once_leave_a_whole_report(record: Record, tmp_path: Path) -> None:
+    path, failed = tmp_path / "r.json", []
+
+    def save() -> None:
+        try:
+            for _ in range(40):
+                Report(record).save(path)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert load(path).best == Report(record).best
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) -> None:

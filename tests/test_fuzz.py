@@ -1,0 +1,274 @@
+"""Damaged files and senseless arguments, at random with a fixed seed: every refusal is in words.
+
+Only autofit's own errors may come out, and from the command line only its exit codes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autofit
+from autofit.checks.regression import compare_with
+from autofit.checks.verdict import Verdict
+from autofit.cli.main import main
+from autofit.errors import AutofitError, StudyRefused
+from autofit.searching.engine import run_search
+from autofit.searching.study import Store
+from autofit.space import Space
+from tests.simulated import DIMENSIONS, IDENTITY, SimulatedDevice
+
+REPORTS, BYTES, STUDIES, COMMANDS, CALLS = 450, 100, 100, 150, 200
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 1.5, 2**62, 10**400, -(10**400), 1e308, 1e-320, float("nan"),
+    float("inf"), "", "x", "nan", "\ud800", "\x00", "24GiB", "cuda:99999", [], {}, [[]], [None],
+    {"": None}, {"number": 0}, [0, "a"], "é" * 300,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workload() -> autofit.Workload:
+    torch.manual_seed(0)
+    return autofit.Workload(torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8)
+
+
+@pytest.fixture(scope="module")
+def report(workload: autofit.Workload) -> str:
+    found = autofit.search(
+        workload, device="cpu", vram_budget="8MiB", isolation="inprocess", max_probes=4
+    )
+    return json.dumps(found.to_dict())
+
+
+def damaged(data: Any, draw: random.Random) -> Any:
+    """Return a copy in which one to three places, anywhere, are gone, doubled or something else."""
+    data = copy.deepcopy(data)
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        holder: Any = data
+        keys: list[tuple[Any, Any]] = []
+        while isinstance(holder, (dict, list)) and holder and (not keys or draw.random() < 0.8):
+            keys.append((holder, draw.choice(list(_keys(holder)))))
+            holder = holder[keys[-1][1]]
+        if not keys:
+            continue
+        parent, key = keys[-1]
+        kind = draw.random()
+        if kind < 0.3:
+            del parent[key]
+        elif kind < 0.9:
+            parent[key] = copy.deepcopy(draw.choice(ODD))
+        elif isinstance(parent, list):
+            parent.append(copy.deepcopy(draw.choice(parent)))
+        else:
+            parent[key] = {"inside": parent[key]}
+    return data
+
+
+def _keys(holder: dict[str, Any] | list[Any]) -> Any:
+    return holder if isinstance(holder, dict) else range(len(holder))
+
+
+def torn(content: bytes, draw: random.Random) -> bytes:
+    """Return bytes of which some are cut off, replaced or repeated."""
+    place, length = draw.randrange(len(content)), draw.choice([1, 1, 4, 50])
+    other = bytes(draw.randrange(256) for _ in range(length))
+    whole = [
+        content[:place],
+        content[:place] + other + content[place + length :],
+        content[:place] + other + content[place:],
+        content[:place] + content[max(0, place - length) :],
+    ]
+    return draw.choice(whole)
+
+
+def in_words(action: Callable[[], object], case: object) -> None:
+    """Run what may be refused by autofit, and raise nothing else."""
+    try:
+        action()
+    except AutofitError:
+        return
+    except Exception as error:
+        raise AssertionError(f"{error!r} for {case!r}") from error
+
+
+PREDICTED: set[str] = set()
+
+
+def use(path: Path, workload: autofit.Workload) -> None:
+    """Do with a report whatever can be done without running the plan."""
+    report = autofit.load(path)
+    report.to_text(width=60)
+    repr(report)
+    report.to_dict()
+    report.save(path.with_suffix(".txt"))
+    report.save(path.with_name("again.json"))
+    assert report.frontier is not None
+    assert report.speedup is None or report.speedup > 0
+    record = report.record
+    record.payloads(report.best.plan.settings)
+    in_words(record.resolve_best, path)
+    plan = record.best_plan_to_rerun
+    if str(plan) not in PREDICTED:
+        PREDICTED.add(str(plan))
+        in_words(lambda: autofit.predict(workload, plan=plan, gpu="1GiB"), path)
+    in_words(lambda: report.apply(torch.nn.Linear(8, 4), torch.optim.SGD).undo(), path)
+
+
+def test_a_damaged_report_is_refused_in_words(
+    report: str, workload: autofit.Workload, tmp_path: Path
+) -> None:
+    draw, path = random.Random(5), tmp_path / "r.json"
+    now = Verdict(True, autofit.Plan(4), "probe", 2**30, 2**20, device="cpu")
+    loaded = 0
+    for number in range(REPORTS):
+        data = damaged(json.loads(report), draw)
+        path.write_text(json.dumps(data))
+        in_words(lambda: use(path, workload), data)
+        in_words(lambda: compare_with(now, path, 0.05), data)
+        if number % 10 == 0:
+            in_words(lambda: autofit.load(path).to_dataframe(), data)
+        loaded += not isinstance(_raised(lambda: autofit.load(path)), AutofitError)
+    assert 0 < loaded < REPORTS / 2  # else the damage is too small, or too large
+    for _ in range(BYTES):
+        path.write_bytes(torn(report.encode(), draw))
+        in_words(lambda: use(path, workload), path.read_bytes())
+
+
+def _raised(action: Callable[[], object]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("study") / "study.log"
+    device = SimulatedDevice(Space(DIMENSIONS, 4))
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store, max_probes=4)
+    return path.read_bytes()
+
+
+def test_a_damaged_study_is_refused_in_words(journal: bytes, tmp_path: Path) -> None:
+    draw, path, lines = random.Random(5), tmp_path / "study.log", journal.splitlines()
+    device = SimulatedDevice(Space(DIMENSIONS, 4))
+
+    def resume() -> None:
+        with Store.open(path, IDENTITY) as store:
+            run_search(device.prober(), store.spec or device.spec(), store=store, max_probes=5)
+
+    for number in range(STUDIES):
+        if number % 2:
+            path.write_bytes(torn(journal, draw))
+        else:
+            entries = [json.loads(line) for line in lines]
+            place = draw.randrange(len(entries))
+            entries[place] = damaged(entries[place], draw)
+            path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        in_words(resume, path.read_bytes())
+
+
+def test_a_bad_byte_amid_a_study_is_found_where_it_is(journal: bytes, tmp_path: Path) -> None:
+    path, lines = tmp_path / "study.log", journal.splitlines(keepends=True)
+    lines[6] = b"\xff" + lines[6][1:]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(StudyRefused, match=r"line 7\b.*damaged"):
+        Store.open(path, IDENTITY)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    path = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fuzzed.py").write_text(
+        "import torch, autofit\n"
+        "ok = autofit.Workload(torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8)\n"
+        "number = 3\n"
+    )
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["autofit", *arguments])
+        shown = StringIO()
+        with redirect_stdout(shown), redirect_stderr(shown), pytest.raises(SystemExit) as end:
+            main()
+        assert "Traceback" not in shown.getvalue(), (arguments, shown.getvalue())
+        return int(end.value.code or 0)
+
+    yield run
+    sys.path[:] = path
+    sys.modules.pop("fuzzed", None)
+
+
+OPTIONS: dict[str, list[str]] = {
+    "search": ["--vram-budget", "--global-batch", "--device", "--strategies", "--numerics",
+               "--max-micro-batch", "--max-probes", "--timeout", "--study", "--seed",
+               "--isolation", "--out", "--effort"],
+    "probe": ["--micro-batch", "--accumulation-steps", "--global-batch", "--set", "--plan",
+              "--vram-budget", "--device", "--strategies", "--seed", "--isolation"],
+    "predict": ["--gpu", "--micro-batch", "--accumulation-steps", "--global-batch", "--set",
+                "--plan", "--strategies"],
+    "check": ["--vram-budget", "--gpu", "--method", "--micro-batch", "--accumulation-steps",
+              "--global-batch", "--set", "--plan", "--report", "--device", "--strategies",
+              "--against", "--max-regression", "--junit-xml"],
+    "report": [],
+    "soak": ["--steps", "--device", "--isolation"],
+    "doctor": ["--device"],
+}  # fmt: skip
+TARGETS = ["fuzzed.py:nothing", "fuzzed.py:number", "fuzzed:ok.model", "fuzzed.py", ":", "no.py:x",
+           "no.such:x", "fuzzed.py:", "..:x", "", "r.json", "\udcff.py:x",
+           "a" * 5000 + ".py:x"]  # fmt: skip
+VALUES = ["0", "-1", "1.5", "nan", "inf", "1e400", "9" * 30, "", "x", "24GiB", "0GiB", "24", "cpu",
+          "cuda:99", "a=b", "precision.dtype=bfloat16", "precision.dtype=3", "=", "no.json",
+          "r.json", ".", "/", "a/b.json", "50%", "500%", "sqlite:///no/no.db", "http://x", "L4",
+          "\u0661", "\udcff"]  # fmt: skip
+
+
+def test_senseless_commands_are_refused_in_words(
+    command: Callable[..., int], report: str, tmp_path: Path
+) -> None:
+    """Targets of commands that would run something are none; any report is shown."""
+    draw = random.Random(5)
+    for _ in range(COMMANDS):
+        name = draw.choice(list(OPTIONS))
+        (tmp_path / "r.json").write_text(json.dumps(damaged(json.loads(report), draw)))
+        target = "fuzzed.py:ok" if name == "predict" else draw.choice(TARGETS)
+        arguments = [] if name == "doctor" else [target]
+        for option in draw.sample(OPTIONS[name], min(len(OPTIONS[name]), draw.randrange(4))):
+            arguments += [option, draw.choice(VALUES)]
+        code = command(name, *arguments)
+        assert code in (0, 1, 2, 4, 5), (name, arguments)
+        assert code != 0 or name in ("report", "doctor", "predict"), (name, arguments)
+
+
+def test_senseless_arguments_are_refused_in_words(
+    workload: autofit.Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(5)
+    odd = [value for value in ODD if value is not None]
+    names = ("global_batch", "vram_budget", "device", "strategies", "numerics", "max_micro_batch",
+             "max_probes", "timeout", "study", "sampler", "seed", "isolation", "progress",
+             "allow_resplit", "clip_grad_norm", "loss_fn", "criterion", "optimizer")  # fmt: skip
+    model: Any = workload.model
+    search = functools.partial(autofit.search, model, workload.sample_batch)
+    for _ in range(CALLS):
+        # Were all that is drawn valid, the last argument would be refused.
+        given = {name: draw.choice(odd) for name in draw.sample(names, 2)}
+        in_words(functools.partial(search, **({"isolation": "none"} | given)), given)
+        plan = {name: draw.choice(odd) for name in ("accumulation_steps", "global_batch")}
+        in_words(functools.partial(autofit.Plan, draw.choice(odd), **plan), plan)
+        where = {name: draw.choice(odd) for name in ("plan", "vram_budget", "gpu")}
+        in_words(functools.partial(autofit.check, workload, **where), where)
