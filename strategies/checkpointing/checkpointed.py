@@ -137,10 +137,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     children = list(self._modules.values())  # children() drops one that stands twice
     value, position = args[0] if args else kwargs["input"], 0
     for start, stop in self.__dict__[_RUNS]:
-        value = _in_turn(children[position:start], value)
+        for child in children[position:start]:
+            value = child(value)
         value = recomputed(partial(_in_turn, children[start:stop]), self, state, (value,), {})
         position = stop
-    return _in_turn(children[position:], value)
+    for child in children[position:]:  # not by a function, beside which `value` would stay alive
+        value = child(value)
+    return value
 
 
 def _in_turn(modules: Sequence[Any], value: Any) -> Any:

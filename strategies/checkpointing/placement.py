@@ -11,7 +11,7 @@ chains, 2019, with whole items recomputed and never a checkpoint within a checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum, inf
@@ -20,8 +20,12 @@ import torch
 
 from .timeline import Timeline
 
-COARSE_CEILINGS, CEILINGS = 12, 40
-"""Ceilings tried to find the lowest that can be met, and ceilings from that on."""
+ROUNDS, CEILINGS_A_ROUND, CEILINGS = 3, 12, 40
+"""Rounds to find the lowest ceiling that can be met, each finer by so much as it tries ceilings;
+and ceilings from that on."""
+
+MOST_TRIED = 200
+"""Units with which the lowest peak is tried again."""
 
 QUANTA = 2048
 """Steps in which the knapsack counts released bytes."""
@@ -77,8 +81,8 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
     items = _items(timeline, names, seconds)
     peak = timeline.peak(())
 
-    def solved(lowest: float, count: int) -> list[Placement]:
-        ceilings = [lowest + (peak - lowest) * number / count for number in range(count)]
+    def solved(lowest: float, highest: float, count: int) -> list[Placement]:
+        ceilings = [lowest + (highest - lowest) * number / count for number in range(count)]
         chosen = cheapest(items, timeline.saved_bytes, ceilings)
         placed = {tuple(items[index].name for index in indices) for indices in chosen}
         return [
@@ -87,10 +91,33 @@ def frontier(timeline: Timeline, seconds: Mapping[str, float]) -> list[Placement
             if timeline.are_apart(frozenset(units))
         ]
 
-    plain = Placement((), peak, 0.0)
-    coarse = [plain, *solved(0.0, COARSE_CEILINGS)]
-    lowest = min(placement.peak_bytes for placement in coarse)
-    return undominated([*coarse, *solved(lowest - peak / COARSE_CEILINGS, CEILINGS)])
+    found = [Placement((), peak, 0.0)]
+    lowest, step = float(peak), float(peak)
+    for _ in range(ROUNDS):
+        found += solved(lowest - step, lowest, CEILINGS_A_ROUND)
+        lowest = min(placement.peak_bytes for placement in found)
+        step /= CEILINGS_A_ROUND
+    found += solved(lowest, peak, CEILINGS)
+    least = undominated(found)[-1]
+    return undominated([*found, *_lowered(timeline, least, names[:MOST_TRIED], seconds)])
+
+
+def _lowered(
+    timeline: Timeline, placement: Placement, names: Sequence[str], seconds: Mapping[str, float]
+) -> Iterator[Placement]:
+    """Yield placements of ever lower peaks, each with one unit more in place of those around it.
+
+    The knapsack counts bytes in quanta, so it may miss the lowest peak by a little.
+    """
+    chosen = list(placement.units)
+    lowest = placement.peak_bytes
+    for name in names:
+        kept = [unit for unit in chosen if unit != name and timeline.are_apart({unit, name})]
+        peak = timeline.peak([*kept, name])
+        if name not in chosen and peak < lowest:
+            chosen, lowest = [*kept, name], peak
+            units = tuple(unit for unit in timeline.calls_of if unit in chosen)
+            yield Placement(units, lowest, fsum(seconds[unit] for unit in units))
 
 
 def _items(timeline: Timeline, names: Sequence[str], seconds: Mapping[str, float]) -> list[Item]:

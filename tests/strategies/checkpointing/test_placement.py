@@ -62,6 +62,14 @@ def test_no_placement_beats_the_frontier_by_much(part: Part, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+def test_the_least_peak_is_found(part: Part, seed: int) -> None:
+    timeline, seconds = _chain(part, seed)
+    lowest = min(timeline.peak(units) for units in _without_nesting(list(timeline.calls_of)))
+    found = part("placement").frontier(timeline, seconds)[-1].peak_bytes
+    assert found <= lowest + timeline.peak(()) / 1000
+
+
+@pytest.mark.parametrize("seed", range(6))
 def test_units_are_never_nested_and_points_never_dominated(part: Part, seed: int) -> None:
     timeline, seconds = _chain(part, seed)
     found = part("placement").frontier(timeline, seconds)
