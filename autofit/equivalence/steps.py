@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import count
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -251,29 +251,58 @@ def _visible(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _outside(model: nn.Module) -> dict[str, float]:
-    """Return the numbers and lengths outside the modules to which a forward may add."""
-    spaces: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    """Return the numbers and lengths outside the modules to which a forward may add.
+
+    Of objects of the user's own that modules hold, or that their hooks belong to, also those
+    within containers.
+    """
+    found: dict[str, float] = {}
+    known: set[int] = set()
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH and _is_helper(value):
-                spaces.setdefault(id(value), (f"attribute {path}.{name}.", vars(value)))
+        held = {f"attribute {path}.{name}": v for name, v in vars(module).items()}
+        for number, hook in enumerate(_hooks(module)):
+            held[f"hook {number} of {path}"] = getattr(hook, "__self__", hook)
+        for name, value in held.items():
+            if _is_helper(value) and id(value) not in known:
+                known.add(id(value))
+                for key, inner in list(vars(value).items()):
+                    found |= _amounts(f"{name}.{key}", inner, _DEEPEST)
+    spaces: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         if is_users_class(cls):
             spaces[id(cls)] = f"class attribute {cls.__qualname__}.", vars(cls)
             for method in vars(cls).values():
                 if isinstance(method, FunctionType):
                     spaces[id(method.__globals__)] = "global ", method.__globals__
-    return {
-        f"{space}{name}": value if isinstance(value, int | float) else len(value)
-        for space, values in spaces.values()
-        for name, value in list(values.items())
-        if isinstance(value, (int, float, *_CONTAINERS)) and not name.startswith("__")
-    }
+    for space, values in spaces.values():
+        for name, value in list(values.items()):
+            if not name.startswith("__"):
+                found |= _amounts(f"{space}{name}", value, 0)
+    return found
+
+
+def _amounts(name: str, value: Any, depth: int) -> dict[str, float]:
+    """Return a number, or the length of a container and the numbers in it."""
+    if isinstance(value, int | float):
+        return {name: value}
+    if not isinstance(value, _CONTAINERS):
+        return {}
+    amounts: dict[str, float] = {name: len(value)}
+    if depth and not isinstance(value, set):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in list(items):
+            amounts |= _amounts(f"{name}[{key!r}]", inner, depth - 1)
+    return amounts
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def _is_helper(value: Any) -> bool:
     """Return whether this is an object of the user's own with attributes."""
-    return hasattr(value, "__dict__") and not callable(value) and is_users_class(type(value))
+    is_code = isinstance(value, type | FunctionType | MethodType | nn.Module)
+    return hasattr(value, "__dict__") and not is_code and is_users_class(type(value))
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

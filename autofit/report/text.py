@@ -27,6 +27,11 @@ _ABOUT_TRIALS = (
     "as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
     "others may have run two of them and scaled the time. Held is peak reserved plus non-torch."
 )
+_ABOUT_HINTS = (
+    "What values were expected to change before any trial, in percent of the setting's first value"
+)
+MOST_HINTED = 12
+"""Values of a setting whose expected effect is shown."""
 _AGAIN = ", measured again: noise hid whether it is faster"
 
 
@@ -60,6 +65,9 @@ def _parts(record: Record) -> Iterator[str | Table]:
     if faster := list(measured_faster(record)):
         yield "\nWhy trials that were measured faster are not the best plan\n"
         yield from (f"  {line}" for line in faster)
+    if (hinted := _hints_table(record)).row_count:
+        yield f"\n{_ABOUT_HINTS}\n"
+        yield hinted
     if record.skipped:
         yield "\nSkipped\n"
         yield from (f"  {line}" for line in _skipped(record.skipped))
@@ -168,6 +176,25 @@ def _trials_table(record: Record) -> Table:
             format_bytes(measured.held_bytes),
             format_seconds(measured.step_time_s),
         )
+    return table
+
+
+def _hints_table(record: Record) -> Table:
+    """Return what the values of each setting were expected to change, evenly thinned if many."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", overflow="fold")
+    for name in ("bytes a sample", "seconds a sample", "fixed bytes", "trials"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, dimension in record.dimensions.items():
+        hinted = [value for value in dimension.values[1:] if value in dimension.hints]
+        ran = [trial for trial in record.trials if trial.role is not Role.VETOED]
+        rows = min(len(hinted), MOST_HINTED)
+        for value in (hinted[(number + 1) * len(hinted) // rows - 1] for number in range(rows)):
+            hint = dimension.hints[value]
+            tried = sum(trial.plan.settings.get(name) == value for trial in ran)
+            ratios = (hint.bytes_per_sample, hint.seconds_per_sample, hint.fixed_bytes)
+            shares = ["" if ratio is None else f"{ratio:.0%}" for ratio in ratios]
+            table.add_row(f"{name}={value}", *shares, str(tried or "none"))
     return table
 
 

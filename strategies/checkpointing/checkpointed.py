@@ -134,7 +134,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain, state = self.__dict__[_FORWARD], self.__dict__[_STATE]
     if not self.__dict__[_RUNS]:
         return recomputed(plain, self, state, args, kwargs)
-    children = list(self._modules.values())  # children() drops one that stands twice
+    children: list[Any] = list(self._modules.values())  # children() drops one that stands twice
     value, position = args[0] if args else kwargs["input"], 0
     for start, stop in self.__dict__[_RUNS]:
         for child in children[position:start]:

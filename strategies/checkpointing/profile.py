@@ -95,6 +95,15 @@ def profile_step(context: Context, micro_batch: int) -> StepProfile:
     return _of_a_step_or_a_forward(context, micro_batch, look)
 
 
+def run_step(context: Context, micro_batch: int) -> None:
+    """Run a step at this micro-batch and watch nothing.
+
+    Raises:
+        Exception: whatever the step raises.
+    """
+    context.profile(_step, micro_batch)
+
+
 def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
     """Time these modules in repeated steps at this micro-batch.
 

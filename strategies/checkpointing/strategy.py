@@ -22,7 +22,14 @@ from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 from .checkpointed import checkpointed, owner_of
 from .parity import Parity, find_parity
 from .placement import Placement, frontier, spread, thinned
-from .profile import StepProfile, Times, brought_by_samples, profile_step, time_parts
+from .profile import (
+    StepProfile,
+    Times,
+    brought_by_samples,
+    profile_step,
+    run_step,
+    time_parts,
+)
 from .saved_tensors import NeedsSavedTensors
 from .timeline import Timeline
 from .units import Unit, find_candidates, layers, make_of
@@ -77,6 +84,13 @@ class Checkpointing:
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             why = f"a step of {SMALL} samples does not fit into memory"
             context.note(f"checkpointing left out: {why}")
+            return _PLAIN
+        except Exception as error:  # of the user's code, or of watching it
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            small = None
+        if small is None:
+            run_step(context, SMALL)  # raises what the user's code raises by itself
+            context.note(f"checkpointing left out: a step cannot be watched ({why})")
             return _PLAIN
         large = _long_enough(context, small)
         found = find_candidates(

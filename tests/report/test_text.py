@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
-from autofit.plan import Plan
+from autofit.plan import Dimension, Hint, Plan
 from autofit.report.record import Record, Skipped
 from autofit.report.text import headline, render
 
@@ -51,6 +51,19 @@ def test_everything_else_keeps_to_the_width(record: Record, width: int) -> None:
     lines = [line for line in render(record, width).splitlines() if line not in pasted]
     assert max(map(len, lines)) <= width
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_what_values_were_expected_to_change(record: Record) -> None:
+    """Tried or not; of many values, evenly spread ones with the last."""
+    dimension = Dimension(
+        range(31), hints={level: Hint(1 - level / 50, 1 + level / 100) for level in range(31)}
+    )
+    text = render(replace(record, dimensions={"folding.level": dimension}))
+    rows = [line.split() for line in text.splitlines() if line.startswith("folding.level=")]
+    assert 5 <= len(rows) <= 12
+    assert rows[-1] == ["folding.level=30", "40%", "130%", "none"]
+    assert ["folding.level=2", "96%", "102%", "1"] in rows
+    assert "expected to change" not in render(record)
 
 
 def test_every_trial_has_its_line_failures_included(record: Record) -> None:

@@ -136,6 +136,19 @@ class CountsInAHelper(Clean):
         return x
 
 
+class Tally:
+    """Counts calls by name, as a hook of a block."""
+
+    def __init__(self) -> None:
+        self.calls = {"blocks": 0}
+
+    def count(self, *_: Any) -> None:
+        self.calls["blocks"] += 1
+
+    def __call__(self, *_: Any) -> None:
+        self.count()
+
+
 class ShowsWhatItGot(Clean):
     """An attribute that each run writes alike is no harm."""
 
@@ -365,6 +378,21 @@ def test_sparse_gradients_are_compared(gate: Gate) -> None:
     torch.manual_seed(0)
     units = [f"stack.blocks.{index}" for index in range(2)]
     assert set(gate(Words(), [units]).left_out) == {"stack.blocks.1"}
+
+
+@pytest.mark.parametrize("held_by_root", [True, False])
+@pytest.mark.parametrize("bound", [True, False])
+def test_hooks_that_count_in_an_object_are_found(
+    gate: Gate, held_by_root: bool, bound: bool
+) -> None:
+    torch.manual_seed(0)
+    model, tally = Stack([Clean, Clean, Clean]), Tally()
+    if held_by_root:
+        vars(model)["tally"] = tally
+    model.get_submodule("blocks.1.wide").register_forward_hook(tally.count if bound else tally)
+    found = gate(model, [[f"blocks.{index}" for index in range(3)]]).left_out
+    assert set(found) == {"blocks.1"}
+    assert "calls" in found["blocks.1"]
 
 
 class KeepsAHandle(Clean):

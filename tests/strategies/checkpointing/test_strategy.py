@@ -178,6 +178,31 @@ def test_flat_feed_forwards_have_levels(checkpointing: Strategy) -> None:
     assert factor < 0.4
 
 
+def _slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss with a transform that lets no saved tensor be watched."""
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    slope = torch.func.grad(lambda x: torch.func.functional_call(model, weights, (x,)).sum())
+    loss: torch.Tensor = model(batch).mean() + slope(batch).square().mean()
+    return loss
+
+
+def test_a_step_that_cannot_be_watched(checkpointing: Strategy) -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
+    context = PlainContext(lambda: Workload(model, torch.randn(8, 4), loss_fn=_slope))
+    assert _only_plain(checkpointing, context)
+    (note,) = context.notes
+    assert "cannot be watched (RuntimeError" in note
+
+
+def test_what_the_users_step_raises_is_raised(checkpointing: Strategy) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise KeyError("labels")
+
+    context = PlainContext(lambda: Workload(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=loss))
+    with pytest.raises(KeyError, match="labels"):
+        checkpointing.dimensions(context)
+
+
 class SkipsAtRandom(nn.Module):
     """LayerDrop, in code outside of the blocks."""
 
