@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from autofit.errors import AutofitError, NoFeasiblePlan, WorkloadFailed
+from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.posterior import Posterior
@@ -298,7 +298,10 @@ def with_measured_need(error: NoFeasiblePlan, prober: Prober, spec: SearchSpec) 
         vram_budget_bytes=environment.total_bytes // 2,
         steps=1,
     )
-    measurement = prober.probe(request).measurement
+    try:
+        measurement = prober.probe(request).measurement
+    except SearchTimedOut:
+        return error
     held = measurement.held_bytes if measurement.ok else None
     return none_fits(spec, error.plan, held, held) if held else error
 

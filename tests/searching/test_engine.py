@@ -131,13 +131,12 @@ def _at_random(seed: int, probability: float) -> Callable[[int], Outcome | None]
     return lambda attempt: random.choice(_DEATHS) if random.random() < probability else None
 
 
-@pytest.mark.parametrize("outcome", _DEATHS)
-@pytest.mark.parametrize("attempt", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("attempt", "outcome"), [(1, Outcome.CRASHED), *zip((2, 3, 8, 9), _DEATHS, strict=True)]
+)
 def test_one_accident_costs_one_worker_and_changes_nothing(
     device: SimulatedDevice, outcome: Outcome, attempt: int
 ) -> None:
-    if attempt == 1 and outcome is Outcome.TIMEOUT:
-        pytest.skip("nothing is known to be quicker than a baseline that hangs")
     quiet, prober = device.prober(), _Timed(device, lambda n: outcome if n == attempt else None)
     undisturbed, result = run_search(quiet, device.spec()), run_search(prober, device.spec())
     assert all(trial.ok or trial.measurement.outcome.about_memory for trial in result.trials)
@@ -213,7 +212,7 @@ def test_a_limit_by_crashes_is_not_taken_for_an_ill_machine(device: SimulatedDev
     assert result.best.plan.micro_batch <= 5
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_whatever_dies_the_answer_ran_and_the_timeout_is_kept(
     device: SimulatedDevice, seed: int
 ) -> None:
