@@ -26,7 +26,7 @@ from autofit.equivalence.gradients import SAMPLES_OF_A_COMPARISON, Around, compa
 from autofit.errors import release_exception
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison
-from autofit.training.batch import Batch, batched_places, describe, map_batched
+from autofit.training.batch import Batch, batched_places, describe, map_batched, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -62,11 +62,10 @@ def decide_resplit(builder: TrainingBuilder, workload: Workload) -> Resplit:
     try:
         batch = workload.batch(SAMPLES_OF_A_COMPARISON)
         places = workload.batched_places or batched_places(batch)
-        if not workload.makes_batches and workload.sample_batch_size == 1:
-            batch, is_varied = _rolled(batch, places)
-            if not is_varied:
-                why = "copies of one sample do not show whether split gradients equal whole ones"
-                return _unknown(why, "two or more samples", allowed)
+        batch = _varied(batch, places)
+        if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):
+            why = "copies of one sample do not show whether split gradients equal whole ones"
+            return _unknown(why, "samples that differ", allowed)
         comparison = _split_against_whole(builder, batch)
         noise = None if comparison.equal else _whole_against_whole(builder, batch)
     except Exception as error:
@@ -169,22 +168,33 @@ def _tried(
         builder.reclaim_or_not()
 
 
-def _rolled(batch: Batch, places: Collection[int]) -> tuple[Batch, bool]:
-    """Return a batch of copies of one sample with each rolled by another number of its elements.
+def _varied(batch: Batch, places: Collection[int]) -> Batch:
+    """Return the batch with its tensors whose samples are all alike made to differ, where possible.
 
-    And whether that made them differ. Rolling keeps what the elements mean: tokens, labels, pixels.
+    Rolling a sample along its last dimension keeps what the elements mean: tokens, labels, pixels.
+    Floating tensors of a single value become random in [0, 1), but for those of 1 that are not the
+    first: they may be masks.
     """
-    is_varied = False
+    is_first = True
 
-    def roll(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal is_varied
-        if tensor.dim() < 2 or tensor.layout != torch.strided:
+    def vary(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal is_first
+        may_be_mask, is_first = not is_first, False
+        if tensor.layout != torch.strided or _has_distinct_samples(tensor) or not tensor.numel():
             return tensor
-        rolled = torch.stack([sample.roll(at, -1) for at, sample in enumerate(tensor.detach())])
-        is_varied = is_varied or not torch.equal(rolled, tensor)
-        return rolled.requires_grad_(tensor.requires_grad)
+        varied = tensor.detach()
+        if varied.dim() > 1:
+            varied = torch.stack([sample.roll(at, -1) for at, sample in enumerate(varied)])
+        if varied.is_floating_point() and not _has_distinct_samples(varied):
+            is_mask = may_be_mask and bool((varied == 1).all())
+            varied = varied if is_mask else torch.rand_like(varied)
+        return varied.requires_grad_(tensor.requires_grad)
 
-    return map_batched(roll, batch, places), is_varied
+    return map_batched(vary, batch, places)
+
+
+def _has_distinct_samples(tensor: torch.Tensor) -> bool:
+    return tensor.layout != torch.strided or not torch.equal(tensor[1:], tensor[:-1])
 
 
 def _masks_altered(batch: Batch, places: Collection[int]) -> tuple[list[str], Batch]:

@@ -201,18 +201,30 @@ def test_one_sample_is_varied_to_compare_with(middle: tuple[nn.Module, ...], ali
     assert survey.may_resplit is alike
 
 
+def _spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return CROSS_ENTROPY(output, target) + output.var(0).sum()
+
+
+def test_samples_that_are_all_alike_are_varied_too() -> None:
+    """Equal rows have no variance, in a split batch as in a whole one."""
+    sample = torch.zeros(4, 6), labelled()[1]
+    assert not _surveyed(sample_batch=sample, criterion=_spread).may_resplit
+    assert _surveyed(sample_batch=sample).may_resplit
+
+
 def test_copies_of_one_sample_prove_nothing() -> None:
-    survey = _surveyed(sample_batch=(torch.ones(1, 6), torch.tensor(2)), criterion=_of_scalar)
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        mean: torch.Tensor = model(batch.float()).mean()
+        return mean
+
+    same = torch.ones(2, 6, dtype=torch.int64)
+    survey = _surveyed(sample_batch=same, criterion=None, loss_fn=loss_fn)
     assert survey.resplit is None
     assert not survey.may_resplit
     assert "one sample" in survey.notes[0]
-    assert "two or more samples" in survey.notes[0]
+    assert "samples that differ" in survey.notes[0]
     made = _surveyed(sample_batch=labelled)
     assert made.may_resplit
-
-
-def _of_scalar(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output[:, target].mean()
 
 
 def _steps_itself(training: Any, batch: Any) -> torch.Tensor:
