@@ -48,6 +48,18 @@ def output_of(ran: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.slow
+def test_classes_of_a_script_arrive_from_a_spawned_process_too(tmp_path: Path) -> None:
+    """There the script is the module __mp_main__, which no other process can import."""
+    script = tmp_path / "train.py"
+    search = SEARCH.replace("MODEL", "Mine()").strip().replace("\n", "\n    ")
+    main = "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, nprocs=1)\n"
+    script.write_text(f"{MODEL}{LOSS}\ndef train(rank):\n    {search}\n\n{main}")
+    command = [sys.executable, str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    assert output_of(ran).startswith("found ")
+
+
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard_and_loads_fewer_than_a_hundred_modules(
     tmp_path: Path,
 ) -> None:

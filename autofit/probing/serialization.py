@@ -31,7 +31,7 @@ from autofit.strategy import Strategy
 from autofit.training.batch import map_tensors
 from autofit.training.workload import Workload
 
-_ALWAYS_REACHABLE = {"__main__", "__mp_main__", "autofit", *sys.builtin_module_names}
+_ALWAYS_REACHABLE = {"__main__", "autofit", *sys.builtin_module_names}
 _HOOKS = {
     "register_hook": "_backward_hooks",
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",

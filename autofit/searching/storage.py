@@ -265,6 +265,7 @@ class Claim:
             self.renew()
             rival = self._rival()
             if rival is None:
+                self._clear_abandoned()
                 return
             self.give_up()
             time.sleep(random.SystemRandom().uniform(0.0, _CLAIM_PAUSE_S))
@@ -276,7 +277,16 @@ class Claim:
         )
 
     def renew(self) -> None:
-        """Show that this search still runs."""
+        """Show that this search still runs.
+
+        Raises:
+            StudyRefused: another search took it for ended, and has the study now.
+        """
+        if self._is_written and self._study.user_attrs.get(self._key) is None:
+            raise StudyRefused(
+                f"another search has taken over the study {self._name}, since this one was not "
+                "heard of for long: resume it when that one has ended"
+            )
         self._is_written = True
         self._study.set_user_attr(self._key, this_process() | {"seen": time.time()})
 
@@ -287,27 +297,48 @@ class Claim:
             self._is_written = False
 
     def _rival(self) -> Mapping[str, Any] | None:
-        claims = (
-            claim
+        return next((claim for claim in self._others().values() if is_live(claim)), None)
+
+    def _clear_abandoned(self) -> None:
+        """Tell searches that were taken for ended, and have not, that they lost the study."""
+        for key in self._others():
+            self._study.set_user_attr(key, None)
+
+    def _others(self) -> dict[str, Mapping[str, Any]]:
+        return {
+            key: claim
             for key, claim in self._study.user_attrs.items()
             if key.startswith(_CLAIM_PREFIX) and key != self._key and claim is not None
-        )
-        return next((claim for claim in claims if is_live(claim)), None)
+        }
 
 
 def this_process() -> dict[str, Any]:
     """Return host and id of this process, and its start time: the system reuses ids."""
     pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_ticks(pid)}
+    return {"pid": pid, "started": _start_ticks(pid), **_whereabouts()}
+
+
+def _whereabouts() -> dict[str, Any]:
+    """Return where a process id means the same: the host, as booted, and the id's namespace.
+
+    Containers may have one host name, and ids of their own.
+    """
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    try:
+        known = {"boot": boot.read_text().strip(), "namespace": namespace.stat().st_ino}
+    except OSError:  # systems without /proc
+        known = {"boot": None, "namespace": None}
+    return {"host": socket.gethostname(), **known}
 
 
 def is_live(claim: Mapping[str, Any]) -> bool:
     """Return whether the process that wrote a claim still runs.
 
-    On another host that is unknown; a claim renewed within the last hour then counts as live.
+    On another host, or in another container, that is unknown; a claim renewed within the last hour
+    then counts as live.
     """
     pid = claim["pid"]
-    if claim["host"] != socket.gethostname():
+    if any(claim.get(name) != value for name, value in _whereabouts().items()):
         return _silence_s(claim) < _SILENT_S
     try:
         os.kill(pid, 0)

@@ -17,7 +17,7 @@ from typing import Self
 
 import optuna
 import sqlalchemy.exc
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
@@ -215,6 +215,11 @@ class Store:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except UpdateFinishedTrialError as error:
+            raise StudyRefused(
+                f"another program has ended a trial of the study {self.name} that this search was "
+                "running: use a study in one search at a time"
+            ) from error
         except (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
             raise StudyRefused(
                 f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "

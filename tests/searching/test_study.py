@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
 from autofit.planning.search_spec import Effort
@@ -25,7 +26,9 @@ from autofit.searching import storage
 from autofit.searching.engine import run_search
 from autofit.searching.storage import Claim, _start_ticks, is_live, this_process
 from autofit.searching.study import Store
-from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice
+from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
+
+HELD: dict[str, Any] = {"peak_reserved_bytes": 2**30}
 
 _SEARCH = """
 import os, signal, sys
@@ -301,12 +304,50 @@ def test_a_full_disk_ends_the_search_and_keeps_what_it_had(
         assert run_search(device.prober(), device.spec(), store=store).best.ok
 
 
+def test_a_search_that_was_taken_for_ended_is_told_so(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """As one that was not heard of for an hour, in another container on a host of this name."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    plan = device.space.baseline
+    with Store.open(url, IDENTITY) as first:
+        first.begin(device.spec())
+        key = next(key for key in first.study.user_attrs if key.startswith("autofit_claim_"))
+        claim = first.study.user_attrs[key] | {"namespace": 1}
+        first.study.set_user_attr(key, claim)
+        with pytest.raises(StudyRefused, match="is using the study"):
+            Store.open(url, IDENTITY)
+        first.study.set_user_attr(key, claim | {"seen": time.time() - 7200})
+        with Store.open(url, IDENTITY) as second:
+            with pytest.raises(StudyRefused, match="has taken over"), first.asking(plan):
+                pytest.fail("it asked for a plan in a study of another search")
+            with second.asking(plan) as asked:
+                second.record(asked, make_trial(0, plan, step_times_s=[0.1], **HELD))
+        assert len(second.trials) == 1
+
+
+def test_a_trial_that_another_program_ended_is_no_crash(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    plan = device.space.baseline
+    with Store.open(f"sqlite:///{tmp_path / 'study.db'}", IDENTITY) as store:
+        store.begin(device.spec())
+        with store.asking(plan) as asked:
+            store.study.tell(asked.number, state=TrialState.FAIL)
+            ended = make_trial(0, plan, step_times_s=[0.1], **HELD)
+            with pytest.raises(StudyRefused, match="another program"):
+                store.record(asked, ended)
+
+
 def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> None:
     me = this_process()
     assert is_live(me)
     assert not is_live(me | {"started": 1})
     assert is_live(me | {"host": "elsewhere", "seen": time.time()})
     assert not is_live(me | {"host": "elsewhere", "seen": time.time() - 7200})
+    in_a_container = me | {"namespace": 1, "started": 1}  # its ids are not those of this process
+    assert is_live(in_a_container | {"seen": time.time()})
+    assert not is_live(in_a_container | {"seen": time.time() - 7200})
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     zombie = me | {"pid": child.pid, "started": _start_ticks(child.pid)}
