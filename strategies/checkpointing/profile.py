@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -43,6 +45,7 @@ class StepProfile:
         checkpointing: modules whose own code checkpoints something.
         around_checkpoints: these and all modules that run them.
         overwritten: modules of which an input is changed in place.
+        draws: whether the step draws numbers of the generators that a seed sets.
     """
 
     micro_batch: int
@@ -51,6 +54,7 @@ class StepProfile:
     checkpointing: frozenset[str]
     around_checkpoints: frozenset[str]
     overwritten: frozenset[str]
+    draws: bool
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ def profile_step(context: Context, micro_batch: int) -> StepProfile:
     """
 
     def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> StepProfile:
+        before = _random_states(training.device)
         recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
+        draws = before != _random_states(training.device)
         step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
         return StepProfile(
             micro_batch,
@@ -90,6 +96,7 @@ def profile_step(context: Context, micro_batch: int) -> StepProfile:
             frozenset(recorder.checkpointing),
             frozenset(recorder.around_checkpoints),
             frozenset(recorder.overwritten),
+            draws,
         )
 
     return _of_a_step_or_a_forward(context, micro_batch, look)
@@ -269,6 +276,16 @@ def _timed(
     whole_s = min(wholes_s)
     seconds = {name: whole_s * median(each) for name, each in shares.items()}
     return Times(seconds, whole_s if keep else FORWARDS_IN_A_STEP * whole_s)
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    """Return the states of the generators that a seed sets, as values that compare."""
+    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).tolist())
+    if numpy := sys.modules.get("numpy"):
+        states.append(repr(numpy.random.get_state(legacy=False)["state"]))
+    return states
 
 
 def _host_clock() -> float:
