@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -77,6 +78,8 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(opening["payload"])
     payload = read_payload(path)
     process.restore(payload.computing)
+    # The first optimizer imports it in any case: here, later garbage collections pass over it
+    importlib.import_module("torch._dynamo")
     device = _open_device(opening["device"])
     session = Session(
         lambda: read_payload(path, device.torch_device).workload,
