@@ -25,6 +25,7 @@ from autofit.shapes import (
     Maybe,
     check_shape,
 )
+from autofit.units import format_bytes, format_rate, format_seconds
 
 
 class Outcome(StrEnum):
@@ -282,6 +283,19 @@ class Trial:
             Plan.from_dict(data["plan"]),
             Measurement.from_dict(data),
             data.get("predicted_peak_bytes"),
+        )
+
+    def __str__(self) -> str:
+        measured = self.measurement
+        if not self.ok:
+            return f"{self.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
+        return (
+            f"{self.plan}: {format_rate(self.samples_per_second)}, "
+            f"{format_seconds(measured.step_time_s)} an optimizer step, "
+            f"held {format_bytes(measured.held_bytes)} "
+            f"(peak allocated {format_bytes(measured.peak_allocated_bytes)}, "
+            f"peak reserved {format_bytes(measured.peak_reserved_bytes)}, "
+            f"non-torch {format_bytes(measured.non_torch_bytes)})"
         )
 
     def _rate(self, step_time_s: float | None) -> float | None:

@@ -95,3 +95,20 @@ def test_trials_survive_json_and_say_the_rates_that_follow() -> None:
     assert data["samples_per_second"] == trial.samples_per_second
     assert data["outcome"] == "ok"
     assert Trial.from_dict(data | {"from": "a later version"}) == trial
+
+
+def test_a_trial_prints_as_one_line_of_figures() -> None:
+    mib = 2**20
+    measured = Measurement(
+        Outcome.OK,
+        step_times_s=[0.5] * 30,
+        peak_allocated_bytes=3 * mib,
+        peak_reserved_bytes=4 * mib,
+        non_torch_bytes=mib,
+    )
+    assert str(Trial(0, Role.SEARCH, Plan(8), measured)) == (
+        "8 x 1: 16.0 samples/s, 500 ms an optimizer step, held 5.00 MiB "
+        "(peak allocated 3.00 MiB, peak reserved 4.00 MiB, non-torch 1.00 MiB)"
+    )
+    raised = Measurement(Outcome.USER_ERROR, "ValueError: no")
+    assert str(Trial(0, Role.SEARCH, Plan(8), raised)) == "8 x 1: user_error: ValueError: no"

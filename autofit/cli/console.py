@@ -19,10 +19,8 @@ import typer.core
 
 from autofit.errors import AutofitError, is_users, traceback_text
 from autofit.measurement import Outcome, Trial
-from autofit.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from autofit.plan import Plan
     from autofit.report.report import Report
 
 _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
@@ -46,24 +44,6 @@ def exit_code(outcome: Outcome) -> int:
     if outcome.about_memory:
         return 1
     return 3 if outcome in _OF_THE_WORKLOAD else 4
-
-
-def trial_line(trial: Trial, plan: Plan) -> str:
-    """Format a trial on one line: memory and speed, or its outcome.
-
-    The plan is the trial's as it was asked for: without the settings that are plain anyway.
-    """
-    measured = trial.measurement
-    if not trial.ok:
-        return f"{plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
-    return (
-        f"{plan}: {format_rate(trial.samples_per_second)}, "
-        f"{format_seconds(measured.step_time_s)} an optimizer step, "
-        f"held {format_bytes(measured.held_bytes)} "
-        f"(peak allocated {format_bytes(measured.peak_allocated_bytes)}, "
-        f"peak reserved {format_bytes(measured.peak_reserved_bytes)}, "
-        f"non-torch {format_bytes(measured.non_torch_bytes)})"
-    )
 
 
 def trial_to_dict(trial: Trial) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from autofit.cli.console import (
     show_report,
     standard_streams,
     stdout_for_results_only,
-    trial_line,
     trial_to_dict,
 )
 from autofit.cli.options import (
@@ -184,7 +183,7 @@ def probe(
     if as_json:
         print_result(json.dumps(trial_to_dict(trial), indent=1))
     else:
-        print_result(trial_line(trial, plan))
+        print_result(str(replace(trial, plan=plan)))  # without settings that are plain anyway
     raise typer.Exit(exit_code(trial.measurement.outcome))
 
 
