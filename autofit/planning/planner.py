@@ -183,7 +183,7 @@ def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
     least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
-    return plan if worth > least else None
+    return plan if worth > least * posterior.spec.effort.least_worth_factor else None
 
 
 def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:

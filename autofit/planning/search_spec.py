@@ -59,6 +59,11 @@ class Effort(StrEnum):
     THOROUGH = "thorough"
 
     @property
+    def least_worth_factor(self) -> float:
+        """By how much the least worth of a probe is multiplied."""
+        return {Effort.QUICK: 10.0, Effort.NORMAL: 1.0, Effort.THOROUGH: 0.25}[self]
+
+    @property
     def most_timed_seconds(self) -> float:
         """No further step of a probe is timed once they add up to so many seconds."""
         return 1.0 if self is Effort.QUICK else 5.0

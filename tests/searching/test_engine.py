@@ -240,6 +240,17 @@ def test_a_result_says_whether_the_final_comparison_came_to_its_end(
     assert result.comparison_ended is has_ended
 
 
+def test_less_effort_takes_fewer_probes_and_still_finds_most(make_device: MakeDevice) -> None:
+    probes = dict.fromkeys(Effort, 0)
+    for global_batch in (None, 64):
+        other = make_device(global_batch=global_batch)
+        for effort in Effort:
+            result = run_search(other.prober(), replace(other.spec(), effort=effort))
+            probes[effort] += result.probes
+            assert other.speed(result.best.plan) > 0.85 * other.optimum()
+    assert probes[Effort.QUICK] < probes[Effort.NORMAL] <= probes[Effort.THOROUGH]
+
+
 def test_a_quick_search_times_fewer_steps(device: SimulatedDevice) -> None:
     timed = {}
     for effort in Effort:
