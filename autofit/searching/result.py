@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -152,30 +152,30 @@ def _not_quiet(survey: Survey) -> Iterator[str]:
 def paste_lines(resolved: ResolvedPlan) -> list[str]:
     """Return code for batch geometry, then that of each strategy, which runs as it stands.
 
-    Imports come first. What follows a line that opens a block (`with ...:`) lies in that block, as
-    strategies are applied inside one another; the last block holds a place for the training.
+    Imports come first. A strategy's last line may open a block (`with ...:`), in which all that
+    follows lies, as strategies are applied inside one another; the last block holds a place for the
+    training.
     """
     plan = resolved.plan
-    lines = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
+    code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
     if plan.accumulation_steps > 1:
-        lines.append(
+        code.append(
             f"accumulation_steps = {plan.accumulation_steps}  # micro-batches in one "
             f"optimizer step of {plan.samples_per_step} samples; "
             "weight each loss by its share of the samples"
         )
+    imports: dict[str, None] = {}
+    indent = ""
     for strategy, settings, payloads in resolved.by_strategy():
-        lines += strategy.describe(settings, payloads)
-    imports = dict.fromkeys(line for line in lines if line.startswith(("import ", "from ")))
-    return [*imports, *_nested(line for line in lines if line not in imports)]
-
-
-def _nested(lines: Iterable[str]) -> Iterator[str]:
-    depth = 0
-    for line in lines:
-        yield "    " * depth + line
-        depth += not line.startswith(" ") and line.partition("  #")[0].rstrip().endswith(":")
-    if depth:
-        yield "    " * depth + "...  # your training, as the comments above place it"
+        lines = strategy.describe(settings, payloads)
+        own = [line for line in lines if line.startswith(("import ", "from "))]
+        imports |= dict.fromkeys(own)
+        code += [indent + line for line in lines if line not in own]
+        if lines and lines[-1].partition("  #")[0].rstrip().endswith(":"):
+            indent += "    "
+    if indent:
+        code.append(f"{indent}...  # your training, as the comments above place it")
+    return [*imports, *code]
 
 
 def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:

@@ -60,6 +60,27 @@ def test_the_lines_are_python() -> None:
     compile("\n".join(paste_lines(ResolvedPlan(plan, {}, [Folding()]))), "pasted", "exec")
 
 
+class Looping(Folding):
+    """Its lines hold a block of their own, and open one for the training."""
+
+    name = "looping"
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        loop = ["for layer in model:", "    layer.looped = True"]
+        return ["import contextlib", *loop, "with contextlib.nullcontext():  # around all"]
+
+
+def test_blocks_within_a_strategys_lines_stay_as_they_are() -> None:
+    plan = Plan(8, settings={"folding.level": 1, "looping.on": True})
+    lines = paste_lines(ResolvedPlan(plan, {}, [Looping(), Folding()]))
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    folded: list[Any] = []
+    exec("\n".join(lines), {"model": model, "fold": lambda *given: folded.append(given)})
+    assert vars(model[0])["looped"] is True
+    assert len(folded) == 1
+    assert lines[-2].startswith("    fold(")
+
+
 PAYLOADS = {"checkpointing.level": {"units": ["0"], "state": []}}
 
 
