@@ -30,6 +30,11 @@ _ABOUT_TRIALS = (
 _ABOUT_HINTS = (
     "What values were expected to change before any trial, in percent of the setting's first value"
 )
+_HINTED = {
+    "bytes a sample": "bytes_per_sample",
+    "seconds a sample": "seconds_per_sample",
+    "fixed bytes": "fixed_bytes",
+}
 MOST_HINTED = 12
 """Values of a setting whose expected effect is shown."""
 _AGAIN = ", measured again: noise hid whether it is faster"
@@ -181,20 +186,25 @@ def _trials_table(record: Record) -> Table:
 
 def _hints_table(record: Record) -> Table:
     """Return what the values of each setting were expected to change, evenly thinned if many."""
+    hints = [hint for dimension in record.dimensions.values() for hint in dimension.hints.values()]
+    known = {
+        title: name
+        for title, name in _HINTED.items()
+        if any(getattr(hint, name) is not None for hint in hints)
+    }
+    ran = [trial for trial in record.trials if trial.role is not Role.VETOED]
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", overflow="fold")
-    for name in ("bytes a sample", "seconds a sample", "fixed bytes", "trials"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, dimension in record.dimensions.items():
+    for title in (*known, "trials"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for setting, dimension in record.dimensions.items():
         hinted = [value for value in dimension.values[1:] if value in dimension.hints]
-        ran = [trial for trial in record.trials if trial.role is not Role.VETOED]
         rows = min(len(hinted), MOST_HINTED)
         for value in (hinted[(number + 1) * len(hinted) // rows - 1] for number in range(rows)):
-            hint = dimension.hints[value]
-            tried = sum(trial.plan.settings.get(name) == value for trial in ran)
-            ratios = (hint.bytes_per_sample, hint.seconds_per_sample, hint.fixed_bytes)
+            ratios = (getattr(dimension.hints[value], name) for name in known.values())
             shares = ["" if ratio is None else f"{ratio:.0%}" for ratio in ratios]
-            table.add_row(f"{name}={value}", *shares, str(tried or "none"))
+            tried = sum(trial.plan.settings.get(setting) == value for trial in ran)
+            table.add_row(f"{setting}={value}", *shares, str(tried or "none"))
     return table
 
 

@@ -21,7 +21,7 @@ from .saved_tensors import Recorder, saving_by
 from .timeline import Timeline
 from .units import Unit
 
-LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 1.0
+LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 25, 0.5
 """Limits of the steps that parts are timed in, and the seconds after which they suffice."""
 
 LOOKS, MOST_LOOKS = 8, 24
