@@ -101,7 +101,7 @@ def check_weights_fit(survey: Survey) -> None:
         return
     raise NoFeasiblePlan(
         f"the model's parameters alone take {format_bytes(survey.parameter_bytes)}, and the VRAM "
-        f"budget is {format_bytes(survey.vram_budget_bytes)}",
+        f"budget is {format_bytes(survey.vram_budget_bytes)}: raise it, or make the model smaller",
         plan=None,
         required_bytes=survey.parameter_bytes,
         allowed_bytes=survey.vram_budget_bytes,

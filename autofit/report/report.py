@@ -205,7 +205,8 @@ class Report:
         return self.to_text()
 
     def __repr__(self) -> str:
-        return f"<Report of {counted(len(self.trials), 'trial')}. {headline(self.record)}>"
+        line = " ".join(headline(self.record).split())
+        return f"<Report of {counted(len(self.trials), 'trial')}. {line}>"
 
 
 def load(path: str | os.PathLike[str]) -> Report:

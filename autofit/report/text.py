@@ -10,6 +10,7 @@ from itertools import chain, zip_longest
 from textwrap import shorten
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -46,8 +47,11 @@ def render(record: Record, width: int = WIDTH) -> str:
     for part in _parts(record):
         if isinstance(part, Table):
             console.print(part)
-        else:  # code to paste would not run with its lines broken
-            console.print(Text(part), soft_wrap=part.startswith(_INDENT))
+        elif part.startswith(_INDENT):  # code to paste would not run with its lines broken
+            console.print(Text(part), soft_wrap=True)
+        else:
+            indent = len(part) - len(part.lstrip(" "))
+            console.print(Padding(Text(part[indent:]), (0, 0, 0, indent)))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension
+from autofit.plan import Dimension, Plan
 from autofit.report.record import Record
 from autofit.report.report import Report, load
 from autofit.strategy import Context, Numerics, Phase, TrainingView
@@ -301,6 +301,9 @@ def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -
 
 
 def test_its_representation_is_one_a_notebook_can_show(record: Record) -> None:
+    free = Plan(99, settings=record.best.plan.settings)
+    trials = (*record.trials[:6], replace(record.trials[6], plan=free))
+    assert "\n" not in repr(Report(replace(record, trials=trials)))
     shown = repr(Report(record))
     assert "2.11" in shown
     assert len(shown) < 200

@@ -98,10 +98,10 @@ def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
     slow = "predicted to reach {} samples/s at most, and the leading plan 85 samples/s"
     skipped = [Skipped({"a.b": value}, slow.format(9.5 + value)) for value in (2, 1, 3)]
     others = [Skipped({"a.b": 4}, "it raises"), Skipped({"a.b": 1, "c": 2}, "level 3 is known")]
-    text = render(replace(record, skipped=(*skipped, *others)))
+    text = render(replace(record, skipped=(*skipped, *others)), width=82)
     assert text.partition("Skipped\n\n")[2].splitlines() == [
-        "  a.b=2, 1, 3: predicted to reach 10.5 to 12.5 samples/s at most, and the leading plan 85 "
-        "samples/s",
+        "  a.b=2, 1, 3: predicted to reach 10.5 to 12.5 samples/s at most, and the leading",
+        "  plan 85 samples/s",
         "  a.b=4: it raises",
         "  a.b=1, c=2: level 3 is known",
     ]
