@@ -27,7 +27,7 @@ import importlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -50,7 +50,6 @@ from autofit.training.workload import Workload
 
 SETTING = "checkpointing.level"
 STEPS = 3
-PACKAGES = ("torchvision", "timm", "transformers", "diffusers")
 
 
 @dataclass(frozen=True)
@@ -742,10 +741,10 @@ def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def missing_packages() -> dict[str, str]:
-    """Return why each package that cannot be imported is left out."""
+def missing_packages(packages: Iterable[str]) -> dict[str, str]:
+    """Return why each of the packages that cannot be imported is left out."""
     missing = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             importlib.import_module(package)
         except Exception as error:  # some raise RuntimeError where they do not match torch
@@ -755,8 +754,9 @@ def missing_packages() -> dict[str, str]:
 
 def report(chosen: Mapping[str, Architecture]) -> Iterator[str]:
     """Yield the lines of the results, each as soon as it is known."""
-    missing = missing_packages()
-    there = ", ".join(f"{p} {version(p)}" for p in PACKAGES if p not in missing)
+    packages = dict.fromkeys(architecture.package for architecture in chosen.values())
+    missing = missing_packages(packages)
+    there = ", ".join(f"{p} {version(p)}" for p in packages if p not in missing)
     yield f"# Checkpoint levels of real architectures, {date.today()}"
     yield ""
     yield (
