@@ -22,7 +22,7 @@ from autofit.units import counted, format_bytes, format_rate, format_seconds
 WIDTH = 120
 _SHORT_DETAIL = 60
 _INDENT = "    "
-_LONGEST_SETTING = 36
+_LONGEST_SETTING = 40
 _QUANTITY = re.compile(r"\d+(?:\.\d+)?(?= (?:samples/s|[KMGT]?i?B)\b)")
 _ABOUT_TRIALS = (
     "as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
@@ -44,7 +44,7 @@ _AGAIN = ", measured again: noise hid whether it is faster"
 def render(record: Record, width: int = WIDTH) -> str:
     """Return the report as text of at most `width` columns; only code to paste may be wider."""
     console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
-    for part in _parts(record):
+    for part in _parts(record, width):
         if isinstance(part, Table):
             console.print(part)
         elif part.startswith(_INDENT):  # code to paste would not run with its lines broken
@@ -56,7 +56,7 @@ def render(record: Record, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _parts(record: Record) -> Iterator[str | Table]:
+def _parts(record: Record, width: int) -> Iterator[str | Table]:
     best, baseline = record.trial(record.best_number), record.baseline_beside_best
     yield headline(record)
     yield ""
@@ -70,7 +70,7 @@ def _parts(record: Record) -> Iterator[str | Table]:
     yield ""
     yield from _facts(record)
     yield f"\n{counted(len(record.trials), 'trial')}, {_ABOUT_TRIALS}\n"
-    yield _trials_table(record)
+    yield _trials_table(record, width)
     if faster := list(measured_faster(record)):
         yield "\nWhy trials that were measured faster are not the best plan\n"
         yield from (f"  {line}" for line in faster)
@@ -160,13 +160,14 @@ def _facts(record: Record) -> Iterator[str]:
         yield f"Note: {note}"
 
 
-def _trials_table(record: Record) -> Table:
+def _trials_table(record: Record, width: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "role", "micro-batch"):
         table.add_column(name, no_wrap=True)
+    # One setting a line keeps names whole, where the other columns leave room for them.
     words = (word for t in record.trials for word in _settings(t.plan.settings, record).split())
-    widest = min(max(map(len, words), default=0), _LONGEST_SETTING)
-    table.add_column("settings", overflow="fold", min_width=widest)
+    is_wide = width >= WIDTH and max(map(len, words), default=0) <= _LONGEST_SETTING
+    table.add_column("settings", overflow="fold", no_wrap=is_wide)
     table.add_column("outcome", overflow="fold")
     for name in ("samples/s", "held", "step"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -179,7 +180,7 @@ def _trials_table(record: Record) -> Table:
             str(trial.number),
             trial.role.value,
             str(replace(trial.plan, settings={})),
-            Text(_settings(trial.plan.settings, record)),
+            Text(_settings(trial.plan.settings, record).replace(", ", ",\n" if is_wide else ", ")),
             Text(_outcome(trial) + _AGAIN * again),
             _interval(trial),
             format_bytes(measured.held_bytes),

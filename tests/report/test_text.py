@@ -91,7 +91,10 @@ def test_what_was_skipped_stands_with_its_reason(record: Record) -> None:
 def test_a_setting_is_not_broken_within_its_name(record: Record) -> None:
     long = replace(record.trials[3].plan, settings={"memory_format.layout": "channels_last"})
     trials = (*record.trials[:3], replace(record.trials[3], plan=long), *record.trials[4:])
-    assert "memory_format.layout=channels_last" in render(replace(record, trials=trials), width=100)
+    text = render(replace(record, trials=trials))
+    assert "memory_format.layout=channels_last" in text
+    assert re.search(r"^trial .* held +step$", text, re.MULTILINE)
+    assert re.search(r"^3 .*channels_last.* 200 ms$", text, re.MULTILINE)
 
 
 def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
