@@ -25,6 +25,20 @@ def installed_names() -> tuple[str, ...]:
     return tuple(sorted(_installed()))
 
 
+def check_installed(name: str) -> None:
+    """Refuse a name that no installed strategy has, without importing one.
+
+    Raises:
+        InvalidRequest: there is no such strategy.
+    """
+    installed = installed_names()
+    if name not in installed:
+        known = ", ".join(installed) or "none: install torch-autofit first"
+        raise InvalidRequest(
+            f"there is no strategy {name!r}; installed are: {known}. Pass another one as an object"
+        )
+
+
 def load_strategies(
     strategies: Iterable[str | Strategy] | None = None,
     *,
@@ -170,13 +184,8 @@ def _installed() -> dict[str, EntryPoint]:
 
 
 def _by_name(name: str) -> Strategy:
-    installed = _installed()
-    if name not in installed:
-        known = ", ".join(sorted(installed)) or "none: install torch-autofit first"
-        raise InvalidRequest(
-            f"there is no strategy {name!r}; installed are: {known}. Pass another one as an object"
-        )
-    return _load(installed[name])
+    check_installed(name)
+    return _load(_installed()[name])
 
 
 def _load(entry: EntryPoint) -> Strategy:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from autofit.checks.verdict import Verdict
-from autofit.devices.base import budget_bytes
+from autofit.devices.request import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan

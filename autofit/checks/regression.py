@@ -74,16 +74,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         InvalidRequest: the file cannot be read, is neither of the two, or has no figure in common
             with the verdict (one is of the CPU and the other of a GPU, say).
     """
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
-    try:
-        before, plain = _read_earlier(content)
-    except (TypeError, InvalidRequest) as error:
-        raise InvalidRequest(
-            f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
-        ) from error
+    before, plain = read_earlier(path)
     if verdict.device and before.device and verdict.device != before.device:
         raise InvalidRequest(
             f"{os.fspath(path)} is of {before.gpu or before.device}, and the new verdict of "
@@ -99,6 +90,24 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         f"{os.fspath(path)} and the new verdict have no figure in common: the new one is by "
         f"{verdict.method} and {'fits' if verdict.fits else 'has no measured memory'}"
     )
+
+
+def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
+    """Return the earlier verdict, or that of a report's best plan, and the plain settings.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or is neither of the two.
+    """
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
+    try:
+        return _earlier(content)
+    except (TypeError, InvalidRequest) as error:
+        raise InvalidRequest(
+            f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
+        ) from error
 
 
 def read_fraction(text: str) -> float:
@@ -118,8 +127,7 @@ def read_fraction(text: str) -> float:
     return number / (100 if percent else 1)
 
 
-def _read_earlier(content: Any) -> tuple[Verdict, Settings]:
-    """Return the earlier verdict, or that of a report's best plan, and the plain settings."""
+def _earlier(content: Any) -> tuple[Verdict, Settings]:
     if not isinstance(content, dict):
         raise TypeError(f"it holds {kind_of(content)}")
     if "best" not in content:

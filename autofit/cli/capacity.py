@@ -25,6 +25,7 @@ from autofit.cli.options import (
     SettingsGiven,
     StrategyNames,
     Target,
+    one_of,
     read_budget,
 )
 from autofit.cli.target import load_target
@@ -36,8 +37,28 @@ if TYPE_CHECKING:
     from autofit.checks.verdict import Verdict
     from autofit.report.report import Report
 
+
+def _check_gpu(name: str | None) -> str | None:
+    from autofit.prediction.gpus import find_gpu
+
+    if name is not None:
+        find_gpu(name)
+    return name
+
+
+def _check_earlier(path: Path | None) -> Path | None:
+    from autofit.checks.regression import read_earlier
+
+    if path is not None:
+        read_earlier(path)
+    return path
+
+
 GpuName = Annotated[
-    str | None, typer.Option("--gpu", help="predict for this one: L4, A100-80GB, or a size")
+    str | None,
+    typer.Option(
+        "--gpu", help="predict for this one: L4, A100-80GB, or a size", callback=_check_gpu
+    ),
 ]
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -77,7 +98,11 @@ def check(
     vram_budget: Budget = None,
     gpu: GpuName = None,
     method: Annotated[
-        str, typer.Option(help="probe, predict, or auto: probe where there is a GPU")
+        str,
+        typer.Option(
+            help="probe, predict, or auto: probe where there is a GPU",
+            callback=one_of("auto", "probe", "predict"),
+        ),
     ] = "auto",
     micro_batch: MicroBatch = None,
     accumulation_steps: AccumulationSteps = None,
@@ -90,7 +115,10 @@ def check(
     device: DeviceName = None,
     strategies: StrategyNames = None,
     against: Annotated[
-        Path | None, typer.Option(help="an earlier report, or what check --json printed")
+        Path | None,
+        typer.Option(
+            help="an earlier report, or what check --json printed", callback=_check_earlier
+        ),
     ] = None,
     max_regression: Annotated[
         str, typer.Option(help="how much more it may need than in --against")

@@ -107,6 +107,19 @@ def search(
     """Find the fastest plan that fits, and print the report."""
     for path in out or ():
         check_writable(path)
+    from autofit.registry import numerics_level
+    from autofit.searching.limits import check_search_arguments
+
+    numerics_level(numerics)
+    check_search_arguments(
+        max_micro_batch=max_micro_batch,
+        max_probes=max_probes,
+        timeout=timeout,
+        effort=effort,
+        study=study,
+        sampler=None,
+        progress=None,
+    )
     from autofit.cli.progress import ProgressLine
 
     with stdout_for_results_only(), ProgressLine() as progress:

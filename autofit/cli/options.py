@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autofit.devices.request import check_budget, check_device_name
 from autofit.errors import InvalidRequest
 from autofit.plan import Scalar
 
@@ -28,15 +29,80 @@ Target = Annotated[
         help="path/to/file.py:name or package.module:name, a Workload or a function that makes one",
     ),
 ]
+
+
+# Each option is checked when it is read: before torch is imported, which takes seconds.
+
+
+def read_budget(text: str | None) -> str | float | None:
+    """Return "24" as bytes and "0.5" as a fraction; the device reads other texts."""
+    if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
+        return text
+    return float(text) if "." in text else int(text)
+
+
+def _check_budget(text: str | None) -> str | None:
+    check_budget(read_budget(text))
+    return text
+
+
+def _check_device(name: str | None) -> str | None:
+    check_device_name(name)
+    return name
+
+
+def _check_strategies(names: list[str] | None) -> list[str] | None:
+    from autofit.registry import check_installed
+
+    for name in names or ():
+        check_installed(name)
+    return names
+
+
+def _check_settings(texts: list[str] | None) -> list[str] | None:
+    _check_strategies([_read_setting(text)[0].partition(".")[0] for text in texts or ()])
+    return texts
+
+
+def _check_report(path: Path | None) -> Path | None:
+    from autofit.report.report import load
+
+    if path is not None:
+        load(path)
+    return path
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Return the callback of an option that takes one of these."""
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
 Budget = Annotated[
-    str | None, typer.Option(help="24GiB, bytes, or a fraction of the device such as 0.5")
+    str | None,
+    typer.Option(
+        help="24GiB, bytes, or a fraction of the device such as 0.5", callback=_check_budget
+    ),
 ]
-DeviceName = Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any")]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any", callback=_check_device),
+]
 StrategyNames = Annotated[
-    list[str] | None, typer.Option("--strategies", help="use only these (may be repeated)")
+    list[str] | None,
+    typer.Option(
+        "--strategies", help="use only these (may be repeated)", callback=_check_strategies
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="of everything random")]
-Isolation = Annotated[str, typer.Option(help="process or inprocess")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of everything random")]
+Isolation = Annotated[
+    str, typer.Option(help="process or inprocess", callback=one_of("process", "inprocess"))
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="samples in one forward and backward")]
 AccumulationSteps = Annotated[
@@ -45,9 +111,16 @@ AccumulationSteps = Annotated[
 GlobalBatch = Annotated[int | None, typer.Option(min=1, help="samples in one optimizer step")]
 SettingsGiven = Annotated[
     list[str] | None,
-    typer.Option("--set", help="a setting, as strategy.name=value (may be repeated)"),
+    typer.Option(
+        "--set",
+        help="a setting, as strategy.name=value (may be repeated)",
+        callback=_check_settings,
+    ),
 ]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the plan of this report")]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--plan", help="take the plan of this report", callback=_check_report),
+]
 
 
 @dataclass(frozen=True)
@@ -102,13 +175,6 @@ class PlanOptions:
             counts = self.micro_batch, self.accumulation_steps, self.global_batch
             plan = workload.plan(*counts, dict(map(_read_setting, self.settings or ())))
         return {"plan": plan, "payloads": payloads}
-
-
-def read_budget(text: str | None) -> str | float | None:
-    """Return "24" as bytes and "0.5" as a fraction; the device reads other texts."""
-    if text is None or not re.fullmatch(r"-?\d*\.?\d+|-?\d+\.", text):
-        return text
-    return float(text) if "." in text else int(text)
 
 
 def check_writable(path: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import platform
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from autofit.errors import InvalidRequest
 from autofit.strategy import Capabilities
-from autofit.units import check_size, format_bytes, parse_bytes
 
 TRIED_TORCH = ("2.11", "2.13", "2.15")
 """Versions of torch with which all tests that need no GPU were run."""
@@ -122,54 +119,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Restore the device and this process's use of it; it is not used afterwards."""
-
-
-def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_bytes: int) -> int:
-    """Return a VRAM budget in bytes.
-
-    Args:
-        vram_budget: "24GiB", bytes as an integer, a fraction of the device in (0, 1], or None: the
-            free memory less 3 %, but at least 256 MiB and at most a tenth.
-        total_bytes: the device's memory.
-        free_bytes: what this process could use of it now.
-
-    Raises:
-        InvalidRequest: it cannot be read, is below 1 MiB, or is larger than the device.
-    """
-    if vram_budget is None:
-        return free_bytes - min(max(int(0.03 * free_bytes), 256 * 2**20), free_bytes // 10)
-    budget = _read_budget(vram_budget, total_bytes)
-    if budget > total_bytes:
-        raise InvalidRequest(
-            f"a VRAM budget of {format_bytes(budget)} is larger than the device, "
-            f"which has {format_bytes(total_bytes)}"
-        )
-    return budget
-
-
-def check_budget(vram_budget: str | float | None) -> None:
-    """Refuse a value that is not a budget on any device.
-
-    Raises:
-        InvalidRequest: it cannot be read, is below 1 MiB, or is a fraction outside (0, 1].
-    """
-    if vram_budget is not None:
-        _read_budget(vram_budget, total_bytes=sys.maxsize)
-
-
-def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
-    if isinstance(vram_budget, str):
-        return check_size(parse_bytes(vram_budget), vram_budget)
-    if isinstance(vram_budget, bool) or not isinstance(vram_budget, (int, float)):
-        raise InvalidRequest(
-            f'vram_budget must be like "24GiB", bytes or a fraction: {vram_budget!r}'
-        )
-    if isinstance(vram_budget, float):
-        if not 0 < vram_budget <= 1:
-            raise InvalidRequest(
-                f"a VRAM budget as a fraction must be in (0, 1], got {vram_budget}"
-            )
-        return check_size(int(vram_budget * total_bytes), vram_budget)
-    if vram_budget <= 0:
-        raise InvalidRequest(f"a VRAM budget must be above zero bytes, got {vram_budget}")
-    return check_size(vram_budget, vram_budget)

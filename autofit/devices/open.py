@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from autofit.devices.base import Device
 from autofit.devices.cpu import CpuDevice
 from autofit.devices.cuda import CudaDevice
-from autofit.errors import InvalidRequest
+from autofit.devices.request import check_device_name
 
 
 def open_device(name: str | torch.device | None, *, owns_process: bool | None = None) -> Device:
@@ -44,13 +42,3 @@ def device_meant(name: str | torch.device | None, model: torch.nn.Module | None)
         return str(found)
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
     return f"cuda:{torch.cuda.current_device()}" if is_used else given
-
-
-def check_device_name(name: str | torch.device | None) -> None:
-    """Refuse a name that is not a device's on any machine.
-
-    Raises:
-        InvalidRequest: there is no such kind of device.
-    """
-    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
-        raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')

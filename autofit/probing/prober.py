@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from autofit.devices.base import budget_bytes, check_budget
 from autofit.devices.lock import DeviceLock
 from autofit.devices.open import device_meant
+from autofit.devices.request import budget_bytes, check_budget
 from autofit.equivalence.gradients import compare_plans
 from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed
 from autofit.measurement import Measurement, Outcome

@@ -211,13 +211,3 @@ def test_an_error_of_the_users_code_is_in_the_junit_file_too(
     assert error is not None
     assert error.get("message") == "ValueError: no ? loss"
     assert "loss_fn" in str(error.text)
-
-
-def test_an_earlier_verdict_that_cannot_be_read_is_in_the_junit_file_too(
-    target: str, tmp_path: Path
-) -> None:
-    junit = tmp_path / "junit.xml"
-    run("check", target, "--gpu", "L4", "--against", "gone.json", "--junit-xml", str(junit))
-    error = ElementTree.parse(junit).getroot().find("testcase/error")
-    assert error is not None
-    assert "gone.json" in str(error.get("message"))

@@ -338,17 +338,56 @@ def test_usage_that_is_wrong_exits_with_2(
     assert "Traceback" not in ran.err
 
 
+REFUSED_AT_ONCE = """
+import sys
+from autofit.cli.main import main
+for arguments in {cases!r}:
+    sys.argv = ["autofit", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 2, arguments
+    assert "torch" not in sys.modules, arguments
+"""
+
+
+def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) -> None:
+    target = "models.py:small"  # importing it imports torch
+    cases = [
+        *(["search", target, *more.split()] for more in (
+            "--typo", "--vram-budget 24G", "--vram-budget 1.5", "--device tpu", "--strategies no",
+            "--numerics sloppy", "--timeout 0", "--timeout nan", "--max-probes 0", "--effort none",
+            "--isolation thread", "--seed -1", "--out no/r.json", "--study=", "--global-batch x",
+        )),
+        *(["probe", target, *more.split()] for more in (
+            "--micro-batch 0", "--set no.such=1", "--set precision.dtype", "--plan gone.json",
+        )),
+        *(["check", target, *more.split()] for more in (
+            "--gpu L5", "--method guess", "--max-regression 5", "--against gone.json",
+            "--report gone.json", "--micro-batch 0 --gpu L4",
+        )),
+        ["predict", target, "--gpu", "L5"], ["soak", "gone.json"], ["doctor", "--device", "tpu"],
+        ["search", "gone.py:small"], ["search", "models"], ["check", "no-module:x", "--gpu", "L4"],
+    ]  # fmt: skip
+    program = [sys.executable, "-c", REFUSED_AT_ONCE.format(cases=cases)]
+    ran = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         (["--set", "precision.dtype"], "'precision.dtype'"),
-        (["--set", "no.such=1"], "'no.such'"),
+        (["--set", "no.such=1"], "'no'"),
+        (["--set", "precision.such=1"], "'precision.such'"),
         (["--plan", "report.json", "--micro-batch", "8"], "leave the other plan options out"),
     ],
 )
 def test_a_plan_that_is_none_exits_with_2(
-    here: Callable[..., Ran], more: list[str], words: str
+    searched: Ran, here: Callable[..., Ran], more: list[str], words: str
 ) -> None:
+    assert searched.code == 0
     ran = here("probe", "models.py:small", *ON_CPU, *more)
     assert ran.code == 2
     assert words in ran.err

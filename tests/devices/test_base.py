@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autofit.devices.base import budget_bytes
+from autofit.devices.request import budget_bytes
 from autofit.errors import InvalidRequest
 
 GIB = 2**30
