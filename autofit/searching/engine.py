@@ -118,6 +118,10 @@ def run_search(
             if not search.has_ok_trial:
                 raise
             stopped_because = str(lost)
+        except SearchTimedOut:
+            if not search.has_ok_trial:
+                raise
+            stopped_because = search.time_is_over
         return search.result(stopped_because)
 
 
@@ -160,6 +164,11 @@ class _Search:
     def has_ok_trial(self) -> bool:
         """Whether anything that fits has been measured."""
         return any(trial.ok for trial in self._trials)
+
+    @property
+    def time_is_over(self) -> str:
+        """The reason of a search that its timeout ended."""
+        return self._allowance.time_is_over
 
     def result(self, stopped_because: str) -> SearchResult:
         """Return the result as it stands.
@@ -261,7 +270,7 @@ class _Search:
         Raises:
             WorkerFailed: that ended by an accident too, or no plan has worked yet.
         """
-        if len(self._accidents) < MOST_ACCIDENTS:
+        if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
             return
         works = fastest_of(self._trials)
         if works is None:

@@ -181,6 +181,25 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
 
 
+def test_an_ill_machine_at_the_end_of_the_time_still_has_its_result(
+    device: SimulatedDevice,
+) -> None:
+    """The plan that is to show whether the machine is ill meets the timeout."""
+
+    class _Failing(_Timed):
+        def probe(self, request: ProbeRequest) -> ProbeResult:
+            if request.full_accumulation:
+                return ProbeResult(Measurement(Outcome.CRASHED, detail="an accident"))
+            if len(self.inner.probed) == 6:
+                raise SearchTimedOut
+            return super().probe(request)
+
+    prober = _Failing(device)
+    result = run_search(prober, device.spec(), timeout_s=1e6, clock=prober.clock, began=0.0)
+    assert result.stopped_because == "timeout of 1e+06 s reached"
+    assert result.best.ok
+
+
 def test_where_no_worker_starts_any_more_what_was_measured_is_returned(
     device: SimulatedDevice,
 ) -> None:
