@@ -25,8 +25,8 @@ from autofit import Plan, Workload, predict
 from autofit.devices.cuda import CudaDevice
 from autofit.plan import ResolvedPlan
 from autofit.prediction.gpus import Gpu
-from autofit.prediction.memory_lines import gpu_of
 from autofit.prediction.predict import Calibration
+from autofit.prediction.variant_lines import gpu_of
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies

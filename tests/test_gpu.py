@@ -130,7 +130,7 @@ def test_lines_are_predicted_for_this_gpu() -> None:
         survey = prober.survey()
         measured = probed(prober, {})
         space = survey.space()
-        lines, _ = predicted_lines(prober, survey, space)
+        lines, _, _ = predicted_lines(prober, survey, space)
     if not lines:
         pytest.skip(f"{survey.environment.gpu} is not among the GPUs that are known")
     fixed, per_sample = lines[variant_key(space.baseline.settings)]

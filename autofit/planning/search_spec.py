@@ -7,7 +7,7 @@ tomorrow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -29,12 +29,18 @@ from autofit.space import Space
 
 MemoryLine: TypeAlias = tuple[float, float]
 """Fixed bytes, and bytes per sample of the micro-batch."""
+TimeLine: TypeAlias = tuple[float, float]
+"""Fixed seconds of a micro-batch, and seconds per sample of it."""
 
 _PAIRS = Leaf(
     "a list of pairs",
     lambda value: (
         isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
     ),
+)
+_LINE = Leaf(
+    "two numbers",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(NUMBER.fits, value)),
 )
 _SPEC: Shape = {
     "dimensions": _PAIRS,
@@ -46,6 +52,7 @@ _SPEC: Shape = {
     "seed": AMOUNT,
     "identity": Table(TEXT),
     "predicted_lines": _PAIRS,
+    "predicted_times?": _PAIRS,
     "effort?": Leaf("an effort", lambda value: value in list(Effort)),
 }
 _GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
@@ -86,6 +93,7 @@ class SearchSpec:
             search with another identity may not use the study.
         predicted_lines: memory lines of variants, computed without running them. Measurements
             correct them, so a wrong line costs probes but not the answer.
+        predicted_times: time lines of variants, likewise; good for ratios between variants alone.
         effort: how small the gains are that are still looked for. Not part of what a study
             belongs to: it may be resumed with another.
     """
@@ -95,6 +103,7 @@ class SearchSpec:
     seed: int = 0
     identity: Mapping[str, str] = field(default_factory=dict)
     predicted_lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
+    predicted_times: Mapping[VariantKey, TimeLine] = field(default_factory=dict)
     effort: Effort = Effort.NORMAL
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,9 +114,8 @@ class SearchSpec:
             "vram_budget_bytes": self.vram_budget_bytes,
             "seed": self.seed,
             "identity": dict(self.identity),
-            "predicted_lines": [
-                [dict(variant), list(line)] for variant, line in self.predicted_lines.items()
-            ],
+            "predicted_lines": _written(self.predicted_lines),
+            "predicted_times": _written(self.predicted_times),
             "effort": self.effort.value,
         }
 
@@ -119,19 +127,27 @@ class SearchSpec:
             InvalidRequest: the data are not such a specification.
         """
         check_shape(data, _SPEC, "the specification")
-        for pair in data["predicted_lines"]:
-            check_shape(pair[:1], [SETTINGS], "a predicted line's variant")
-            check_shape(pair[1:], [[NUMBER]], "a predicted line")
         space = Space(
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
             **{name: data[name] for name in _GEOMETRY},
         )
-        lines = {variant_key(settings): tuple(line) for settings, line in data["predicted_lines"]}
         return cls(
             space,
             data["vram_budget_bytes"],
             seed=data["seed"],
             identity=data["identity"],
-            predicted_lines=lines,
+            predicted_lines=_read(data["predicted_lines"]),
+            predicted_times=_read(data.get("predicted_times", ())),
             effort=Effort(data.get("effort", Effort.NORMAL)),
         )
+
+
+def _written(lines: Mapping[VariantKey, tuple[float, float]]) -> list[Any]:
+    return [[dict(variant), list(line)] for variant, line in lines.items()]
+
+
+def _read(written: Sequence[Any]) -> dict[VariantKey, tuple[float, float]]:
+    for settings, line in written:
+        check_shape(settings, SETTINGS, "a predicted line's variant")
+        check_shape(line, _LINE, "a predicted line")
+    return {variant_key(settings): (fixed, each) for settings, (fixed, each) in written}

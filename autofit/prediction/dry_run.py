@@ -24,6 +24,7 @@ from autofit.memory.replay import Recording
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
+from autofit.prediction.cuda.roofline import Cost, Roofline
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
 from autofit.prediction.gpus import Gpu
@@ -52,15 +53,18 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True)
 class DryRun:
-    """The allocations of a dry run.
+    """The allocations of a dry run, and the cost of its last step.
 
     Attributes:
         recording: every allocation and release, in order.
         labels: the kinds of the allocations.
+        micro_batch_cost: of the last step, for each of its micro-batches; None if the rates of
+            the GPU are unknown.
     """
 
     recording: Recording
     labels: Labels
+    micro_batch_cost: Cost | None
 
 
 def dry_run(
@@ -89,23 +93,27 @@ def dry_run(
         builder = TrainingBuilder(lambda: copied, MetaDevice(gpu, tracer), seed=0)
         with builder.training(copied, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
-            _steps(training, copied, plan, tracer, labels)
+            cost = _steps(training, copied, plan, tracer, labels)
             recording = tracer.recording
             kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))
-    return DryRun(kept, labels)
+    return DryRun(kept, labels, cost)
 
 
 def _steps(
     training: Training, workload: Workload, plan: Plan, tracer: CudaTracer, labels: Labels
-) -> None:
-    samples = plan.samples_per_step
+) -> Cost | None:
+    """Run the steps, and return the cost of a micro-batch of the last one."""
+    sizes = plan.micro_batch_sizes
     if workload.train_step is None:
-        samples = sum(plan.micro_batch_sizes[:MICRO_BATCHES_OF_A_SEARCH])
-    batch = meta_batch(workload, samples, tracer)
-    for _ in range(STEPS):
+        sizes = sizes[:MICRO_BATCHES_OF_A_SEARCH]
+    batch = meta_batch(workload, sum(sizes), tracer)
+    for step in range(STEPS):
+        if step == STEPS - 1 and tracer.gpu.rates is not None:
+            tracer.roofline = Roofline(tracer.gpu, tracer.gpu.rates)
         training.step(batch)
         labels.note_state(training)
         tracer.end_step()
+    return tracer.roofline.cost(len(sizes)) if tracer.roofline is not None else None
 
 
 @contextmanager

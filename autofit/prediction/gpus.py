@@ -5,6 +5,8 @@ nominal size less the share that its generation loses. Drivers and error correct
 percent and more: where that matters, give bytes. Architecture and multiprocessor counts are from
 NVIDIA's data sheets and CUDA programming guide. Context bytes were measured on the H200 alone
 (torch 2.11, driver 580); other GPUs have that value until a probe measures theirs (`Calibration`).
+Rates are those of the data sheets, without sparsity and with float32 accumulation, times the share
+of them that kernels reach on an H200 (`REACHED_...`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,26 @@ from autofit.errors import InvalidRequest
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
 
 MEASURED_CONTEXT_BYTES = 620 * MIB
+REACHED_BY_TENSOR_CORES = 0.65
+REACHED_IN_FLOAT32 = 0.7
+REACHED_BANDWIDTH = 0.75
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a GPU computes and moves data, as kernels reach it.
+
+    Attributes:
+        half_flops_per_s: floating-point operations in float16 and bfloat16.
+        tf32_flops_per_s: in float32 where TF32 is allowed.
+        float32_flops_per_s: in float32.
+        bytes_per_s: of its memory.
+    """
+
+    half_flops_per_s: float
+    tf32_flops_per_s: float
+    float32_flops_per_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,7 @@ class Gpu:
         capability: (major, minor) compute capability.
         multiprocessors: their number, by which kernels size their scratch memory.
         context_bytes: bytes of a process outside the allocator.
+        rates: None where they are unknown, as of a size that stands for a GPU.
     """
 
     name: str
@@ -35,6 +58,7 @@ class Gpu:
     capability: tuple[int, int]
     multiprocessors: int
     context_bytes: int = MEASURED_CONTEXT_BYTES
+    rates: Rates | None = None
 
     @property
     def native_bfloat16(self) -> bool:
@@ -104,6 +128,57 @@ _TABLE = [
     Gpu("RTX 5090", _gib(31.4), (12, 0), 170),
     Gpu("RTX PRO 6000", _gib(94.0), (12, 0), 188),
 ]
+_DATA_SHEETS = {
+    "V100-16GB": (125, 15.7, 15.7, 900),
+    "V100-32GB": (125, 15.7, 15.7, 900),
+    "T4": (65, 8.1, 8.1, 320),
+    "RTX 2080 Ti": (53.8, 13.4, 13.4, 616),
+    "A100-40GB": (312, 156, 19.5, 1555),
+    "A100-80GB": (312, 156, 19.5, 2039),
+    "A30": (165, 82, 10.3, 933),
+    "A10": (125, 62.5, 31.2, 600),
+    "A10G": (70, 35, 31.5, 600),
+    "A40": (150, 74.8, 37.4, 696),
+    "A6000": (155, 77.4, 38.7, 768),
+    "A5000": (111, 55.6, 27.8, 768),
+    "A4000": (76.7, 38.3, 19.2, 448),
+    "RTX 3060": (25.5, 12.7, 12.7, 360),
+    "RTX 3080": (59.5, 29.8, 29.8, 760),
+    "RTX 3090": (71, 35.6, 35.6, 936),
+    "L4": (121, 60, 30.3, 300),
+    "L40": (181, 90.5, 90.5, 864),
+    "L40S": (362, 183, 91.6, 864),
+    "RTX 6000 Ada": (364, 182, 91.1, 960),
+    "RTX 4060 Ti": (44.1, 22.1, 22.1, 288),
+    "RTX 4070": (58.3, 29.1, 29.1, 504),
+    "RTX 4080": (97.5, 48.7, 48.7, 717),
+    "RTX 4090": (165, 82.6, 82.6, 1008),
+    "H100-PCIe": (756, 378, 51, 2000),
+    "H100": (989, 495, 67, 3350),
+    "H100-NVL": (835, 418, 60, 3900),
+    "GH200": (989, 495, 67, 4000),
+    "H200": (989, 495, 67, 4800),
+    "B200": (2250, 1125, 75, 7700),
+    "RTX 5070": (61.7, 30.9, 30.9, 672),
+    "RTX 5080": (113, 56.3, 56.3, 960),
+    "RTX 5090": (210, 105, 105, 1792),
+    "RTX PRO 6000": (500, 250, 125, 1792),
+}
+"""10^12 operations a second in float16 and bfloat16, TF32 and float32; 10^9 bytes a second.
+
+Without tensor cores for TF32, its rate is that of float32.
+"""
+
+
+def _rates(half: float, tf32: float, float32: float, bandwidth: float) -> Rates:
+    return Rates(
+        half * 1e12 * REACHED_BY_TENSOR_CORES,
+        tf32 * 1e12 * (REACHED_BY_TENSOR_CORES if tf32 > float32 else REACHED_IN_FLOAT32),
+        float32 * 1e12 * REACHED_IN_FLOAT32,
+        bandwidth * 1e9 * REACHED_BANDWIDTH,
+    )
+
+
 _ALIASES = {
     "v100": "V100-16GB",
     "v100pcie16gb": "V100-16GB",
@@ -130,7 +205,9 @@ def _key(name: str) -> str:
     return _FORM_FACTORS.sub("", letters)
 
 
-_BY_KEY = {_key(entry.name): entry for entry in _TABLE}
+_BY_KEY = {
+    _key(entry.name): replace(entry, rates=_rates(*_DATA_SHEETS[entry.name])) for entry in _TABLE
+}
 _BY_KEY |= {alias: _BY_KEY[_key(name)] for alias, name in _ALIASES.items()}
 
 
@@ -173,4 +250,4 @@ def _of_size(total_bytes: int, given: object) -> Gpu:
             '"L4", or a size such as "24GiB"'
         )
     name = f"GPU of {format_bytes(total_bytes)}"
-    return replace(_BY_KEY["h200"], name=name, total_bytes=total_bytes)
+    return replace(_BY_KEY["h200"], name=name, total_bytes=total_bytes, rates=None)

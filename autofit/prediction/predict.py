@@ -18,6 +18,7 @@ from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
+from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run, meta_dimensions
 from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.registry import load_strategies, resolve, strategies_of
@@ -87,6 +88,8 @@ class Prediction:
             Gradients are 0 where the peak lies before the first of them is made: at the end of a
             forward without accumulation, for an update drops them.
         interval: (low, high) around required_bytes; `fits` uses the high end.
+        micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
+            plans of one training alone; None where the rates of the GPU are unknown.
     """
 
     plan: Plan
@@ -96,6 +99,7 @@ class Prediction:
     required_bytes: int
     breakdown: Mapping[str, int]
     interval: tuple[int, int]
+    micro_batch_cost: Cost | None = field(repr=False)
     _workload: Workload = field(repr=False, compare=False)
     _resolved: ResolvedPlan = field(repr=False, compare=False)
 
@@ -234,6 +238,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         required,
         {**breakdown, "non_torch": gpu.context_bytes},
         (required - margin, required + margin),
+        run.micro_batch_cost,
         workload,
         resolved,
     )

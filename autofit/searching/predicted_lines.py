@@ -1,6 +1,7 @@
-"""Memory lines of variants that a search on a GPU starts from, and constants for later predictions.
+"""Predicted lines of variants that a search on a GPU starts from, and what later predictions need.
 
-Predicted before the first probe, so that the first micro-batches are near the largest that fit.
+Predicted before the first probe: memory, so that the first micro-batches are near the largest that
+fit, and time, by which variants are compared until they are measured.
 Where the training cannot be predicted a search goes on without, and notes it.
 """
 
@@ -23,16 +24,18 @@ MOST_SECONDS = 8.0
 """About the cost of two probes on a GPU; predicting for longer would save less than it takes."""
 
 Lines = Mapping[VariantKey, tuple[float, float]]
-"""Variant -> bytes whatever the micro-batch, and bytes for each sample of it."""
+"""Variant -> what is fixed (bytes, or seconds of a micro-batch), and what each sample adds."""
+Predicted = tuple[Lines, Lines, tuple[str, ...]]
+"""Memory lines, time lines, and notes."""
 
 
-def predicted_lines(prober: Prober, survey: Survey, space: Space) -> tuple[Lines, tuple[str, ...]]:
-    """Return memory lines of the plain variant and of each setting's values, and notes.
+def predicted_lines(prober: Prober, survey: Survey, space: Space) -> Predicted:
+    """Return memory and time lines of the plain variant and of each setting's values, and notes.
 
-    There are none on a CPU.
+    There are none on a CPU, and no time lines for a GPU whose rates are unknown.
     """
     if survey.environment.gpu is None:
-        return {}, ()
+        return {}, {}, ()
     # Where the probes run, not here: a dry run calls the user's code and replaces functions of
     # torch.cuda in its whole process. `Prober.run` takes any function, so probing need not import
     # prediction; and only the process that predicts imports it, below.
@@ -40,18 +43,18 @@ def predicted_lines(prober: Prober, survey: Survey, space: Space) -> tuple[Lines
         return prober.run(partial(predict_lines, space=space, budget=survey.vram_budget_bytes))
     except (Exception, SystemExit) as error:  # lines are a help, never worth a search
         why = f"memory was not predicted before the first probe: {type(error).__name__}: {error}"
-        return {}, (why,)
+        return {}, {}, (why,)
 
 
-def predict_lines(session: Session, space: Space, budget: int) -> tuple[Lines, tuple[str, ...]]:
-    """Predict memory lines of a session's workload on its GPU, within a budget in bytes."""
+def predict_lines(session: Session, space: Space, budget: int) -> Predicted:
+    """Predict lines of a session's workload on its GPU, within a budget in bytes."""
     session.on_stage("predicting memory")
-    from autofit.prediction.memory_lines import gpu_of, memory_lines
+    from autofit.prediction.variant_lines import gpu_of, variant_lines
 
     gpu = gpu_of(session.builder.device.environment)
     if gpu is None:
-        return {}, ()
-    return memory_lines(
+        return {}, {}, ()
+    return variant_lines(
         session.builder.fresh_workload(),
         space,
         gpu,

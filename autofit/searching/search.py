@@ -158,10 +158,10 @@ def search(
                         )
                     else:
                         space = survey.space(max_micro_batch)
-                        lines, notes = predicted_lines(prober, survey, space)
+                        lines, times, notes = predicted_lines(prober, survey, space)
                         survey = replace(survey, notes=(*survey.notes, *notes))
                         budget = survey.vram_budget_bytes
-                        spec = SearchSpec(space, budget, seed, identity, lines)
+                        spec = SearchSpec(space, budget, seed, identity, lines, times)
                     try:
                         result = run_search(
                             prober,

@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
-from autofit.planning.search_spec import MemoryLine, SearchSpec
+from autofit.planning.search_spec import MemoryLine, SearchSpec, TimeLine
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB
 
 WORKLOADS = ("gpt2_small", "resnet50")
+ROOFLINE = Path(__file__).with_name("h200-roofline.json")
+"""Written by `benchmarks.grids.roofline`."""
 BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
 
 _PRECISIONS = {"fp32": "as_is", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
-_LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
+LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
+"""Share of the blocks that recompute -> value of the setting."""
 _LAYOUTS = {False: "as_is", True: "channels_last"}
 _PROBE_NOISE = 0.002  # GPU-bound plans of an H200 repeat within 0.2 %
 
@@ -121,10 +124,24 @@ class GridWorld:
             seed=self.seed,
         )
 
-    def spec(self, *, lines: bool = False) -> SearchSpec:
-        """Return the specification of a search; with `lines`, memory lines within 2 %."""
-        predicted = self._lines() if lines else {}
-        return SearchSpec(self.space, self.budget_bytes, seed=self.seed, predicted_lines=predicted)
+    def spec(self, *, lines: bool = False, times: bool = False) -> SearchSpec:
+        """Return the specification of a search.
+
+        Args:
+            lines: with memory lines within 2 %.
+            times: with the time lines that dry runs of the same models predict.
+        """
+        return SearchSpec(
+            self.space,
+            self.budget_bytes,
+            seed=self.seed,
+            predicted_lines=self._lines() if lines else {},
+            predicted_times=self._times() if times else {},
+        )
+
+    def _times(self) -> dict[VariantKey, TimeLine]:
+        written = json.loads(ROOFLINE.read_text())["lines"][self.name]
+        return {variant_key(settings): (fixed, each) for settings, (fixed, each) in written}
 
     def _lines(self) -> dict[VariantKey, MemoryLine]:
         draw = random.Random(f"lines/{self.seed}")
@@ -175,7 +192,7 @@ def _settings_of(row: dict[str, Any]) -> Settings:
     settings: dict[str, Scalar] = {
         "precision.dtype": _PRECISIONS[row["precision"]],
         "memory_format.layout": _LAYOUTS[row["channels_last"]],
-        "checkpointing.level": _LEVELS[row["checkpointed"]],
+        "checkpointing.level": LEVELS[row["checkpointed"]],
     }
     return settings
 

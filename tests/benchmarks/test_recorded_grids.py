@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autofit.measurement import Outcome
-from autofit.plan import ResolvedPlan
+from autofit.plan import ResolvedPlan, variant_key
 from autofit.probing.messages import ProbeRequest
 from benchmarks.grids import recorded
 from benchmarks.grids.recorded import WORKLOADS, grid_world
+from benchmarks.grids.roofline import best_plans, lines, standing
 
 GRID_FILE = Path(recorded.__file__).with_name("h200.jsonl")
 DTYPES = {"fp32": "as_is", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -54,3 +56,35 @@ def test_a_prober_of_a_grid_runs_out_of_memory_where_the_gpu_did() -> None:
     fits, too_large = (world.space.plan(size, plain) for size in (16, 24))
     assert prober.probe(ProbeRequest(ResolvedPlan(fits))).measurement.outcome is Outcome.OK
     assert prober.probe(ProbeRequest(ResolvedPlan(too_large))).measurement.outcome is Outcome.OOM
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_variant_of_a_grid_has_a_predicted_time(name: str) -> None:
+    world = grid_world(name)
+    times = world.spec(times=True).predicted_times
+    assert set(times) == set(world.rows)
+    assert all(fixed > 0 and per_sample > 0 for fixed, per_sample in times.values())
+    assert world.spec(lines=True).predicted_times == {}
+
+
+def test_the_written_times_are_those_of_a_dry_run() -> None:
+    world = grid_world("gpt2_small")
+    variant = variant_key({"precision.dtype": "bfloat16", "checkpointing.level": 1})
+    one = replace(world, rows={variant: world.rows[variant]})
+    assert dict(lines(one))[variant] == pytest.approx(
+        world.spec(times=True).predicted_times[variant], rel=0.01
+    )
+
+
+def test_a_standing_compares_ratios_alone() -> None:
+    world = grid_world("gpt2_small")
+    exact = {
+        variant: (1e-12, 3 * world.step_time(plan) / plan.micro_batch)
+        for variant, plan in best_plans(world).items()
+    }
+    found = standing(world, exact)
+    assert found["rank_correlation"] == pytest.approx(1.0)
+    assert found["error_90th"] == pytest.approx(0.0, abs=1e-6)
+    assert found["share_of_best"] == 1.0
+    worst = {variant: (fixed, 1 / each) for variant, (fixed, each) in exact.items()}
+    assert standing(world, worst)["rank_correlation"] == pytest.approx(-1.0)

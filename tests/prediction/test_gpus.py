@@ -47,9 +47,18 @@ def test_a_data_centre_card_has_its_architecture() -> None:
     assert not find_gpu("V100").tf32
 
 
+@pytest.mark.parametrize("name", ["V100", "T4", "A100", "L4", "RTX 4090", "H200", "RTX PRO 6000"])
+def test_a_known_gpu_is_no_slower_in_fewer_bits(name: str) -> None:
+    found = find_gpu(name)
+    assert found.rates is not None
+    flops = found.rates.half_flops_per_s, found.rates.tf32_flops_per_s
+    assert flops[0] > flops[1] >= found.rates.float32_flops_per_s > 0
+
+
 def test_a_size_stands_for_a_gpu_of_that_size() -> None:
     assert find_gpu("24GiB").total_bytes == 24 * GIB
     assert find_gpu(80 * GIB).total_bytes == 80 * GIB
+    assert find_gpu(80 * GIB).rates is None
 
 
 def test_none_is_the_best_known_architecture() -> None:

@@ -94,9 +94,9 @@ def test_a_search_predicts_memory_where_it_probes(open_probing: Any, tmp_path: P
     survey = prober.survey()
     path.unlink()
     before, worker = dict(vars(torch.cuda)), prober.worker_pid
-    lines, notes = predicted_lines(prober, survey, survey.space())
+    lines, times, notes = predicted_lines(prober, survey, survey.space())
     assert notes == ()
-    assert list(lines) == [()]
+    assert list(lines) == list(times) == [()]
     assert set(path.read_text().splitlines()) == {f"{worker} True"}
     assert vars(torch.cuda) == before
     assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.ok
@@ -111,8 +111,8 @@ def test_a_search_goes_on_where_memory_cannot_be_predicted(open_probing: Any) ->
 
     prober = open_probing(Ends(16, 4), tamper=says_it_is_a_gpu).prober
     survey = prober.survey()
-    lines, (note,) = predicted_lines(prober, survey, survey.space())
-    assert lines == {}
+    lines, times, (note,) = predicted_lines(prober, survey, survey.space())
+    assert lines == times == {}
     assert "exited with 7" in note
     assert prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement.ok
 

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
+from autofit.prediction.cuda.roofline import CHANNELS_LAST, tf32_allowed
 from autofit.prediction.gpus import Gpu
 
 _ALIGNMENT_BYTES = 16
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions."""
 
 
 class Direction(Enum):
@@ -86,15 +85,8 @@ def workspace_bytes(convolution: Convolution, direction: Direction, gpu: Gpu) ->
 
 def _on_tensor_cores(dtype: torch.dtype, gpu: Gpu) -> bool:
     if dtype == torch.float32:
-        return gpu.tf32 and _tf32_allowed()
+        return gpu.tf32 and tf32_allowed(cudnn=True)
     return gpu.capability >= (7, 0)
-
-
-def _tf32_allowed() -> bool:
-    try:
-        return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # only the newer switch was set, and differs from the older one
-        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]  # untyped
 
 
 def _tensor_cores(convolution: Convolution, direction: Direction) -> int:
@@ -149,7 +141,7 @@ def copied_operands(convolution: Convolution, operands: Any) -> list[int]:
     """Return sizes of the operands that PyTorch copies to the layout of the convolution."""
     layout = torch.contiguous_format
     if convolution.channels_last:
-        layout = _CHANNELS_LAST[len(convolution.data)]
+        layout = CHANNELS_LAST[len(convolution.data)]
     return [each.nbytes for each in operands if not each.is_contiguous(memory_format=layout)]
 
 
@@ -171,7 +163,7 @@ def of_backward(args: Any) -> Convolution:
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     """Return channels last if data or weight are so (`cudnn_conv_suggest_memory_format`)."""
-    last = _CHANNELS_LAST.get(data.dim(), torch.contiguous_format)
+    last = CHANNELS_LAST.get(data.dim(), torch.contiguous_format)
     suggested = suggest_memory_format(data), suggest_memory_format(weight)
     return last if last in suggested else torch.contiguous_format
 

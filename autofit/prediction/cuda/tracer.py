@@ -3,7 +3,7 @@
 `MemoryTracer` sees the tensors that operators return. `CudaTracer` adds the memory that CUDA's
 kernels and libraries take: scratch buffers, convolution workspaces, and the workspace of cuBLAS,
 which each thread that multiplies matrices gets once and keeps. It stands in for operators that the
-meta device lacks, and refuses those that need a tensor's values.
+meta device lacks, refuses those that need a tensor's values, and estimates what the others cost.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autofit.prediction.cuda.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.cuda.operators import in_memory_of_all_losses, is_in_place
+from autofit.prediction.cuda.roofline import Roofline
 from autofit.prediction.cuda.scratch import reduction_bytes, scratch_bytes
 from autofit.prediction.cuda.shape_cache import ShapeCache
 from autofit.prediction.cuda.values import (
@@ -69,6 +70,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         forward: numbers of allocations made with gradients enabled, outside a backward pass.
         unsupported: the first thing that could not be done, also if the user's code caught it.
         known: the values of tensors that are known.
+        roofline: while it is set, operations are added to it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.forward: set[int] = set()
         self.unsupported: Unsupported | None = None
         self.known = KnownValues()
+        self.roofline: Roofline | None = None
         self._shape_cache = ShapeCache()
         self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
@@ -153,19 +156,28 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             order, self._order = self._order, []
             self.allocate_in_order(order)
         super().account(func, args, kwargs, result)
-        if not _on_device(result):
-            return
+        scratch = self._account_scratch(name, args, result) if _on_device(result) else 0
+        if self.roofline is not None:
+            self.roofline.add(func, args, kwargs, result, scratch)
+
+    def _account_scratch(self, name: str, args: Any, result: Any) -> int:
+        """Allocate workspaces and scratch memory, and return the bytes of the latter."""
         if name in _PRODUCTS:
             self._use_workspace("cublas", self._workspace_bytes)
             if name == "addmm" and args[0].dim() == 1:
                 self._use_workspace("cublaslt", CUBLASLT_WORKSPACE_BYTES)
         if name in ("convolution", "convolution_backward"):
-            self._convolve(name, args, result)
-        else:
-            self.allocate_in_order(scratch_bytes(name, args, result, self.gpu))
+            return self._convolve(name, args, result)
+        sizes = scratch_bytes(name, args, result, self.gpu)
+        self.allocate_in_order(sizes)
+        return sum(sizes)
 
-    def _convolve(self, name: str, args: Any, result: Any) -> None:
-        """Allocate copies of arguments in another layout, and cuDNN's workspaces."""
+    def _convolve(self, name: str, args: Any, result: Any) -> int:
+        """Allocate copies of arguments in another layout, and cuDNN's workspaces.
+
+        Returns:
+            The bytes of both.
+        """
         if name == "convolution":
             directions, operands = [Direction.FORWARD], args[:2]
             convolution = of_forward(args, result)
@@ -173,14 +185,17 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             convolution, operands = of_backward(args), args[:3]
             wanted = zip((Direction.DATA, Direction.WEIGHT), args[-1], strict=False)
             directions = [direction for direction, wants in wanted if wants]
-        self.allocate_in_order(copied_operands(convolution, operands))
+        sizes = copied_operands(convolution, operands)
+        self.allocate_in_order(sizes)
         for direction in directions:
             nbytes = workspace_bytes(convolution, direction, self.gpu)
             if nbytes:
                 self.allocate_in_order([nbytes], optional_for=(convolution, direction))
+                sizes.append(nbytes)
         if name == "convolution_backward" and args[-1][2]:
             but_channels = frozenset(range(args[0].dim())) - {1}
             self.allocate_in_order(reduction_bytes(args[0], but_channels, self.gpu))
+        return sum(sizes)
 
     def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
         number, block = super()._allocate(nbytes)

@@ -1,10 +1,11 @@
-"""Predicted memory lines of variants, from which a search chooses its first micro-batches.
+"""Predicted memory and time lines of variants, from which a search chooses its first plans.
 
 The plain variant is predicted at three micro-batches, the last where the budget seems to end; its
-line goes through the larger two, since it must be right near the budget. Every other value of a
+lines go through the larger two, since they must be right near the budget. Every other value of a
 setting is then predicted at these two with all else plain, as far as time allows; the lines of
 combinations are composed of these (`autofit.planning.curves`). A line is a hint that measurements
-correct: a wrong one costs probes and changes no result.
+correct: a wrong one costs probes and changes no result. Times are good for ratios between variants
+alone (`autofit.prediction.cuda.roofline`); there are none where the rates of the GPU are unknown.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TypeAlias
 
 from autofit.devices.base import Environment
 from autofit.errors import AutofitError
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.prediction.gpus import Gpu, find_gpu
-from autofit.prediction.predict import predict_resolved
+from autofit.prediction.predict import Prediction, predict_resolved
 from autofit.registry import resolve
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
-MemoryLines = Mapping[VariantKey, tuple[float, float]]
-"""By variant: fixed bytes, and bytes for each sample of the micro-batch."""
-_Required = Callable[[Settings, int], int]
-"""(settings of a variant, micro-batch) -> required bytes."""
+Line: TypeAlias = tuple[float, float]
+"""What is fixed (bytes, or seconds of a micro-batch), and what each sample of it adds."""
+Lines: TypeAlias = Mapping[VariantKey, Line]
+_LEAST_SECONDS = 1e-12
+_Predict = Callable[[Settings, int], Prediction]
+"""(settings of a variant, micro-batch) -> the prediction of that plan."""
 
 
 class _OutOfTime(Exception):
     """There is no time for another dry run as long as the longest so far."""
 
 
-def memory_lines(
+def variant_lines(
     workload: Workload,
     space: Space,
     gpu: Gpu,
@@ -42,28 +46,33 @@ def memory_lines(
     *,
     strategies: Sequence[Strategy] = (),
     timeout_s: float = 30.0,
-) -> tuple[MemoryLines, tuple[str, ...]]:
-    """Return memory lines of the plain variant and of each setting's values, and notes.
+) -> tuple[Lines, Lines, tuple[str, ...]]:
+    """Return memory and time lines of the plain variant and of each setting's values, and notes.
 
     Nothing is raised: a variant that cannot be predicted has no line, and a note says why. Values
     that are costly to try are left out, and so are the last ones if `timeout_s` is too short.
     """
-    required = _within(timeout_s, _dry_runs(workload, space, gpu, strategies))
-    lines: dict[VariantKey, tuple[float, float]] = {}
+    predict = _within(timeout_s, _dry_runs(workload, space, gpu, strategies))
+    memory: dict[VariantKey, Line] = {}
+    times: dict[VariantKey, Line] = {}
     notes: dict[str, None] = {}
     sizes: Sequence[int] = ()
     for settings in _most_useful_first(space):
         try:
-            sizes = sizes or _sizes(required, space, vram_budget_bytes)
-            lines[variant_key(settings)] = _line(required, settings, sizes)
+            sizes = sizes or _sizes(predict, space, vram_budget_bytes)
+            predictions = [predict(settings, size) for size in sizes]
         except _OutOfTime:
             notes["memory of further settings was not predicted: it would take too long"] = None
             break
         except Exception as error:  # also the user's own: the baseline's probe will report it
             notes[f"memory was not predicted before the first probe: {error}"] = None
-            if not lines:  # if the plain variant cannot be predicted, no other can
+            if not memory:  # if the plain variant cannot be predicted, no other can
                 break
-    return lines, tuple(notes)
+            continue
+        memory[variant_key(settings)] = _memory_line(predictions)
+        if (line := time_line(predictions)) is not None:
+            times[variant_key(settings)] = line
+    return memory, times, tuple(notes)
 
 
 def gpu_of(environment: Environment) -> Gpu | None:
@@ -109,7 +118,7 @@ def _is_hinted(dimensions: Mapping[str, Dimension], name: str, value: Scalar) ->
     return hint is not None and hint.bytes_per_sample is not None
 
 
-def _sizes(required: _Required, space: Space, budget: int) -> tuple[int, ...]:
+def _sizes(predict: _Predict, space: Space, budget: int) -> tuple[int, ...]:
     """Return two micro-batches to predict at, the larger one near the budget of the plain variant.
 
     Only one if the space has no other.
@@ -121,47 +130,67 @@ def _sizes(required: _Required, space: Space, budget: int) -> tuple[int, ...]:
     second = min(8 * first, largest)
     if second == first:
         return (first // 2, first)
-    here, there = (required(plain, size) for size in (first, second))
+    here, there = (predict(plain, size).required_bytes for size in (first, second))
     per_sample = max(there - here, 1) / (second - first)
     third = int(min(max((budget - here) / per_sample, 2 * second), largest))
     return (first, second) if third == second else (second, third)
 
 
-def _line(required: _Required, settings: Settings, sizes: Sequence[int]) -> tuple[float, float]:
+def _memory_line(predictions: Sequence[Prediction]) -> Line:
     """Return the line through the required bytes; with one size, half of them are per sample."""
-    needs = [required(settings, size) for size in sizes]
+    needs = [prediction.required_bytes for prediction in predictions]
+    sizes = [prediction.plan.micro_batch for prediction in predictions]
     if len(sizes) == 1:
         return needs[0] / 2, needs[0] / 2 / sizes[0]
     slope = max((needs[1] - needs[0]) / (sizes[1] - sizes[0]), 1.0)
     return max(needs[1] - slope * sizes[1], 1.0), slope
 
 
+def time_line(predictions: Sequence[Prediction]) -> Line | None:
+    """Return seconds of a micro-batch as a line in its size; None where they are unknown.
+
+    What a sample adds is what it adds to the kernels. The fixed part makes the line meet the larger
+    prediction, where launches may take longer than kernels. With one size, half is per sample. Both
+    are positive.
+    """
+    costs = [prediction.micro_batch_cost for prediction in predictions]
+    sizes = [prediction.plan.micro_batch for prediction in predictions]
+    first, last = costs[0], costs[-1]
+    if first is None or last is None:
+        return None
+    slope = last.seconds / 2 / sizes[-1]
+    if len(costs) > 1:
+        slope = (last.kernel_seconds - first.kernel_seconds) / (sizes[1] - sizes[0])
+    slope = max(slope, _LEAST_SECONDS)
+    return max(last.seconds - slope * sizes[-1], _LEAST_SECONDS), slope
+
+
 def _dry_runs(
     workload: Workload, space: Space, gpu: Gpu, strategies: Sequence[Strategy]
-) -> _Required:
+) -> _Predict:
     steps = 1 if space.global_batch is None else min(space.baseline.accumulation_steps, 2)
 
-    def required(settings: Settings, micro_batch: int) -> int:
+    def predict(settings: Settings, micro_batch: int) -> Prediction:
         plan = Plan(micro_batch, accumulation_steps=steps, settings=settings)
-        return predict_resolved(workload, resolve(plan, space, strategies), gpu).required_bytes
+        return predict_resolved(workload, resolve(plan, space, strategies), gpu)
 
-    return required
+    return predict
 
 
-def _within(timeout_s: float, required: _Required) -> _Required:
+def _within(timeout_s: float, predict: _Predict) -> _Predict:
     """Return the function with a cache, raising `_OutOfTime` if a call would take too long."""
     began = time.monotonic()
     longest = 0.0
-    known: dict[tuple[VariantKey, int], int] = {}
+    known: dict[tuple[VariantKey, int], Prediction] = {}
 
-    def timed(settings: Settings, micro_batch: int) -> int:
+    def timed(settings: Settings, micro_batch: int) -> Prediction:
         nonlocal longest
         asked = variant_key(settings), micro_batch
         if asked not in known:
             start = time.monotonic()
             if start - began + longest > timeout_s:
                 raise _OutOfTime
-            known[asked] = required(settings, micro_batch)
+            known[asked] = predict(settings, micro_batch)
             longest = max(longest, time.monotonic() - start)
         return known[asked]
 

@@ -1,4 +1,4 @@
-"""Memory lines before the first probe."""
+"""Memory and time lines before the first probe."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from autofit.devices.base import Environment
 from autofit.plan import Dimension, Hint, Plan, ResolvedPlan, variant_key
 from autofit.prediction.gpus import find_gpu
-from autofit.prediction.memory_lines import gpu_of, memory_lines
 from autofit.prediction.predict import predict, predict_resolved
+from autofit.prediction.variant_lines import gpu_of, variant_lines
 from autofit.registry import load_strategies
 from autofit.space import Space
 from autofit.training.workload import Workload
 from autofit.units import GIB
 
-A100 = find_gpu("A100")
+A100, H200 = find_gpu("A100"), find_gpu("H200")
 SPACE = Space({"precision.dtype": Dimension(["as_is", "bfloat16"])}, 8)
 
 
@@ -32,7 +32,7 @@ def workload(**options: Any) -> Workload:
 
 
 def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
-    lines, notes = memory_lines(
+    lines, _, notes = variant_lines(
         workload(), SPACE, A100, 8 * GIB, strategies=load_strategies(["precision"])
     )
     assert len(lines) == 2
@@ -43,18 +43,50 @@ def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
         assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
 
 
+def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:
+    _, times, _ = variant_lines(
+        workload(), SPACE, H200, 8 * GIB, strategies=load_strategies(["precision"])
+    )
+    assert set(times) == {variant_key(settings) for settings in SPACE.variants()}
+    for settings in SPACE.variants():
+        fixed, per_sample = times[variant_key(settings)]
+        cost = predict(workload(), plan=Plan(5000, settings=settings), gpu=H200).micro_batch_cost
+        assert cost is not None
+        assert fixed + 5000 * per_sample == pytest.approx(cost.seconds, rel=0.05)
+    plain, bfloat16 = (times[variant_key(settings)] for settings in SPACE.variants())
+    assert bfloat16[1] < plain[1]
+
+
+def test_a_time_line_where_launches_take_longest_still_grows_with_the_kernels() -> None:
+    small = Workload(lambda: nn.Linear(64, 64), torch.randn(8, 64))
+    lines = {}
+    for largest in (64, 4096):
+        _, times, _ = variant_lines(small, space(max_micro_batch=largest), H200, 8 * GIB)
+        ((fixed, per_sample),) = lines[largest] = list(times.values())
+        cost = predict(small, plan=Plan(largest), gpu=H200).micro_batch_cost
+        assert cost is not None
+        assert cost.seconds > cost.kernel_seconds
+        assert fixed + largest * per_sample == pytest.approx(cost.seconds)
+    assert lines[64][0][1] == pytest.approx(lines[4096][0][1], rel=0.3)
+
+
+def test_a_gpu_of_unknown_rates_has_memory_lines_alone() -> None:
+    lines, times, notes = variant_lines(workload(), Space({}, 8), find_gpu("24GiB"), 8 * GIB)
+    assert (len(lines), times, notes) == (1, {}, ())
+
+
 def test_what_cannot_be_predicted_has_a_note_instead() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = model(batch).mean()
         return loss * loss.item()
 
-    lines, notes = memory_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
+    lines, _, notes = variant_lines(workload(loss_fn=loss_fn), Space({}, 8), A100, 8 * GIB)
     assert lines == {}
     assert "loss * loss.item()" in notes[0]
 
 
 def test_the_time_it_may_take_is_limited() -> None:
-    lines, notes = memory_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
+    lines, _, notes = variant_lines(workload(), SPACE, A100, 8 * GIB, timeout_s=-1.0)
     assert lines == {}
     assert len(notes) == 1
 
@@ -84,8 +116,8 @@ def test_no_size_is_looked_at_that_the_space_does_not_have(
         looked.append(resolved.plan.micro_batch)
         return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.memory_lines.predict_resolved", noted)
-    lines, notes = memory_lines(workload(), bounded, A100, 8 * GIB)
+    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
+    lines, _, notes = variant_lines(workload(), bounded, A100, 8 * GIB)
     assert notes == ()
     ((fixed, per_sample),) = lines.values()
     assert max(looked) <= bounded.largest_micro_batch
@@ -111,8 +143,8 @@ def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append({n: v for n, v in settings.items() if v != dimensions[n].values[0]})
         return predict_resolved(workload, resolved, *given, **options)
 
-    monkeypatch.setattr("autofit.prediction.memory_lines.predict_resolved", noted)
-    lines, _ = memory_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
+    monkeypatch.setattr("autofit.prediction.variant_lines.predict_resolved", noted)
+    lines, _, _ = variant_lines(workload(), Space(dimensions, 8), A100, 8 * GIB)
     level, dtype = "placement.level", "precision.dtype"
     order = [{}, {level: 4}, {dtype: "bfloat16"}, {level: 2}, {dtype: "tf32"}]
     order += [{level: 1}, {level: 3}, {"hinted.level": 1}]
@@ -128,4 +160,8 @@ def test_the_gpu_of_an_environment() -> None:
     known = gpu_of(environment("NVIDIA H100 80GB HBM3", "9.0"))
     assert known is not None
     assert (known.total_bytes, known.capability) == (80 * GIB, (9, 0))
+    assert known.rates == find_gpu("H100").rates
+    unknown = gpu_of(environment("NVIDIA Unheard-of 9000", "9.0"))
+    assert unknown is not None
+    assert unknown.rates is None
     assert gpu_of(environment(None, None)) is None

@@ -1,0 +1,221 @@
+"""Seconds of an optimizer step by a roofline over the operations of a dry run.
+
+An operation takes as long as its floating-point operations at the GPU's rate for their type, or as
+its memory traffic at the GPU's bandwidth, whichever is longer. Caches, the choice of kernels and
+how well they fill the GPU are not seen, so the seconds are good for ratios between the plans of one
+training, and for nothing else.
+
+Traffic is what an operator reads and writes, and its scratch memory written and read once (so the
+copies between layouts that cuDNN makes count). Batch normalization reads its data once more for
+the statistics, unless cuDNN keeps it on the chip. Memory that is made empty counts as written: some
+kernels that the dry run stands in for are seen as no more than that. Causal attention counts whole,
+as `torch.utils.flop_counter` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from autofit.memory.tracer import storages_of, tensors_in
+from autofit.prediction.gpus import Gpu, Rates
+
+LAUNCH_S = 5e-6
+"""Least seconds between two operations of eager PyTorch."""
+_HALF = (torch.float16, torch.bfloat16)
+_WRITE_ONLY = frozenset({"copy_", "fill_", "zero_"})
+_NO_KERNEL = frozenset({"_unsafe_view", "resize_", "set_"})
+"""Operators that touch no data, besides those that PyTorch's schemas mark as views."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The estimated cost of a part of a training; see the module.
+
+    Attributes:
+        kernel_seconds: the sum over its operations.
+        launch_seconds: the least time in which the host launches them.
+    """
+
+    kernel_seconds: float
+    launch_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two, since kernels run while the next ones are launched."""
+        return max(self.kernel_seconds, self.launch_seconds)
+
+
+class Roofline:
+    """Adds up the cost of operations on a GPU with known rates."""
+
+    def __init__(self, gpu: Gpu, rates: Rates) -> None:
+        self._gpu, self._rates = gpu, rates
+        self._seconds, self._operations = 0.0, 0
+
+    def cost(self, parts: int = 1) -> Cost:
+        """Return the cost of the operations so far, divided by a number of equal parts."""
+        return Cost(self._seconds / parts, self._operations * LAUNCH_S / parts)
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any, scratch_bytes: int) -> None:
+        """Add an operator on meta tensors; one that runs no kernel on the GPU adds nothing.
+
+        Args:
+            func: the operator's overload.
+            args: of the call.
+            kwargs: of the call.
+            result: of the call.
+            scratch_bytes: memory that its kernels take for themselves.
+        """
+        operator = _operator(func)
+        if operator.is_view:
+            return
+        read = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
+        changed = operator.written(args, kwargs, result)
+        written = [tensor for tensor in tensors_in(changed) if tensor.is_meta]
+        if not read and not written:
+            return
+        if operator.name in _WRITE_ONLY:
+            read = read[1:]
+        traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * scratch_bytes
+        if operator.name in _BATCH_NORMS:
+            traffic += _read_again(operator.name, args)
+        seconds = traffic / self._rates.bytes_per_s
+        if operator.flops is not None:
+            flops = 0
+            with suppress(Exception):  # an estimate of time must not cost a prediction of memory
+                flops = operator.flops(*args, **kwargs, out_val=result)
+            seconds = max(seconds, flops / self._flops_per_s(operator.name, read[0].dtype))
+        self._seconds += seconds
+        self._operations += 1
+
+    def _flops_per_s(self, name: str, dtype: torch.dtype) -> float:
+        rates, gpu = self._rates, self._gpu
+        if dtype == torch.bfloat16 and not gpu.native_bfloat16:
+            return rates.float32_flops_per_s
+        if dtype in _HALF or dtype.itemsize == 1:
+            return rates.half_flops_per_s
+        if dtype == torch.float32 and gpu.tf32 and tf32_allowed(cudnn=name in _CUDNN):
+            return rates.tf32_flops_per_s
+        return rates.float32_flops_per_s
+
+
+def tf32_allowed(*, cudnn: bool) -> bool:
+    """Return whether PyTorch may run float32 products in TF32: of cuDNN (convolutions), or others.
+
+    It refuses to tell by its older switch where only the newer one was set.
+    """
+    backends: Any = torch.backends  # torch does not annotate its parts
+    old, new = backends.cuda.matmul, backends.cuda.matmul
+    if cudnn:
+        old, new = backends.cudnn, backends.cudnn.conv
+    try:
+        return bool(old.allow_tf32)
+    except RuntimeError:
+        return bool(new.fp32_precision == "tf32")
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dimensions."""
+_CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "_cudnn_rnn_backward"})
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """What an operator's schema tells, and its floating-point operations where it multiplies."""
+
+    name: str
+    is_view: bool
+    written_positions: tuple[int, ...]
+    written_names: tuple[str, ...]
+    makes_results: bool
+    flops: Callable[..., int] | None
+
+    def written(self, args: Any, kwargs: Any, result: Any) -> list[Any]:
+        """Return the arguments and results that its kernel writes."""
+        values = [args[at] for at in self.written_positions if at < len(args)]
+        values += [kwargs[name] for name in self.written_names if name in kwargs]
+        return [*values, result] if self.makes_results else values
+
+
+@cache
+def _operator(func: Any) -> _Operator:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    changed = [
+        at
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _Operator(
+        name,
+        func.is_view or name in _NO_KERNEL,
+        tuple(changed),
+        tuple(schema.arguments[at].name for at in changed),
+        all(returned.alias_info is None for returned in schema.returns),
+        _FLOPS.get(name) or flop_registry.get(func._overloadpacket),
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a kernel touches: those of an expanded tensor once."""
+    if tensor.layout is not torch.strided:
+        return sum(storage.nbytes() for storage in storages_of(tensor))
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor.numel() * tensor.element_size()
+    own = (size for size, stride in zip(tensor.shape, strides, strict=True) if stride)
+    return prod(own) * tensor.element_size()
+
+
+_BATCH_NORMS = {"native_batch_norm": (1, 5), "native_batch_norm_backward": (2, 7)}
+"""Operator -> how many of its arguments are as large as the data; the place of `training`."""
+
+
+def _read_again(name: str, args: Any) -> int:
+    """Return the bytes that batch normalization in training reads twice; none in persistent mode.
+
+    PyTorch asks cuDNN for that mode with channels last (`getCudnnBatchNormMode` of
+    cudnn/BatchNorm.cpp), and runs its own kernels for bfloat16 (`_select_batch_norm_backend` of
+    Normalization.cpp).
+    """
+    large, training = _BATCH_NORMS[name]
+    if len(args) <= training:  # called by name, which autograd does not
+        return 0
+    data = args[0]
+    layout = CHANNELS_LAST.get(data.dim())
+    channels_last = layout is not None and data.is_contiguous(memory_format=layout)
+    if not args[training] or (channels_last and data.dtype != torch.bfloat16):
+        return 0
+    return sum(map(_nbytes, args[:large]))
+
+
+def _of_rnn(data: torch.Tensor, weights: list[torch.Tensor], *_: Any, **__: Any) -> int:
+    """Count one product a step and sample with each matrix."""
+    rows = data.numel() // data.shape[-1]
+    return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
+
+
+def _of_rnn_backward(*args: Any, **kwargs: Any) -> int:
+    """Count two: gradients of the data and of the weights."""
+    return 2 * _of_rnn(*args, **kwargs)
+
+
+def _of_groups(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Count each row of the left operand with the matrix of its group."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+_FLOPS: dict[str, Callable[..., int]] = {
+    "_cudnn_rnn": _of_rnn,
+    "_cudnn_rnn_backward": _of_rnn_backward,
+    "_grouped_mm": _of_groups,
+}
+"""Operators of the dry run that torch's registry does not have."""

@@ -1,0 +1,259 @@
+"""The cost of operations: floating-point operations and traffic, against arithmetic by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autofit.plan import Plan, ResolvedPlan
+from autofit.prediction.cuda.roofline import LAUNCH_S, Cost, Roofline
+from autofit.prediction.cuda.tracer import CudaTracer
+from autofit.prediction.dry_run import dry_run, stage
+from autofit.prediction.gpus import Gpu, Rates, find_gpu
+from autofit.prediction.predict import predict
+from autofit.training.workload import Workload
+
+INFINITE = float("inf")
+H200 = find_gpu("H200")
+COUNTS_FLOPS = Rates(1.0, 1.0, 1.0, INFINITE)
+"""A second is one floating-point operation of any type."""
+COUNTS_BYTES = Rates(INFINITE, INFINITE, INFINITE, 1.0)
+
+
+def cost(run: Callable[..., object], rates: Rates, *, prepare: Any = None) -> Cost:
+    """Return the cost of a function's operations on an H200 with these rates."""
+    tracer = CudaTracer(replace(H200, rates=rates))
+    with stage(tracer.gpu, tracer):
+        made = prepare() if prepare is not None else ()
+        tracer.roofline = Roofline(tracer.gpu, rates)
+        run(*made)
+        return tracer.roofline.cost()
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    return torch.ones(*shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def backward(output: torch.Tensor) -> None:
+    output.sum().backward()  # type: ignore[no-untyped-call]  # torch's
+
+
+def test_a_linear_layer_multiplies_once_forward_and_twice_backward() -> None:
+    def prepare() -> tuple[nn.Module, torch.Tensor]:
+        return nn.Linear(32, 64, device="cuda"), ones(16, 32, grad=True)
+
+    once = 2 * 16 * 32 * 64
+    forward = cost(lambda layer, x: layer(x), COUNTS_FLOPS, prepare=prepare)
+    both = cost(lambda layer, x: backward(layer(x)), COUNTS_FLOPS, prepare=prepare)
+    assert forward.kernel_seconds == once
+    assert both.kernel_seconds == 3 * once
+
+
+def test_a_convolution_multiplies_each_output_with_a_window() -> None:
+    def prepare() -> tuple[nn.Module, torch.Tensor]:
+        layer = nn.Conv2d(8, 16, 3, padding=1, bias=False, device="cuda")
+        return layer, ones(4, 8, 10, 12, grad=True)
+
+    once = 2 * (4 * 16 * 10 * 12) * (8 * 3 * 3)
+    both = cost(lambda layer, x: backward(layer(x)), COUNTS_FLOPS, prepare=prepare)
+    assert both.kernel_seconds == 3 * once
+
+
+def test_attention_multiplies_queries_with_keys_and_weights_with_values() -> None:
+    def prepare() -> list[torch.Tensor]:
+        return [ones(2, 4, 128, 64, dtype=torch.bfloat16) for _ in range(3)]
+
+    found = cost(F.scaled_dot_product_attention, COUNTS_FLOPS, prepare=prepare)
+    assert found.kernel_seconds == 2 * (2 * 2 * 4 * 128 * 128 * 64)
+
+
+def test_a_recurrent_layer_multiplies_each_step_with_its_matrices() -> None:
+    def prepare() -> tuple[nn.Module, torch.Tensor]:
+        return nn.LSTM(16, 32, device="cuda"), ones(10, 4, 16, grad=True)
+
+    once = 2 * (10 * 4) * (4 * 32 * 16 + 4 * 32 * 32)
+    both = cost(lambda layer, x: backward(layer(x)[0]), COUNTS_FLOPS, prepare=prepare)
+    assert both.kernel_seconds == 3 * once
+
+
+@pytest.mark.parametrize(
+    ("run", "moved"),
+    [
+        (lambda x, y: x + y, 3),
+        (lambda x, y: x.add_(y), 3),
+        (lambda x, y: x.copy_(y), 2),
+        (lambda x, y: x.zero_(), 1),
+        (lambda x, y: x.view(-1).detach(), 0),
+        (lambda x, y: torch._foreach_add_([x], [y]), 3),
+        (lambda x, y: x + y[:1].expand(16, 16), 2 + 1 / 16),
+    ],
+    ids=["add", "in place", "copy", "zero", "views", "foreach", "expanded"],
+)
+def test_an_operator_moves_what_it_reads_and_writes(
+    run: Callable[[torch.Tensor, torch.Tensor], object], moved: float
+) -> None:
+    found = cost(run, COUNTS_BYTES, prepare=lambda: (ones(16, 16), ones(16, 16)))
+    assert found.kernel_seconds == moved * 16 * 16 * 4
+    assert found.launch_seconds == (LAUNCH_S if moved else 0)
+
+
+def test_what_the_host_computes_costs_nothing() -> None:
+    found = cost(lambda: torch.ones(8, 8) @ torch.ones(8, 8), COUNTS_FLOPS)
+    assert found == Cost(0.0, 0.0)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("how", "rate"),
+    [
+        (nullcontext, 1.0),
+        (tf32, 2.0),
+        (lambda: torch.autocast("cuda", torch.bfloat16), 4.0),
+        (lambda: torch.autocast("cuda", torch.float16), 4.0),
+    ],
+    ids=["float32", "tf32", "bfloat16", "float16"],
+)
+def test_a_product_has_the_rate_of_the_type_it_runs_in(how: Any, rate: float) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        with how():
+            x @ y
+
+    rates = Rates(4.0, 2.0, 1.0, INFINITE)
+    found = cost(run, rates, prepare=lambda: (ones(16, 16), ones(16, 16)))
+    assert found.kernel_seconds == 2 * 16**3 / rate
+
+
+def test_bfloat16_that_is_not_native_is_no_faster_than_float32() -> None:
+    t4 = find_gpu("T4")
+    tracer = CudaTracer(t4)
+    assert t4.rates is not None
+    with stage(t4, tracer):
+        tracer.roofline = Roofline(t4, replace(t4.rates, bytes_per_s=INFINITE))
+        ones(64, 64, dtype=torch.bfloat16) @ ones(64, 64, dtype=torch.bfloat16)
+    expected = 2 * 64**3 / t4.rates.float32_flops_per_s
+    assert tracer.roofline.cost().kernel_seconds == pytest.approx(expected)
+
+
+def test_tensor_cores_convolve_faster_in_channels_last() -> None:
+    def seconds(layout: torch.memory_format) -> float:
+        def prepare() -> tuple[nn.Module, torch.Tensor]:
+            layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=torch.bfloat16)
+            x = ones(8, 64, 32, 32, dtype=torch.bfloat16)
+            return layer, x.to(memory_format=layout)
+
+        found = cost(lambda layer, x: layer(x), COUNTS_BYTES, prepare=prepare)
+        return found.kernel_seconds
+
+    assert seconds(torch.channels_last) < seconds(torch.contiguous_format)
+
+
+def test_batch_normalization_reads_data_once_where_cudnn_keeps_it() -> None:
+    def seconds(layout: torch.memory_format, dtype: torch.dtype, *, train: bool = True) -> float:
+        def prepare() -> tuple[nn.Module, torch.Tensor]:
+            x = ones(8, 64, 32, 32, dtype=dtype).to(memory_format=layout)
+            return nn.BatchNorm2d(64, device="cuda").train(train), x
+
+        found = cost(lambda layer, x: layer(x), COUNTS_BYTES, prepare=prepare)
+        return found.kernel_seconds
+
+    last, contiguous, half = torch.channels_last, torch.contiguous_format, torch.float16
+    data = 2 * 8 * 64 * 32 * 32
+    assert seconds(contiguous, half) - seconds(last, half) == data
+    assert seconds(last, torch.bfloat16) - seconds(last, half) == data
+    assert seconds(contiguous, half) - seconds(contiguous, half, train=False) == pytest.approx(
+        data, rel=0.01
+    )
+
+
+class Net(nn.Module):
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.body = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+        return x.square().mean()
+
+
+def step(rates: Rates, *, gpu: Gpu = H200, steps: int = 1, **options: Any) -> Cost:
+    given = {"optimizer": lambda ps: torch.optim.SGD(ps, 0.1)} | options
+    workload = Workload(given.pop("model", Net), torch.ones(4, 512), **given)
+    plan = Plan(64, accumulation_steps=steps)
+    found = dry_run(workload, ResolvedPlan(plan), replace(gpu, rates=rates)).micro_batch_cost
+    assert found is not None
+    return found
+
+
+def test_a_step_counts_what_checkpointing_recomputes() -> None:
+    forward = 2 * 64 * 512 * 2048 * 2
+    first_input_needs_no_gradient = forward / 2
+    plain = step(COUNTS_FLOPS).kernel_seconds
+    assert plain == 3 * forward - first_input_needs_no_gradient
+    recomputed = step(COUNTS_FLOPS, model=lambda: Net(checkpointed=True)).kernel_seconds
+    last_output_is_not_needed_again = forward / 2
+    assert recomputed == plain + forward - last_output_is_not_needed_again
+
+
+def test_a_step_counts_its_optimizer_once_for_all_its_micro_batches() -> None:
+    def moved(optimizer: Any, steps: int) -> float:
+        return step(COUNTS_BYTES, optimizer=optimizer, steps=steps).kernel_seconds
+
+    weights = sum(4 * p.numel() for p in Net().parameters())
+    more = moved(torch.optim.AdamW, 1) - moved(lambda ps: torch.optim.SGD(ps, 0.1), 1)
+    assert more > 5 * weights
+    half = moved(torch.optim.AdamW, 2) - moved(lambda ps: torch.optim.SGD(ps, 0.1), 2)
+    assert half == pytest.approx(more / 2)
+
+
+def test_a_step_is_the_second_one_alone() -> None:
+    """Weights that are placed, and state that is made, are no part of it."""
+    seen: list[None] = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(None)
+        x = batch
+        for _ in range(10 if len(seen) == 1 else 1):
+            x = x @ x.T @ x
+        loss: torch.Tensor = model(x)
+        return loss
+
+    assert step(COUNTS_FLOPS, loss_fn=loss_fn).kernel_seconds == (
+        step(COUNTS_FLOPS).kernel_seconds + 2 * 2 * 64 * 64 * 512
+    )
+
+
+def test_a_prediction_costs_a_large_model_by_type_and_a_small_one_by_launches() -> None:
+    def cost_of(dtype: str, width: int) -> Cost:
+        workload = Workload(lambda: nn.Linear(width, width), torch.ones(4, width))
+        plan = Plan(width, settings={"precision.dtype": dtype})
+        found = predict(workload, plan=plan, gpu="H200").micro_batch_cost
+        assert found is not None
+        return found
+
+    large = {name: cost_of(name, 8192).seconds for name in ("as_is", "tf32", "bfloat16")}
+    assert large["bfloat16"] < large["tf32"] < large["as_is"]
+    small = cost_of("as_is", 8)
+    assert small.seconds == small.launch_seconds > small.kernel_seconds > 0
+
+
+def test_a_gpu_that_is_not_known_has_no_cost() -> None:
+    workload = Workload(lambda: nn.Linear(8, 8), torch.ones(4, 8))
+    assert predict(workload, gpu="24GiB").micro_batch_cost is None
