@@ -212,6 +212,31 @@ def test_a_step_counts_what_checkpointing_recomputes() -> None:
     assert recomputed == plain + forward - last_output_is_not_needed_again
 
 
+def test_a_checkpointing_level_costs_what_it_recomputes() -> None:
+    def flops(level: int) -> float:
+        workload = Workload(Net, torch.ones(4, 512))
+        plan = Plan(64, settings={"checkpointing.level": level})
+        payloads = {"checkpointing.level": {"units": ["body"], "state": []}}
+        gpu = replace(H200, rates=COUNTS_FLOPS)
+        found = predict(workload, plan=plan, gpu=gpu, payloads=payloads).micro_batch_cost
+        assert found is not None
+        return found.kernel_seconds
+
+    assert flops(1) >= flops(0) + 2 * 64 * 512 * 2048
+
+
+def test_a_product_in_groups_multiplies_each_row_with_one_matrix() -> None:
+    def prepare() -> tuple[torch.Tensor, ...]:
+        ends = torch.ones(4, device="cuda", dtype=torch.int32)
+        half = torch.bfloat16
+        return ones(64, 32, dtype=half), ones(4, 32, 16, dtype=half), ends
+
+    def run(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
+        torch._grouped_mm(left, right, offs=ends)
+
+    assert cost(run, COUNTS_FLOPS, prepare=prepare).kernel_seconds == 2 * 64 * 32 * 16
+
+
 def test_a_step_counts_its_optimizer_once_for_all_its_micro_batches() -> None:
     def moved(optimizer: Any, steps: int) -> float:
         return step(COUNTS_BYTES, optimizer=optimizer, steps=steps).kernel_seconds
