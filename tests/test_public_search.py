@@ -789,3 +789,55 @@ def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path) -> None:
     assert {what for what, _ in signed} == set(everything.split())
     assert str(os.getpid()) not in {process for _, process in signed}
     assert len({process for _, process in signed}) == 5  # a search confirms in a second worker
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_users_code_runs_in_workers_alone(tmp_path: Path, device: str) -> None:
+    """There it can hang, exit or crash; on a GPU a dry run predicts memory, too."""
+    ran = tmp_path / "ran"
+
+    def note(what: str) -> None:
+        with ran.open("a") as file:
+            file.write(f"{os.getpid()} {what}\n")
+
+    class Noting(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            note("forward")
+            return super().forward(inputs)
+
+    def model() -> nn.Module:
+        note("model")
+        return Noting(8, 3)
+
+    def batch(samples: int) -> torch.Tensor:
+        note("batch")
+        return torch.randn(samples, 8)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        note("loss_fn")
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        note("optimizer")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def before_step(model: nn.Module, optimizer: Any) -> None:
+        note("before_step")
+
+    autofit.search(
+        model,
+        batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        before_step=before_step,
+        device=device,
+        vram_budget="32MiB" if device == "cpu" else "4GiB",
+        max_micro_batch=8,
+        max_probes=3,
+    )
+    lines = [line.split() for line in ran.read_text().splitlines()]
+    assert {what for _, what in lines} == {
+        "model", "batch", "forward", "loss_fn", "optimizer", "before_step"
+    }  # fmt: skip
+    assert str(os.getpid()) not in {pid for pid, _ in lines}

@@ -11,7 +11,7 @@ import torch
 
 from autofit.strategy import Capabilities
 
-TRIED_TORCH = ("2.11", "2.13", "2.15")
+TRIED_TORCH = ("2.13", "2.15")
 """Versions of torch with which all tests that need no GPU were run."""
 
 
