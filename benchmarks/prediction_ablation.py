@@ -27,7 +27,7 @@ import torch
 from autofit.memory.replay import Recording, replay
 from autofit.prediction.cuda import attention, autocast, rnn, scratch, tracer
 from autofit.prediction.cuda.attention import Kernel
-from autofit.prediction.cuda.shape_cache import ShapeCache
+from autofit.prediction.cuda.tracer import ShapeCache
 from autofit.prediction.cuda.values import KnownValues
 from benchmarks import prediction_accuracy as accuracy
 from benchmarks.prediction_accuracy import Comparison
