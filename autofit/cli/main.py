@@ -1,7 +1,8 @@
 """The command line. Progress goes to standard error, the result to standard output.
 
 Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
-4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe).
+4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe, a search
+whose timeout came before anything that fits was measured).
 """
 
 from __future__ import annotations
