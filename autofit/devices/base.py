@@ -12,7 +12,11 @@ import torch
 from autofit.strategy import Capabilities
 
 TRIED_TORCH = ("2.13", "2.15")
-"""Versions of torch with which all tests that need no GPU were run."""
+"""Versions of torch with which the tests that need no GPU were run.
+
+With 2.13 all of them pass. With 2.15, 2,239 passed and 21 failed; what failed in predictions and
+checks was mended afterwards and not run with it again.
+"""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
         yield torch.cuda, name, _answer(value)
     for name in ("device", "stream", "Stream", "Event", "current_stream", "default_stream", "nvtx"):
         yield torch.cuda, name, _Nothing()
-    # Optimizers of torch 2.14 and later ask here, and not torch.cuda, whether a graph is captured.
+    # Optimizers of torch 2.15 ask here, and not torch.cuda, whether a graph is captured.
     accelerator: dict[str, Any] = {
         "is_available": True,
         "current_accelerator": _META,

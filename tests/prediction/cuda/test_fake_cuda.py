@@ -157,7 +157,7 @@ def test_torch_itself_makes_no_context_either(tracer: CudaTracer) -> None:
 
 @pytest.mark.usefixtures("tracer")
 def test_the_accelerator_is_a_gpu_that_captures_no_graph() -> None:
-    """Optimizers of torch 2.14 and later ask it."""
+    """Optimizers of torch 2.15 ask it."""
     accelerator = torch.accelerator
     assert accelerator.is_available()
     assert (accelerator.device_count(), accelerator.current_device_index()) == (1, 0)
