@@ -6,6 +6,7 @@ Readers ignore unknown keys, so an earlier version can read a report of a later 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,10 +209,10 @@ class Record:
 
     @property
     def baseline_beside_best(self) -> Trial:
-        """The last confirmation of the baseline that fits; the baseline itself if there is none."""
+        """The baseline's block of median speed in the final comparison; else its first trial."""
         first = self.trial(self.baseline_number)
-        again = [t for t in self.trials if t.plan == first.plan and t.role is Role.CONFIRMED]
-        return next((trial for trial in reversed(again) if trial.ok), first)
+        blocks = self.blocks(first.plan)
+        return blocks[(len(blocks) - 1) // 2] if blocks else first
 
     @property
     def is_confirmed(self) -> bool:
@@ -224,18 +225,51 @@ class Record:
 
         None if the best plan is not confirmed, or the baseline was not compared with it.
         """
-        plans = self.best.plan, self.trial(self.baseline_number).plan
-        best, baseline = (
-            [
-                trial.samples_per_second
-                for trial in self.trials
-                if trial.plan == plan and trial.role is Role.CONFIRMED and trial.samples_per_second
-            ]
-            for plan in plans
-        )
+        best = self.compared_speed(self.best.plan)
+        baseline = self.compared_speed(self.trial(self.baseline_number).plan)
         if not (self.is_confirmed and best and baseline):
             return None
-        return statistics.median(best) / statistics.median(baseline)
+        return best / baseline
+
+    def blocks(self, plan: Plan) -> list[Trial]:
+        """Return the plan's fitting trials of the final comparison, the slowest first."""
+        its = [t for t in self.trials if t.plan == plan and t.role is Role.CONFIRMED]
+        ran = [trial for trial in its if trial.ok and trial.samples_per_second]
+        return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
+
+    def compared_speed(self, plan: Plan) -> float | None:
+        """Return the plan's median samples/s in the final comparison; None: it was not in it."""
+        speeds = [trial.samples_per_second or 0.0 for trial in self.blocks(plan)]
+        return statistics.median(speeds) if speeds else None
+
+    def speed_of(self, trial: Trial) -> float | None:
+        """Return the plan's samples/s in the final comparison, the trial's own if that was cut."""
+        compared = self.compared_speed(trial.plan) if self.is_confirmed else None
+        return compared or trial.samples_per_second
+
+    def speed_range(self, trial: Trial) -> tuple[float | None, float | None]:
+        """Return the slowest and fastest of the plan's blocks; of one alone its interval."""
+        blocks = self.blocks(trial.plan) if self.is_confirmed else []
+        if len(blocks) > 1:
+            return blocks[0].samples_per_second, blocks[-1].samples_per_second
+        return trial.samples_per_second_low, trial.samples_per_second_high
+
+    @property
+    def finalists(self) -> list[tuple[Plan, float]]:
+        """The plans of the final comparison with their samples/s, the fastest first."""
+        plans = dict.fromkeys(t.plan for t in self.trials if t.role is Role.CONFIRMED)
+        speeds = [(plan, speed) for plan in plans if (speed := self.compared_speed(plan))]
+        return sorted(speeds, key=lambda each: -each[1])
+
+    @property
+    def scatter(self) -> float | None:
+        """Pooled standard deviation of a plan's log speeds; None: no plan ran two blocks."""
+        squares, degrees = 0.0, 0
+        for plan, _ in self.finalists:
+            logs = [math.log(trial.samples_per_second or 1.0) for trial in self.blocks(plan)]
+            squares += sum((log - statistics.fmean(logs)) ** 2 for log in logs)
+            degrees += len(logs) - 1
+        return math.sqrt(squares / degrees) if degrees else None
 
     def payloads(self, settings: Settings) -> dict[str, Any]:
         """Return the payloads of these values, by setting."""

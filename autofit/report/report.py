@@ -74,11 +74,11 @@ class Report:
 
     @property
     def speedup(self) -> float | None:
-        """Samples per second, best plan over baseline; None if the baseline did not fit."""
-        baseline = self.record.baseline_beside_best
-        if not baseline.ok or not baseline.samples_per_second or not self.best.samples_per_second:
-            return None
-        return self.best.samples_per_second / baseline.samples_per_second
+        """Samples per second, best plan over baseline, by the final comparison alone.
+
+        None if that did not end, or the baseline was not in it; the same as `record.factor`.
+        """
+        return self.record.factor
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the report file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -38,6 +39,12 @@ _HINTED = {
 }
 MOST_HINTED = 12
 """Values of a setting whose expected effect is shown."""
+_MOST_SCATTER = 0.05
+"""The standard deviation of a plan's repeated log speeds above which the report warns."""
+_TIE = (
+    "a tie goes to the baseline, then to the plan that changes the arithmetic least, has the "
+    "fewest settings that are not plain and needs the least memory"
+)
 _AGAIN = ", measured again: noise hid whether it is faster"
 
 
@@ -57,7 +64,7 @@ def render(record: Record, width: int = WIDTH) -> str:
 
 
 def _parts(record: Record, width: int) -> Iterator[str | Table]:
-    best, baseline = record.trial(record.best_number), record.baseline_beside_best
+    best, baseline = record.best, record.baseline_beside_best
     yield headline(record)
     yield ""
     yield _comparison(best, baseline, record)
@@ -80,23 +87,6 @@ def _parts(record: Record, width: int) -> Iterator[str | Table]:
     if record.skipped:
         yield "\nSkipped\n"
         yield from (f"  {line}" for line in _skipped(record.skipped))
-
-
-def headline(record: Record) -> str:
-    """Return a line about the best plan and its speed, after one about a changed global batch."""
-    best, baseline = record.trial(record.best_number), record.baseline_beside_best
-    lines = []
-    if best.plan.samples_per_step != baseline.plan.samples_per_step:
-        lines.append(
-            f"The global batch changed from {baseline.plan.samples_per_step} to "
-            f"{best.plan.samples_per_step} samples: give global_batch to keep it."
-        )
-    speed, against = format_rate(best.samples_per_second), against_baseline(best, baseline)
-    unconfirmed = (
-        "" if best.role is Role.CONFIRMED else " [not confirmed: the search was cut short]"
-    )
-    lines.append(f"Best plan: {describe(best.plan, record)}: {speed}, {against}{unconfirmed}")
-    return "\n".join(lines)
 
 
 def _apply_lines(plan: Plan, record: Record) -> Iterator[str]:
@@ -122,14 +112,16 @@ def _comparison(best: Trial, baseline: Trial, record: Record) -> Table:
 
 def _figures(trial: Trial, record: Record) -> dict[str, str]:
     plan, measured = trial.plan, trial.measurement
+    speed, blocks = record.speed_of(trial), record.blocks(plan)
     return {
         "micro-batch": str(plan.micro_batch),
         "accumulation steps": str(plan.accumulation_steps),
         "global batch": str(plan.samples_per_step),
         "settings": _settings(plan.settings, record),
         "outcome": measured.outcome.value,
-        "samples/s": _interval(trial),
-        "optimizer step": format_seconds(measured.step_time_s),
+        "samples/s": _interval(speed, *record.speed_range(trial)),
+        "optimizer step": format_seconds(plan.samples_per_step / speed if speed else None),
+        "final comparison": counted(len(blocks), "block") if blocks else "not in it",
         "peak allocated": format_bytes(measured.peak_allocated_bytes),
         "peak reserved": format_bytes(measured.peak_reserved_bytes),
         "non-torch": format_bytes(measured.non_torch_bytes),
@@ -155,6 +147,11 @@ def _facts(record: Record) -> Iterator[str]:
             f"The best plan against the baseline, on the same samples: loss differs by "
             f"{record.difference['loss']:.2g} and gradients by {record.difference['gradient']:.2g} "
             "(relative)"
+        )
+    if record.scatter is not None and record.scatter > _MOST_SCATTER:
+        yield (
+            f"Noise: repeated blocks of one plan scatter by {record.scatter:.0%} (standard "
+            "deviation), so smaller differences between plans were not looked for"
         )
     for note in record.notes:
         yield f"Note: {note}"
@@ -182,7 +179,11 @@ def _trials_table(record: Record, width: int) -> Table:
             str(replace(trial.plan, settings={})),
             Text(_settings(trial.plan.settings, record).replace(", ", ",\n" if is_wide else ", ")),
             Text(_outcome(trial) + _AGAIN * again),
-            _interval(trial),
+            _interval(
+                trial.samples_per_second,
+                trial.samples_per_second_low,
+                trial.samples_per_second_high,
+            ),
             format_bytes(measured.held_bytes),
             format_seconds(measured.step_time_s),
         )
@@ -254,11 +255,6 @@ def _outcome(trial: Trial) -> str:
     return f"{measured.outcome.value}{contended}{why}"
 
 
-def describe(plan: Plan, record: Record) -> str:
-    """Return a plan without its plain settings: "8 x 4, precision.dtype=bfloat16"."""
-    return str(plan.without(record.plain_settings))
-
-
 def _settings(settings: Settings, record: Record) -> str:
     """Return the settings that are not at their first value, or "plain"."""
     return _written(unlike(settings, record.plain_settings)) or "plain"
@@ -268,12 +264,7 @@ def _written(settings: Settings) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _interval(trial: Trial) -> str:
-    rate, low, high = (
-        trial.samples_per_second,
-        trial.samples_per_second_low,
-        trial.samples_per_second_high,
-    )
+def _interval(rate: float | None, low: float | None, high: float | None) -> str:
     if rate is None or low is None or high is None:
         return "-"
     text = format_rate(rate).removesuffix(" samples/s")
@@ -286,52 +277,127 @@ def _headroom(trial: Trial, vram_budget_bytes: int) -> str:
     return format_bytes(None if held is None else vram_budget_bytes - held)
 
 
-# Comparisons of measured speeds. Two trials are equally fast if their 95 % intervals overlap.
+# Comparisons of measured speeds, in words. Only the final comparison gives a factor.
 
 
-def against_baseline(best: Trial, baseline: Trial) -> str:
-    """Return the comparison of the best plan with the baseline, as a part of a sentence."""
-    if not baseline.ok:
-        return f"the baseline does not fit ({baseline.measurement.outcome.value})"
-    if best.plan == baseline.plan:
-        return "which is the baseline itself"
-    theirs = format_rate(baseline.samples_per_second)
-    ratio = _rate(best) / (_rate(baseline) or 1.0)
-    if not best.ties_with(baseline):
-        return f"{ratio:.2f} times the baseline's {theirs}"
-    less = _held(baseline) - _held(best)
-    if less > 0:
-        return (
-            f"as fast as the baseline ({theirs}) within measurement error, and it needs "
-            f"{format_bytes(less)} less memory"
+def headline(record: Record) -> str:
+    """Return a line about the best plan and its speed, after one about a changed global batch."""
+    best, baseline = record.best, record.baseline_beside_best
+    lines = []
+    if best.plan.samples_per_step != baseline.plan.samples_per_step:
+        lines.append(
+            f"The global batch changed from {baseline.plan.samples_per_step} to "
+            f"{best.plan.samples_per_step} samples: give global_batch to keep it."
         )
-    return f"{ratio:.2f} times the baseline's {theirs}, which is within measurement error"
+    words = f"Best plan: {_describe(best.plan, record)}: {format_rate(record.speed_of(best))}"
+    if not record.is_confirmed:
+        words += (
+            ", not confirmed: the final comparison did not end (the search stopped because "
+            f"{record.search.stopped_because})"
+        )
+    if best.plan == baseline.plan:
+        words += f". Nothing better than your baseline was found: {_next_best(record)}"
+    elif not baseline.ok:
+        words += f", the baseline does not fit ({baseline.measurement.outcome.value})"
+    elif record.factor is not None:
+        words += f", {_against_baseline(record.factor, record)}"
+    elif record.is_confirmed:
+        words += ", not compared with the baseline"
+    return "\n".join([*lines, words])
+
+
+def _describe(plan: Plan, record: Record) -> str:
+    """Return a plan without its plain settings: "8 x 4, precision.dtype=bfloat16"."""
+    return str(plan.without(record.plain_settings))
+
+
+def _against_baseline(factor: float, record: Record) -> str:
+    """Return the comparison of the best plan with the baseline and with a faster finalist."""
+    best, baseline = record.best, record.baseline_beside_best
+    theirs = f"the baseline's {format_rate(record.speed_of(baseline))}"
+    words = f"{factor:.2f} times {theirs}" if factor >= 1 else f"{1 - factor:.1%} below {theirs}"
+    if _overlap(record.speed_range(best), record.speed_range(baseline)):
+        words += ", but their measured ranges overlap"
+    less = _held(baseline) - _held(best)
+    if factor < 1 and less > 0:
+        words += f", and it needs {format_bytes(less)} less memory"
+    fastest, speed = record.finalists[0]
+    if fastest in (best.plan, baseline.plan):
+        return words
+    lead = speed / (record.speed_of(best) or 1.0) - 1
+    return (
+        f"{words}; tied with {_describe(fastest, record)} ({lead:.1%} faster) and preferred to it"
+    )
+
+
+def _next_best(record: Record) -> str:
+    """Return how many plans were run, and how fast the fastest but the best one is."""
+    best, ran = record.best, [t for t in record.trials if t.role is not Role.VETOED]
+    tried = f"{counted(len({trial.plan for trial in ran}), 'plan')} run"
+    finalists = [each for each in record.finalists if each[0] != best.plan]
+    if is_final := record.is_confirmed and bool(finalists):
+        plan, speed = finalists[0]
+    else:
+        others = [(t.plan, _rate(t)) for t in ran if t.ok and t.plan != best.plan]
+        if not others:
+            return f"{tried}, and no other fits"
+        plan, speed = max(others, key=lambda each: each[1])
+    gap = speed / (record.speed_of(best) or 1.0) - 1
+    return (
+        f"{tried}, the fastest other {'finalist' if is_final else 'in the search'} is "
+        f"{_describe(plan, record)} at {format_rate(speed)}, {abs(gap):.1%} "
+        f"{'faster' if gap > 0 else 'slower'}"
+        f"{' (a tie, which goes to the baseline)' * (is_final and gap > 0)}"
+    )
+
+
+def _overlap(
+    first: tuple[float | None, float | None], second: tuple[float | None, float | None]
+) -> bool:
+    (low, high), (others_low, others_high) = first, second
+    if low is None or high is None or others_low is None or others_high is None:
+        return False
+    return low <= others_high and others_low <= high
 
 
 def measured_faster(record: Record) -> Iterator[str]:
     """Yield a line per reason why trials that were measured faster are not the best."""
-    best = record.trial(record.best_number)
-    ran = [t for t in record.trials if t.ok and t.role is not Role.VETOED]
+    best, speed = record.best, record.speed_of(record.best) or 0.0
     reasons: dict[str, list[str]] = {}
-    for trial in ran:
-        if trial.plan != best.plan and _rate(trial) > _rate(best):
-            reasons.setdefault(_why_not_best(trial, best, ran), []).append(str(trial.number))
+    for trial in record.trials:
+        ran = trial.ok and trial.role is not Role.VETOED
+        if ran and trial.plan != best.plan and _rate(trial) > speed:
+            reasons.setdefault(_why_not_best(trial.plan, record), []).append(str(trial.number))
     for why, numbers in reasons.items():
         yield f"Trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
 
 
-def _why_not_best(trial: Trial, best: Trial, ran: Sequence[Trial]) -> str:
-    last = [other for other in ran if other.plan == trial.plan][-1]
-    fastest = max((other for other in ran if other.plan == best.plan), key=_rate)
-    if last is not trial and _rate(last) <= _rate(best):
-        return f"slower than the best plan when it was run again (trial {last.number})"
-    if trial.ties_with(best) and _held(trial) >= _held(best):
-        return "as fast as the best plan within measurement error, and needs no less memory"
-    if _rate(trial) <= _rate(fastest):
-        return f"no faster than the best plan was in trial {fastest.number}"
-    if best.role is Role.CONFIRMED and last.role is not Role.CONFIRMED:
-        return "measured in the search alone, and not among the plans that were confirmed"
-    return "all measurements together do not show it to be faster"
+def _why_not_best(plan: Plan, record: Record) -> str:
+    """Return why the plan is not the best one although a trial of it measured faster."""
+    blocks = [t for t in record.trials if t.plan == plan and t.role is Role.CONFIRMED]
+    failed = next((trial for trial in blocks if not trial.ok), None)
+    if failed is not None:
+        outcome = failed.measurement.outcome
+        ended = "did not fit" if outcome.about_memory else "failed"
+        return f"{ended} when it was run again (trial {failed.number}: {outcome.value})"
+    compared, speed = record.compared_speed(plan), record.speed_of(record.best) or 1.0
+    if record.is_confirmed and compared is not None:
+        numbers = ", ".join(str(trial.number) for trial in blocks)
+        gap, its = f"{abs(compared / speed - 1):.1%}", f"(trial{'s' * (len(blocks) > 1)} {numbers})"
+        if compared < speed:
+            return f"{gap} slower than the best plan in the final comparison {its}"
+        return f"tied with the best plan in the final comparison, {gap} faster {its}: {_TIE}"
+    if _mean_speed(plan, record) <= _mean_speed(record.best.plan, record):
+        return "no faster than the best plan by the mean of all trials of each"
+    if record.is_confirmed:
+        return "measured in the search alone, and not among the plans of the final comparison"
+    return "the final comparison, which would have decided, did not end"
+
+
+def _mean_speed(plan: Plan, record: Record) -> float:
+    """Return the geometric mean of the plan's samples/s over its trials that fit."""
+    ran = [t for t in record.trials if t.plan == plan and t.ok and t.role is not Role.VETOED]
+    return statistics.geometric_mean(_rate(trial) for trial in ran if trial.samples_per_second)
 
 
 def _rate(trial: Trial) -> float:

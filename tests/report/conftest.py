@@ -48,6 +48,7 @@ def record() -> Record:
         Trial(4, Role.VETOED, plan(32, 0), Measurement(Outcome.OVER_BUDGET, NOT_RUN)),
         Trial(5, Role.SEARCH, plan(8, 1), measured(260, 20)),
         Trial(6, Role.CONFIRMED, plan(16, 1), measured(190, 42), predicted_peak_bytes=44 * MIB),
+        Trial(7, Role.CONFIRMED, plan(4, 0), measured(400, 24)),
     )
     return Record(
         version="0.1.0",
@@ -72,7 +73,7 @@ def record() -> Record:
             "sample_shapes": {"[0]": "float32[4, 8]", "[1]": "int64[4]"},
         },
         vram_budget_bytes=64 * MIB,
-        search=SearchSummary(6, 1, 12.5, "no plan is expected to be 1% faster", 0),
+        search=SearchSummary(7, 1, 12.5, "no plan is expected to be 1% faster", 0),
         dimensions={
             "folding.level": Dimension([0, 1, 2], payloads={1: ["blocks.0"], 2: ["blocks"]})
         },

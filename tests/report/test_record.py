@@ -12,6 +12,7 @@ from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
 from autofit.report.record import Record, frontier
+from autofit.report.report import Report
 
 TRIAL_KEYS = {
     "number",
@@ -82,7 +83,7 @@ def test_it_has_every_key_of_the_contract(record: Record) -> None:
 def test_every_trial_has_every_key_of_the_contract(record: Record) -> None:
     data = through_json(record)
     everywhere = [data["best"], data["baseline"], *data["frontier"], *data["trials"]]
-    assert len(everywhere) == 1 + 1 + 2 + 7
+    assert len(everywhere) == 1 + 1 + 2 + 8
     for trial in everywhere:
         assert trial.keys() >= TRIAL_KEYS
         assert trial["plan"].keys() == {
@@ -152,13 +153,30 @@ def test_a_best_trial_that_is_not_among_the_trials_is_refused(record: Record) ->
         Record.from_dict(data)
 
 
-def test_a_vetoed_repetition_of_the_baseline_is_not_the_baseline_measured_again(
-    record: Record,
-) -> None:
-    again = replace(record.trials[0], number=7, role=Role.CONFIRMED)
+def with_blocks(record: Record, *, best_ms: list[float], baseline_ms: list[float]) -> Record:
+    """The record with these blocks in the final comparison; the first of `best_ms` is trial 6."""
+    best, baseline = record.trials[6:8]
+    pairs = [(best, ms) for ms in best_ms] + [(baseline, ms) for ms in baseline_ms]
+    blocks = [
+        replace(
+            trial,
+            number=6 + number,
+            measurement=replace(trial.measurement, step_times_s=[ms / 1000] * 7),
+        )
+        for number, (trial, ms) in enumerate(pairs)
+    ]
+    return replace(record, trials=(*record.trials[:6], *blocks))
+
+
+def test_the_baseline_beside_the_best_is_its_block_of_median_speed(record: Record) -> None:
     repeated = replace(record.trials[0], number=8, role=Role.VETOED)
-    shown = replace(record, trials=(*record.trials, again, repeated))
-    assert shown.baseline_beside_best is again
+    assert replace(record, trials=(*record.trials, repeated)).baseline_beside_best.number == 7
+    three = with_blocks(record, best_ms=[190], baseline_ms=[390, 420, 400])
+    assert three.baseline_beside_best.number == 9
+    two = with_blocks(record, best_ms=[190], baseline_ms=[390, 420])
+    assert two.baseline_beside_best.number == 8  # of two, the slower
+    alone = replace(record, trials=record.trials[:7])
+    assert alone.baseline_beside_best is record.trials[0]
 
 
 def numbers(trials: tuple[Trial, ...]) -> list[int]:
@@ -170,7 +188,7 @@ def test_the_fastest_comes_first_and_each_further_one_holds_less(record: Record)
 
 
 def test_a_confirmation_replaces_the_probe_of_the_same_plan(record: Record) -> None:
-    before_confirming = record.trials[:-1]
+    before_confirming = record.trials[:6]
     assert numbers(frontier(before_confirming)) == [3, 5]
 
 
@@ -197,17 +215,23 @@ def test_a_vetoed_repetition_does_not_replace_the_confirmation(record: Record) -
 
 def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> None:
     assert record.is_confirmed
-    assert record.factor is None  # the baseline was measured long before
-    again = replace(record.trial(0), number=7, role=Role.CONFIRMED)
-    compared = replace(record, trials=(*record.trials, again))
-    assert compared.factor == pytest.approx(400 / 190)
-    assert Record.from_dict(compared.to_dict()).factor == compared.factor
+    assert record.factor == pytest.approx(400 / 190)
+    assert Record.from_dict(record.to_dict()).factor == record.factor
+    before = replace(record, trials=record.trials[:7])
+    assert before.factor is None  # the baseline was measured long before
+    blocks = with_blocks(record, best_ms=[200, 180, 190], baseline_ms=[390, 420, 400])
+    assert blocks.factor == pytest.approx(400 / 190)
+
+
+def test_a_block_that_does_not_fit_has_no_part_in_the_factor(record: Record) -> None:
+    over = replace(record.trials[7].measurement, outcome=Outcome.OVER_BUDGET)
+    failed = replace(record.trials[7], measurement=over)
+    assert replace(record, trials=(*record.trials[:7], failed)).factor is None
 
 
 def test_a_comparison_that_was_cut_short_confirms_nothing(record: Record) -> None:
-    again = replace(record.trial(0), number=7, role=Role.CONFIRMED)
-    search = replace(record.search, comparison_ended=False)
-    cut = replace(record, trials=(*record.trials, again), search=search)
+    cut = replace(record, search=replace(record.search, comparison_ended=False))
     assert not cut.is_confirmed
     assert cut.factor is None
+    assert Report(cut).speedup is None
     assert not Record.from_dict(cut.to_dict()).is_confirmed

@@ -46,7 +46,7 @@ def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["best"]["number"] == 6
     assert (tmp_path / "report.txt").read_text() == str(report)
     table = pd.read_csv(tmp_path / "report.csv")
-    assert list(table["number"]) == list(range(7))
+    assert list(table["number"]) == list(range(8))
 
 
 def test_another_suffix_is_refused(record: Record, tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_two_that_save_at_once_leave_a_whole_report(record: Record, tmp_path: Pa
 
 def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) -> None:
     table = Report(record).to_dataframe()
-    assert list(table["number"]) == list(range(7))
-    assert list(table["folding.level"]) == [0, 0, 2, 1, 0, 1, 1]
+    assert list(table["number"]) == list(range(8))
+    assert list(table["folding.level"]) == [0, 0, 2, 1, 0, 1, 1, 0]
     assert list(table["outcome"])[:3] == ["ok", "oom", "unsupported"]
     for column in ("micro_batch", "accumulation_steps", "global_batch", "samples_per_second"):
         assert column in table

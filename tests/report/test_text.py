@@ -24,7 +24,7 @@ def test_the_best_plan_comes_first_and_against_the_baseline(record: Record) -> N
 
 def test_the_parts_come_in_the_order_of_their_use(record: Record) -> None:
     text = render(record)
-    heads = ["Best plan:", "headroom", "To train like this:", "7 trials", "Skipped"]
+    heads = ["Best plan:", "headroom", "To train like this:", "8 trials", "Skipped"]
     places = [text.index(head) for head in heads]
     assert places == sorted(places)
 
@@ -67,7 +67,7 @@ def test_what_values_were_expected_to_change(record: Record) -> None:
 
 
 def test_every_trial_has_its_line_failures_included(record: Record) -> None:
-    table = render(record).partition("7 trials")[2].partition("Skipped")[0]
+    table = render(record).partition("8 trials")[2].partition("Skipped")[0]
     rows = [line for line in table.splitlines() if re.match(r"\d", line)]
     assert [row.split()[0] for row in rows] == [str(trial.number) for trial in record.trials]
     for row, trial in zip(rows, record.trials, strict=True):
@@ -114,7 +114,7 @@ def test_facts_that_the_answer_depends_on_are_said(record: Record) -> None:
     text = render(record)
     for line in (
         r"cpu, torch 2\.13\.0, autofit 0\.1\.0",
-        r"6 probes, 1 out of memory, 12\.5 s.*no plan is",
+        r"7 probes, 1 out of memory, 12\.5 s.*no plan is",
         r"\[0\]: float32\[4, 8\], \[1\]: int64\[4\]",
         r"loss.* 9e-08.*gradients.* 3\.6e-07",
         r"memory_format left out: nothing to lay out",
@@ -131,70 +131,137 @@ def test_a_changed_global_batch_is_the_first_line(record: Record) -> None:
 
 def test_a_baseline_that_does_not_fit_is_no_yardstick(record: Record) -> None:
     failed = Trial(0, Role.BASELINE, record.trials[0].plan, Measurement(Outcome.OOM))
-    line = headline(replace(record, trials=(failed, *record.trials[1:])))
+    line = headline(replace(record, trials=(failed, *record.trials[1:7])))
     assert re.search(r"baseline.*oom", line)
     assert "times" not in line
 
 
-def test_a_best_plan_that_was_not_confirmed_says_so(record: Record) -> None:
+def test_what_is_not_confirmed_says_why_and_has_no_factor(record: Record) -> None:
     assert "not confirmed" not in headline(record)
-    assert "not confirmed" in headline(replace(record, best_number=3))
+    search = replace(record.search, comparison_ended=False, stopped_because="interrupted")
+    for line in (
+        headline(replace(record, search=search)),
+        headline(replace(record, best_number=3)),
+    ):
+        assert "not confirmed" in line
+        assert "times" not in line
+    cut = replace(record, search=search, trials=record.trials[:6], best_number=0)
+    assert re.search("not confirmed: .*interrupted", headline(cut))
 
 
-def test_the_baseline_as_the_best_plan_is_not_compared_with_itself(record: Record) -> None:
-    line = headline(replace(record, best_number=0))
-    assert re.search(r"80\.0 samples/s.*baseline", line)
+def compared(record: Record, **blocks_ms: list[float]) -> Record:
+    """The record with these steps of blocks in the final comparison: "best", "other", "baseline".
+
+    The best plan holds 44 MiB, the other 22, the baseline 26; trial 5 is the other's own.
+    """
+    models = {"best": record.trials[6], "other": record.trials[5], "baseline": record.trials[7]}
+    blocks = [
+        replace(
+            models[name],
+            role=Role.CONFIRMED,
+            measurement=replace(
+                models[name].measurement, step_times_s=[ms / 1e3 * f for f in (0.99, 1, 1.01)]
+            ),
+        )
+        for name, steps_ms in blocks_ms.items()
+        for ms in steps_ms
+    ]
+    numbered = [replace(trial, number=6 + at) for at, trial in enumerate(blocks)]
+    return replace(record, trials=(*record.trials[:6], *numbered))
 
 
-def beside(record: Record, milliseconds: float, reserved_mib: int) -> Record:
-    """The record with a confirmation of another speed and peak."""
-    last = record.trials[-1]
-    factor = milliseconds / 1000 / (last.measurement.step_time_s or 1.0)
-    measurement = replace(
-        last.measurement,
-        step_times_s=[seconds * factor for seconds in last.measurement.step_times_s],
-        peak_reserved_bytes=reserved_mib * 2**20,
-    )
-    return replace(record, trials=(*record.trials[:-1], replace(last, measurement=measurement)))
+def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record) -> None:
+    final = replace(compared(record, baseline=[400, 400], best=[410], other=[450]), best_number=6)
+    line = headline(final)
+    assert line.startswith("Best plan: 4 x 8: 80.0 samples/s")
+    assert "Nothing better than your baseline was found: 5 plans run" in line
+    assert line.endswith("finalist is 16 x 2, folding.level=1 at 78.0 samples/s, 2.4% slower")
+    tied = replace(compared(record, baseline=[400, 400], best=[396]), best_number=6)
+    assert re.search(r"16 x 2.* 1\.0% faster .*tie.* baseline", headline(tied))
+    alone = replace(record, trials=record.trials[:1], best_number=0)
+    assert headline(alone).endswith("1 plan run, and no other fits")
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "reserved_mib", "words"),
+    ("best", "baseline", "words"),
     [
+        ([300], [400], "107 samples/s, 1.33 times the baseline's 80.0 samples/s"),
         (
-            405,
-            20,
-            "as fast as the baseline (80.0 samples/s) within measurement error, and it needs "
-            "4.00 MiB less memory",
+            [395],
+            [400],
+            "1.01 times the baseline's 80.0 samples/s, but their measured ranges overlap",
         ),
-        (395, 42, "1.01 times the baseline's 80.0 samples/s, which is within measurement error"),
-        (300, 42, "1.33 times the baseline's 80.0 samples/s"),
+        (
+            [390, 300, 310],
+            [380, 420, 410],
+            "103 samples/s, 1.32 times the baseline's 78.0 samples/s, but their measured ranges "
+            "overlap",
+        ),
+        ([500], [400], "64.0 samples/s, 20.0% below the baseline's 80.0 samples/s"),
     ],
 )
-def test_a_tie_with_the_baseline_is_called_one(
-    record: Record, milliseconds: float, reserved_mib: int, words: str
+def test_the_factor_and_both_speeds_are_those_of_the_final_comparison(
+    record: Record, best: list[float], baseline: list[float], words: str
 ) -> None:
-    assert headline(beside(record, milliseconds, reserved_mib)).endswith(words)
+    final = compared(record, best=best, baseline=baseline)
+    assert headline(final).endswith(words)
+    row = re.search(r"^samples/s +([\d.]+)\b.* ([\d.]+) ±", render(final), re.MULTILINE)
+    assert row is not None
+    assert final.factor == pytest.approx(float(row[1]) / float(row[2]), rel=0.01)
+
+
+def test_a_slower_plan_says_what_memory_it_saves(record: Record) -> None:
+    lean = replace(compared(record, other=[500], baseline=[400]), best_number=6)
+    assert headline(lean).endswith("20.0% below the baseline's 80.0 samples/s, and it needs 4.00 "
+                                   "MiB less memory")  # fmt: skip
+
+
+def test_a_tied_plan_that_was_preferred_names_the_faster_one(record: Record) -> None:
+    tied = compared(record, best=[202, 202], other=[200, 199, 201], baseline=[400])
+    assert headline(tied).endswith(
+        "; tied with 8 x 4, folding.level=1 (1.0% faster) and preferred to it"
+    )
+    why = r"Trials 8, 9, 10: tied .*1\.0% faster \(trials 8, 9, 10\): a tie goes to the baseline"
+    assert re.search(why, render(tied, width=400))
+
+
+def test_noise_is_said_where_blocks_scatter(record: Record) -> None:
+    noisy = render(compared(record, best=[180, 200], baseline=[360, 400]))
+    assert re.search(r"Noise: .* by 7%", noisy)
+    assert "Noise" not in render(compared(record, best=[195, 200], baseline=[360]))
+    assert "Noise" not in render(record)
 
 
 def test_a_plan_that_was_run_twice_says_why(record: Record) -> None:
-    again = replace(record.trials[5], number=7)
+    again = replace(record.trials[5], number=8)
     rows = render(replace(record, trials=(*record.trials, again)), width=200).splitlines()
-    assert [line.split()[0] for line in rows if "measured again: noise hid" in line] == ["7"]
+    assert [line.split()[0] for line in rows if "measured again: noise hid" in line] == ["8"]
 
 
-def test_what_was_measured_faster_than_the_best_plan_is_explained(record: Record) -> None:
-    slow = beside(record, 270, 42)  # trial 5 took 260 ms; trial 3, of the best plan's own, 200
-    text = render(slow)
-    assert re.search(r"Trial 5: .*trial 3\n", text)
-    tied = render(beside(record, 262, 10))
-    assert re.search("Trial 5: .*within measurement error", tied)
-    confirmed = replace(slow.trials[0], number=7, role=Role.CONFIRMED, plan=slow.trials[5].plan)
-    again = render(replace(slow, trials=(*slow.trials, confirmed)))
-    assert re.search(r"Trial 5: slower.*trial 7\b", again)
+@pytest.mark.parametrize(
+    ("blocks", "why"),
+    [
+        ({"best": [270], "other": [280], "baseline": [400]}, r"3\.6% slower .*\(trial 7\)"),
+        (
+            {"best": [270, 270], "other": [250, 280, 290], "baseline": [400]},
+            r"Trials 5, 8: 3\.6% slower .*\(trials 8, 9, 10\)",
+        ),
+        ({"best": [270], "baseline": [400]}, "Trial 5: no faster .* mean of all"),
+    ],
+)
+def test_what_was_measured_faster_than_the_best_plan_is_explained(
+    record: Record, blocks: dict[str, list[float]], why: str
+) -> None:
+    """Trial 5 took 260 ms; trial 3, of the best plan's own, 200."""
+    assert re.search(why, render(compared(record, **blocks), width=400))
     assert "Trial 5: " not in render(record)
-    only = tuple(trial for trial in slow.trials if trial.number != 3)
-    alone = render(replace(slow, trials=only))
-    assert re.search("Trial 5: measured in the search alone", alone)
-    twice = replace(slow, trials=(*only, replace(only[-2], number=7, role=Role.CONFIRMED)))
-    assert "  Trials 5, 7: " in render(twice)
+
+
+def test_a_faster_plan_that_was_not_compared_or_did_not_fit_again(record: Record) -> None:
+    slow = compared(record, best=[270], baseline=[400])
+    alone = replace(slow, trials=tuple(trial for trial in slow.trials if trial.number != 3))
+    assert "Trial 5: measured in the search alone" in render(alone, width=400)
+    over = replace(slow.trials[5].measurement, outcome=Outcome.OVER_BUDGET)
+    again = replace(slow.trials[5], number=8, role=Role.CONFIRMED, measurement=over)
+    failed = render(replace(slow, trials=(*slow.trials, again)), width=400)
+    assert "Trial 5: did not fit when it was run again (trial 8: over_budget)" in failed
