@@ -238,9 +238,13 @@ class Record:
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
     def compared_speed(self, plan: Plan) -> float | None:
-        """Return the plan's median samples/s in the final comparison; None: it was not in it."""
-        speeds = [trial.samples_per_second or 0.0 for trial in self.blocks(plan)]
-        return statistics.median(speeds) if speeds else None
+        """Return the plan's median samples/s in the final comparison; None: it was not in it.
+
+        Of an even number of blocks it is the geometric mean of the middle two, since the comparison
+        goes by the logarithms of speeds.
+        """
+        logs = [math.log(trial.samples_per_second or 1.0) for trial in self.blocks(plan)]
+        return math.exp(statistics.median(logs)) if logs else None
 
     def speed_of(self, trial: Trial) -> float | None:
         """Return the plan's samples/s in the final comparison, the trial's own if that was cut."""

@@ -340,7 +340,7 @@ def _next_best(record: Record) -> str:
     else:
         others = [(t.plan, _rate(t)) for t in ran if t.ok and t.plan != best.plan]
         if not others:
-            return f"{tried}, and no other fits"
+            return f"{tried}, and no other fits" if len(ran) > 1 else "no other plan was run"
         plan, speed = max(others, key=lambda each: each[1])
     gap = speed / (record.speed_of(best) or 1.0) - 1
     return (

@@ -221,6 +221,8 @@ def test_the_factor_is_that_of_the_final_comparison_alone(record: Record) -> Non
     assert before.factor is None  # the baseline was measured long before
     blocks = with_blocks(record, best_ms=[200, 180, 190], baseline_ms=[390, 420, 400])
     assert blocks.factor == pytest.approx(400 / 190)
+    even = with_blocks(record, best_ms=[100, 400], baseline_ms=[210])
+    assert even.factor == pytest.approx(210 / 200)  # the arithmetic mean of speeds: 1.31
 
 
 def test_a_block_that_does_not_fit_has_no_part_in_the_factor(record: Record) -> None:

@@ -178,8 +178,10 @@ def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record)
     assert line.endswith("finalist is 16 x 2, folding.level=1 at 78.0 samples/s, 2.4% slower")
     tied = replace(compared(record, baseline=[400, 400], best=[396]), best_number=6)
     assert re.search(r"16 x 2.* 1\.0% faster .*tie.* baseline", headline(tied))
+    failures = replace(record, trials=record.trials[:3], best_number=0)
+    assert headline(failures).endswith("3 plans run, and no other fits")
     alone = replace(record, trials=record.trials[:1], best_number=0)
-    assert headline(alone).endswith("1 plan run, and no other fits")
+    assert headline(alone).endswith("no other plan was run")
 
 
 @pytest.mark.parametrize(
