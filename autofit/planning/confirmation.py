@@ -1,16 +1,22 @@
-"""The end of a search: which plans to measure again, the answer, and why values were left out.
+"""The end of a search: the final comparison, the answer, and why values were left out.
 
-The leading plan is run again in a fresh worker at its full accumulation. Another plan is run again
-too if the two may be tied; of tied plans the one that needs less memory wins. If the machine's
-speed has changed since the search, or the answer measures no better than the baseline, the baseline
-is run again as well, and is the answer itself if it is no slower and holds no more. The answer was
-always itself run.
+The plans that may be the fastest, and the baseline, are measured again at their full accumulation,
+taking turns. A turn is a block: one probe, whose steps share a worker and a moment, so only several
+blocks tell how well a plan repeats. Turns go on until the plans are told apart, their difference no
+longer matters, or the effort is spent. Then the measured speeds of this comparison decide, never a
+line: the plan with the highest median wins. Plans that cannot be told apart are tied, and a tie
+goes to the baseline, then to the plan that changes the arithmetic least, has the fewest settings
+that are not plain, and holds the fewest bytes.
+
+A search that was cut short before the comparison ended returns the plan that measured fastest.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,114 +30,159 @@ from autofit.units import format_bytes, format_rate
 TIE = 0.005
 """Plans whose log speeds are nearer to each other than this are equally fast."""
 
-_LESS_MEMORY = 0.95  # a tied rival is confirmed if it holds at most this share of the bytes
-_MAY_WIN = 0.35  # a rival is confirmed if it is faster with more than this probability
-_MOST_CONFIRMED = 3
-_DRIFT = 0.05
-"""A relative gap between two measurements of a plan, beyond both intervals, that is not noise."""
+MOST_GIVEN_UP = 0.02
+"""A tied plan that is preferred to the fastest may be slower by this log speed. The baseline may be
+slower by as much as cannot be told apart."""
+
+_SIGNIFICANT = 1.96  # standard errors
+_MAY_WIN = 0.35  # a rival is compared if it is faster with more than this probability
+_MOST_RIVALS = 2
+_MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
+_MOST_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A plan in the final comparison.
+
+    Attributes:
+        plan: the plan.
+        blocks: its fitting trials of the comparison; may be empty.
+        log_speed: median over the blocks of the log of samples per second.
+        error: standard error of that.
+    """
+
+    plan: Plan
+    blocks: tuple[Trial, ...]
+    log_speed: float
+    error: float
+
+    def tells_apart(self, other: Finalist) -> float:
+        """Return the difference of log speeds from which the two are told apart."""
+        return max(TIE, _SIGNIFICANT * math.hypot(self.error, other.error))
 
 
 def confirm(posterior: Posterior) -> Plan | None:
-    """Return the plan to measure again next; None once the answer is confirmed."""
-    confirmed = {t.plan for t in posterior.probes if t.role is Role.CONFIRMED and t.ok}
-    if len(confirmed) < _MOST_CONFIRMED:
-        plan = _unconfirmed_contender(posterior, confirmed)
-        if plan is not None:
-            return plan
-    baseline = posterior.probes[0] if posterior.probes else None
-    if baseline is None or not baseline.ok or not confirmed or baseline.plan in confirmed:
+    """Return the plan whose turn it is in the final comparison; None once it has ended."""
+    compared = finalists(posterior)
+    first = _next_newcomer(posterior, compared)
+    if first is not None:
+        return first
+    if sum(len(finalist.blocks) for finalist in compared) >= _MOST_BLOCKS:
         return None
-    best = best_of(posterior)
-    unclear = best is None or best.role is not Role.CONFIRMED or _is_worse(best, baseline)
-    return baseline.plan if unclear or _has_drifted(posterior) else None
+    undecided = _undecided(compared) if compared else []
+    return min(undecided, key=lambda finalist: len(finalist.blocks)).plan if undecided else None
 
 
 def best_of(posterior: Posterior) -> Trial | None:
-    """Return the answer: of the trials as fast as the fastest, the one that holds least.
+    """Return the answer; None: nothing fits.
 
-    Only confirmed trials are candidates, or all that fit if none was confirmed. None: nothing fits.
-    If no candidate is better than the baseline, the answer is the baseline, even if the search was
-    cut short before that was confirmed.
+    After the final comparison it is a trial of its winner: the one of median speed.
     """
-    contenders = posterior.fitting
-    confirmed = [trial for trial in contenders if trial.role is Role.CONFIRMED]
-    plain = [trial for trial in contenders if trial.plan == posterior.spec.space.baseline]
-    if confirmed and plain:
-        no_worse = [trial for trial in confirmed if not _has_lost(posterior, trial, plain[-1])]
-        confirmed = no_worse or plain[-1:]
-    ranked = _by_speed(posterior, confirmed or contenders)
-    tied = [trial for trial in ranked if _lead(posterior, ranked[0], trial) <= TIE]
-    return min(tied, key=_held_bytes, default=None)
-
-
-def _unconfirmed_contender(posterior: Posterior, confirmed: set[Plan]) -> Plan | None:
-    """Return the leader, then a plan that may be tied with it; None once all were confirmed."""
-    contenders = _by_speed(posterior, posterior.fitting)
-    if not contenders:
+    compared = finalists(posterior)
+    if compared and confirm(posterior) is None:
+        return _middle(_winner(posterior, compared).blocks)
+    speeds = _measured(posterior)
+    fastest = max(speeds, key=lambda plan: speeds[plan], default=None)
+    if fastest is None:
         return None
-    leader, *others = sorted(contenders, key=lambda trial: -_expected_value(posterior, trial))
-    if leader.plan not in confirmed:
-        return leader.plan
-    measured = max(contenders, key=lambda trial: _rate(posterior, trial.plan))
-    rivals = [measured] if _was_much_faster(posterior, measured, leader) else []
-    rivals += [trial for trial in others if _may_win(posterior, trial, leader)]
-    return next((trial.plan for trial in rivals if trial.plan not in confirmed), None)
+    trials = [trial for trial in posterior.fitting if trial.plan == fastest]
+    return _middle([t for t in trials if t.role is Role.CONFIRMED] or trials)
 
 
-def _rate(posterior: Posterior, plan: Plan) -> float:
-    """Return the plan's median samples per second over its probes."""
-    return statistics.median(
-        t.samples_per_second or 0.0 for t in posterior.probes if t.plan == plan and t.ok
+def finalists(posterior: Posterior) -> list[Finalist]:
+    """Return the plans that have had a turn in the final comparison, the fastest first."""
+    blocks: dict[Plan, list[Trial]] = {}
+    for trial in posterior.fitting:
+        if trial.role is Role.CONFIRMED:
+            blocks.setdefault(trial.plan, []).append(trial)
+    compared = [
+        Finalist(plan, tuple(its), _log_speed(its), posterior.noise(its[-1]) / math.sqrt(len(its)))
+        for plan, its in blocks.items()
+    ]
+    return sorted(compared, key=lambda finalist: -finalist.log_speed)
+
+
+def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan | None:
+    """Return the next plan to compare that has had no turn; None: all have.
+
+    First the leader, then the baseline, then the rivals.
+    """
+    beliefs = {trial.plan: _expected_value(posterior, trial) for trial in posterior.fitting}
+    if not beliefs:
+        return None
+    had_turn = {finalist.plan for finalist in compared}
+    leader = max(beliefs, key=lambda plan: beliefs[plan])
+    baseline = posterior.spec.space.baseline
+    wanted = [leader, baseline] if baseline in beliefs else [leader]
+    rivals = had_turn - {baseline}
+    if len(rivals) <= _MOST_RIVALS:
+        others = sorted(beliefs, key=lambda plan: -beliefs[plan])
+        wanted += [plan for plan in others if _may_win(posterior, plan, leader)]
+    if len(rivals) <= _MOST_MEASURED_FASTER:
+        wanted += _measured_faster(posterior, leader)
+    return next((plan for plan in wanted if plan not in had_turn), None)
+
+
+def _undecided(compared: Sequence[Finalist]) -> list[Finalist]:
+    """Return the leader and those it cannot be told from, if the difference may matter."""
+    leader, *others = compared
+    near = [
+        other
+        for other in others
+        if leader.log_speed - other.log_speed < leader.tells_apart(other) > MOST_GIVEN_UP
+    ]
+    return [leader, *near] if near else []
+
+
+def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
+    """Return the finalist that wins the final comparison."""
+    leader = compared[0]
+    gaps = {finalist.plan: leader.log_speed - finalist.log_speed for finalist in compared}
+    tied = [f for f in compared if gaps[f.plan] <= leader.tells_apart(f)]
+    baseline = posterior.spec.space.baseline
+    near = [f for f in tied if gaps[f.plan] <= MOST_GIVEN_UP]
+    return next((f for f in tied if f.plan == baseline), None) or min(
+        near, key=lambda f: _preference(posterior, f)
     )
 
 
-def _was_much_faster(posterior: Posterior, rival: Trial, leader: Trial) -> bool:
-    """Return whether a plan measured so much faster that no posterior may pass it over."""
-    return _rate(posterior, rival.plan) > _rate(posterior, leader.plan) * (1 + _DRIFT)
+def _preference(posterior: Posterior, finalist: Finalist) -> tuple[int, int, int]:
+    """Return a key that orders equally fast plans, the most welcome first."""
+    plain = posterior.spec.space.plain_settings
+    changed = [name for name, value in finalist.plan.settings.items() if plain.get(name) != value]
+    numerics = max((posterior.spec.numerics.get(name, 0) for name in changed), default=0)
+    return numerics, len(changed), max(_held_bytes(trial) for trial in finalist.blocks)
 
 
-def _has_drifted(posterior: Posterior) -> bool:
-    """Return whether a confirmation ran at another speed than the plan's own search probe.
-
-    The machine's speed has then changed meanwhile, and earlier measurements, the baseline's
-    included, cannot be compared with later ones.
-    """
-    searched = {t.plan: t for t in posterior.probes if t.role is not Role.CONFIRMED and t.ok}
-    pairs = [
-        (searched[t.plan], t)
-        for t in posterior.probes
-        if t.role is Role.CONFIRMED and t.ok and t.plan in searched
+def _measured_faster(posterior: Posterior, leader: Plan) -> list[Plan]:
+    """Return plans that measured faster than the leader by more than their noise."""
+    speeds = _measured(posterior)
+    counts = {plan: sum(t.plan == plan for t in posterior.fitting) for plan in speeds}
+    noise = {t.plan: posterior.noise(t) / math.sqrt(counts[t.plan]) for t in posterior.fitting}
+    return [
+        plan
+        for plan in sorted(speeds, key=lambda plan: -speeds[plan])
+        if speeds[plan] - speeds[leader] > max(TIE, math.hypot(noise[plan], noise[leader]))
     ]
-    return any(_differ(before, after) for before, after in pairs)
 
 
-def _differ(before: Trial, after: Trial) -> bool:
-    slower, faster = sorted((before, after), key=lambda t: t.samples_per_second or 0.0)
-    high, low = slower.samples_per_second_high, faster.samples_per_second_low
-    return high is not None and low is not None and high * (1 + _DRIFT) < low
+def _measured(posterior: Posterior) -> Mapping[Plan, float]:
+    """Return, per plan that fits, the mean over its probes of the log of samples per second."""
+    rates: dict[Plan, list[float]] = {}
+    for trial in posterior.fitting:
+        rates.setdefault(trial.plan, []).append(math.log(trial.samples_per_second or 0.0))
+    return {plan: statistics.fmean(logs) for plan, logs in rates.items()}
 
 
-def _has_lost(posterior: Posterior, trial: Trial, baseline: Trial) -> bool:
-    """Return whether a confirmed plan is worse than the baseline, as far as they can be compared.
-
-    If the baseline was not confirmed after it, all of the plan's measurements count.
-    """
-    comparable = baseline.role is Role.CONFIRMED
-    rate = baseline.samples_per_second or 0.0
-    return _is_worse(trial, baseline) and (comparable or _rate(posterior, trial.plan) < rate)
+def _log_speed(trials: Iterable[Trial]) -> float:
+    return statistics.median(math.log(trial.samples_per_second or 0.0) for trial in trials)
 
 
-def _is_worse(trial: Trial, baseline: Trial) -> bool:
-    """Return whether it measured slower, unless within error and with less memory."""
-    slower = (trial.samples_per_second or 0.0) < (baseline.samples_per_second or 0.0)
-    excused = trial.ties_with(baseline) and _held_bytes(trial) < _held_bytes(baseline)
-    return trial.plan != baseline.plan and slower and not excused
-
-
-def _by_speed(posterior: Posterior, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the last trial of each plan, the fastest first."""
-    last = {trial.plan: trial for trial in trials}
-    return sorted(last.values(), key=lambda t: -float(posterior.log_speed(t.plan).mean()))
+def _middle(trials: Sequence[Trial]) -> Trial:
+    """Return the trial of median speed; of two, the slower."""
+    ordered = sorted(trials, key=lambda trial: trial.samples_per_second or 0.0)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def _expected_value(posterior: Posterior, trial: Trial) -> float:
@@ -142,17 +193,9 @@ def _expected_value(posterior: Posterior, trial: Trial) -> float:
     return float(posterior.log_speed(trial.plan).mean()) - cost
 
 
-def _lead(posterior: Posterior, leader: Trial, other: Trial) -> float:
-    """Return the expected difference of the log speeds."""
-    return float((posterior.log_speed(leader.plan) - posterior.log_speed(other.plan)).mean())
-
-
-def _may_win(posterior: Posterior, rival: Trial, leader: Trial) -> bool:
-    """Return whether another measurement of the rival may change the answer."""
-    is_leaner = _held_bytes(rival) <= _LESS_MEMORY * _held_bytes(leader)
-    if is_leaner and _lead(posterior, leader, rival) <= TIE:
-        return True
-    faster = posterior.log_speed(rival.plan) > posterior.log_speed(leader.plan) + TIE
+def _may_win(posterior: Posterior, rival: Plan, leader: Plan) -> bool:
+    """Return whether measuring the rival again may change the answer."""
+    faster = posterior.log_speed(rival) > posterior.log_speed(leader) + TIE
     return float(faster.mean()) > _MAY_WIN
 
 

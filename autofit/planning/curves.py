@@ -26,6 +26,9 @@ from autofit.plan import Dimension, Scalar, Settings, variant_key
 
 Array: TypeAlias = NDArray[np.float64]
 
+MULTIPLES = (8, 4, 2)
+"""Kernels may work in tiles of so many samples."""
+
 Hints: TypeAlias = Mapping[tuple[str, Scalar], float]
 """(setting, value) -> expected ratio of a coefficient to that of the setting's first value."""
 
@@ -50,6 +53,7 @@ class LinePrior:
         curvature: of the deviation of an ordered setting's values from that trend.
         hinted_slope: of the effect of a value on the slope around its hint or predicted line.
         interaction: of a variant's slope around the product of its settings' effects.
+        uneven: of the effect on y of an x that is not a multiple of `MULTIPLES`, one for each.
     """
 
     level: float = 2.0
@@ -64,6 +68,7 @@ class LinePrior:
     curvature: float = 0.4
     hinted_slope: float = 0.07
     interaction: float = 0.06
+    uneven: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,20 +92,61 @@ class Point:
 
 @dataclass(frozen=True)
 class LineDraws:
-    """Draws of every variant's line: log intercepts and log slopes, each (draws, variants)."""
+    """Draws of every variant's line.
+
+    Attributes:
+        intercept, slope: (draws, variants), their logarithms.
+        uneven: (draws, multiples), the effect on log y of an x that is not such a multiple.
+        power: (draws, 1), the norm by which intercept and slope add up; see `added`.
+    """
 
     intercept: Array
     slope: Array
+    uneven: Array
+    power: Array
 
     def value_at(self, x: Array | float) -> Array:
         """Return y at x, which is broadcast against (draws, variants)."""
         values: Array = np.exp(self.intercept) + np.exp(self.slope) * x
         return values
 
+    def log_values_of(self, points: Sequence[Point]) -> Array:
+        """Return (draws, points): log y of each point's variant at its x."""
+        variants = [point.variant for point in points]
+        x = np.array([point.x for point in points])
+        a, b = self.intercept[:, variants], self.slope[:, variants] + np.log(x)
+        values: Array = added(a, b, self.power) + self.unevenness(x)
+        return values
+
+    def unevenness(self, x: Array) -> Array:
+        """Return (draws, ...): the effect on log y of x's not being multiples.
+
+        Args:
+            x: (...), the same in all draws, or (draws, ...).
+        """
+        effect: Array = np.einsum("dm,...m->d...", self.uneven, uneven_features(x))
+        return effect
+
     def x_at(self, y: Array | float) -> Array:
         """Return the x at which each line equals y; below zero where the intercept is larger."""
         x: Array = (y - np.exp(self.intercept)) / np.exp(self.slope)
         return x
+
+
+def added(log_fixed: Array, log_growing: Array, power: Array) -> Array:
+    """Return the log of the sum of two parts of a cost, in the norm of that power.
+
+    A power of 1 is the sum: one part follows the other. A large power is the larger of the two:
+    they overlap, as launching kernels and running them do.
+    """
+    total: Array = np.logaddexp(power * log_fixed, power * log_growing) / power
+    return total
+
+
+def uneven_features(x: Array) -> Array:
+    """Return (..., multiples): 1 where x, rounded up, is not such a multiple."""
+    features: Array = (np.ceil(x)[..., None] % np.array(MULTIPLES) > 0).astype(float)
+    return features
 
 
 class LineFamily:
@@ -129,6 +175,7 @@ class LineFamily:
     ) -> None:
         lines = lines or {}
         self._interaction, self._count = prior.interaction, len(variants)
+        self._uneven = prior.uneven
         self._predicted = bool(lines)
         terms = [
             _Terms.of_setting(
@@ -154,17 +201,31 @@ class LineFamily:
         for index, line in lines.items():
             self._mean_a[index], self._mean_b[index] = np.log(line)
 
-    def draws(self, points: Sequence[Point], count: int, seed: int) -> LineDraws:
-        """Return `count` draws given the points; the same for the same arguments."""
+    def draws(
+        self, points: Sequence[Point], count: int, seed: int, power: Array | float = 1.0
+    ) -> LineDraws:
+        """Return `count` draws given the points; the same for the same arguments.
+
+        Args:
+            points: what was measured.
+            count: of draws.
+            seed: of the draws.
+            power: of each draw's norm, (count, 1), or of all; see `added`.
+        """
         random = np.random.default_rng(seed)
+        power = np.broadcast_to(power, (count, 1))
         mean_a, mean_b = self._means(points)
         weights = random.standard_normal((count, self._features_a.shape[1]))
         interactions = random.standard_normal((count, self._count))
         errors = random.standard_normal((count, len(points)))
+        uneven = random.standard_normal((count, len(MULTIPLES)))
         if points:
             variants = np.array([point.variant for point in points])
             seen = np.unique(variants)
             own = self._interaction * (variants[:, None] == seen)
+            no_own, no_term = np.zeros_like(own), np.zeros((len(points), self._features_a.shape[1]))
+            multiples = self._uneven * uneven_features(np.array([point.x for point in points]))
+            no_multiple = np.zeros_like(multiples)
             readings = Readings(
                 log_x=np.log([point.x for point in points]),
                 log_y=np.log([point.y for point in points]),
@@ -172,14 +233,20 @@ class LineFamily:
                 at_least=np.array([point.at_least for point in points]),
                 mean_a=mean_a[variants],
                 mean_b=mean_b[variants],
-                features_a=np.hstack([self._features_a[variants], np.zeros_like(own)]),
-                features_b=np.hstack([self._features_b[variants], own]),
+                features_a=np.hstack([self._features_a[variants], no_own, no_multiple]),
+                features_b=np.hstack([self._features_b[variants], own, no_multiple]),
+                features_y=np.hstack([no_term, no_own, multiples]),
+                power=power,
             )
-            fitted = nearest(np.hstack([weights, interactions[:, seen]]), readings, errors)
-            weights, interactions[:, seen] = np.split(fitted, [weights.shape[1]], axis=1)
+            prior = np.hstack([weights, interactions[:, seen], uneven])
+            fitted = nearest(prior, readings, errors)
+            ends = [weights.shape[1], weights.shape[1] + len(seen)]
+            weights, interactions[:, seen], uneven = np.split(fitted, ends, axis=1)
         return LineDraws(
             mean_a + weights @ self._features_a.T,
             mean_b + weights @ self._features_b.T + self._interaction * interactions,
+            self._uneven * uneven,
+            power,
         )
 
     def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
@@ -322,7 +389,9 @@ class Readings:
         sd: standard deviation of log y.
         at_least: whether y is only a lower bound.
         mean_a, mean_b: A and B where all weights are zero.
-        features_a, features_b: (readings, weights), derivatives of A and B by each weight.
+        features_a, features_b, features_y: (readings, weights), derivatives by each weight of A, B,
+            and log y at given A and B.
+        power: (draws, 1), see `added`.
     """
 
     log_x: Array
@@ -333,13 +402,16 @@ class Readings:
     mean_b: Array
     features_a: Array
     features_b: Array
+    features_y: Array
+    power: Array
 
     def predicted(self, weights: Array) -> tuple[Array, Array]:
         """Return log y at each reading, and the share of y that the intercept has."""
         a = self.mean_a + weights @ self.features_a.T
         b = self.mean_b + weights @ self.features_b.T + self.log_x
-        value = np.logaddexp(a, b)
-        return value, np.exp(a - value)
+        value = added(a, b, self.power)
+        share = np.exp(self.power * (a - value))
+        return value + weights @ self.features_y.T, share
 
 
 def nearest(prior: Array, readings: Readings, errors: Array) -> Array:
@@ -369,6 +441,7 @@ def nearest(prior: Array, readings: Readings, errors: Array) -> Array:
         value, share = readings.predicted(weights)
         share = share[:, :, None]
         jacobian = share * readings.features_a + (1 - share) * readings.features_b
+        jacobian = jacobian + readings.features_y
         residual = target - value + np.einsum("snp,sp->sn", jacobian, weights - prior)
         gram = jacobian @ jacobian.transpose(0, 2, 1)
         diagonal = range(len(readings.sd))

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, oom_probes_of
 from autofit.plan import Plan
-from autofit.planning.curves import Array
+from autofit.planning.curves import MULTIPLES, Array
+from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.posterior import MEMORY_ERROR, Posterior
 from autofit.units import format_bytes
@@ -41,6 +42,9 @@ With a prior on memory the ladder is short, and there are probes to spare for sm
 
 PATIENCE = 20
 """After this many probes the minimum grows with the square of their number."""
+
+NOISE_WORTH = 0.05
+"""The share of a probe's noise below which no gain is looked for."""
 
 POTENTIAL_CREDIT = 0.6
 """The share of a variant's potential that a probe of it is credited with."""
@@ -61,6 +65,12 @@ VETO_RISK = 0.1
 _RISKS = (0.006, 0.015, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6)
 _MOST_WITHOUT_FIT = 12
 _MIN_STEP = 1.02  # a smaller step beyond the variant's largest micro-batch teaches nothing
+_APART = 1.1  # a size nearer than this factor to one that the variant ran teaches nothing
+_FEW = 4  # fitting probes before step times can be odd
+_SURPRISE = 4.0  # times their noise by which departures are odd
+_IRREGULAR = 2 * LEAST  # spread of step times from which speed need not grow with the size
+_SHARED = 3  # fastest sizes of other variants that are tried on a new one
+_NEAR = 1.1  # a size that fails below its line's limit by no more than this was expected to fail
 _LEADERS = 2  # costly values are tried on this many of the fastest other variants
 
 
@@ -90,11 +100,20 @@ class Forecast:
     seconds: float | None
 
 
-def decide(posterior: Posterior) -> Decision:
-    """Return the plan to probe next, or the reason why none can be expected to win."""
+def decide(posterior: Posterior, *, may_repeat: bool = True) -> Decision:
+    """Return the plan to probe next, or the reason why none can be expected to win.
+
+    Args:
+        posterior: of the search so far.
+        may_repeat: whether the leading plan may be repeated to tell noise from odd step times;
+            no, where another sampler proposes the plans.
+    """
     space = posterior.spec.space
     if not posterior.probes:
         return Decision(space.baseline)
+    doubted = _surprise(posterior) if may_repeat else None
+    if doubted is not None:
+        return Decision(doubted)
     costly = np.array([space.is_costly(settings) for settings in posterior.variants])
     plan = propose(posterior, posterior.usable & ~costly)
     if plan is None and costly.any():
@@ -182,8 +201,17 @@ def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
     found = [*_new_plans(posterior, leader, allowed), *_repeats(posterior, leader, allowed)]
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
+    least = max(least, NOISE_WORTH * posterior.typical_noise)
     least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
     return plan if worth > least * posterior.spec.effort.least_worth_factor else None
+
+
+def _surprise(posterior: Posterior) -> Plan | None:
+    """Return the leading plan, to repeat it, where nothing yet tells noise from odd step times."""
+    leader = leading(posterior)
+    if leader is None or posterior.repeated or len(posterior.fitting) < _FEW:
+        return None
+    return leader.plan if posterior.spread > _SURPRISE * posterior.typical_noise else None
 
 
 def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
@@ -191,10 +219,13 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
     ahead = posterior.log_speed(leader.plan)[:, None]
     potential = np.maximum(posterior.log_speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
     proposals: list[Proposal] = []
-    for sizes in _next_sizes(posterior):
+    opening = _next_sizes(posterior)
+    between = _sizes_between(posterior) if posterior.spread > _IRREGULAR else []
+    for number, sizes in enumerate([*opening, *between]):
         fits = posterior.memory_limit >= sizes
         gain = (np.maximum(posterior.log_speeds(sizes) - ahead, 0) * fits).mean(axis=0)
-        opened = POTENTIAL_CREDIT * np.maximum(potential - gain, 0)
+        credit = POTENTIAL_CREDIT if number < len(opening) else 0.0
+        opened = credit * np.maximum(potential - gain, 0)
         chance = fits.mean(axis=0)
         worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
         worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
@@ -206,21 +237,93 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
 
 
 def _next_sizes(posterior: Posterior) -> list[MicroBatches]:
-    """Return, per level of risk, every variant's next micro-batch; 0 if it teaches nothing."""
+    """Return, per level of risk, every variant's next micro-batch; 0 if it teaches nothing.
+
+    Then likewise the next lower one that suits kernels which work in tiles, unless it is much
+    smaller.
+    """
     ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
     largest = np.zeros(len(posterior.variants))
     for plan in ran:
         index = posterior.index(plan)
         if plan.micro_batch <= posterior.bound[index]:
             largest[index] = max(largest[index], plan.micro_batch)
-    bound = np.minimum(posterior.bound, MAX_STEP * max(plan.micro_batch for plan in ran))
-    steps = []
+    bound = np.minimum(_halfway(posterior), MAX_STEP * max(plan.micro_batch for plan in ran))
+    steps: list[MicroBatches] = []
+    even_steps: list[MicroBatches] = []
     for limit in np.quantile(posterior.memory_limit, _RISKS, axis=0):
         wanted = np.maximum(np.minimum(limit, bound), posterior.sizes.smallest)
         sizes = posterior.sizes.handy(wanted)
-        is_new = (sizes > _MIN_STEP * largest) & (sizes <= posterior.bound)
-        steps.append(np.where(is_new, sizes, 0))
-    return steps
+        even = sizes // MULTIPLES[0] * MULTIPLES[0]
+        even = np.where((2 * even > sizes) & (even < sizes), even, 0)
+        even = posterior.sizes.down(even.astype(np.float64))
+        for wanted_sizes, found in ((sizes, steps), (even, even_steps)):
+            is_new = (wanted_sizes > _MIN_STEP * largest) & (wanted_sizes <= posterior.bound)
+            found.append(np.where(is_new, wanted_sizes, 0))
+    return steps + even_steps
+
+
+def _halfway(posterior: Posterior) -> MicroBatches:
+    """(variants): the largest micro-batch to try next, as far as failures of larger ones tell.
+
+    It halves, in logarithms, what is left between the largest that fits and the smallest that
+    failed, so that a limit is found within a few failures whatever its cause. A memory line that
+    expected the failure is believed where it is sure enough of a larger micro-batch. A failure that
+    no memory line expected, at a size that no variant has run, may await the other variants too.
+    """
+    largest = np.zeros(len(posterior.variants), dtype=np.int64)
+    for trial in posterior.fitting:
+        index = posterior.index(trial.plan)
+        largest[index] = max(largest[index], trial.plan.micro_batch)
+    sure = np.quantile(posterior.memory_limit, VETO_RISK, axis=0)
+    limit = np.median(posterior.memory_limit, axis=0)
+    halfway, most = posterior.bound.copy(), int(largest.max(initial=1))
+    for trial in posterior.probes:
+        index, failed = posterior.index(trial.plan), trial.plan.micro_batch
+        is_expected = trial.measurement.outcome.about_memory and limit[index] < _NEAR * failed
+        if failed == posterior.bound[index] + 1:
+            middle = math.isqrt(max(1, int(largest[index])) * failed)
+            if is_expected:
+                middle = max(middle, int(min(sure[index], failed - 1)))
+            halfway[index] = min(max(middle, largest[index] + 1), posterior.bound[index])
+        if failed == posterior.bound[index] + 1 and failed > most and not is_expected:
+            halfway = np.minimum(halfway, max(most + 1, math.isqrt(most * failed)))
+    return halfway
+
+
+def _sizes_between(posterior: Posterior) -> list[MicroBatches]:
+    """Return micro-batches beside each variant's fastest, and the fastest sizes of other variants.
+
+    Where speed grows with the micro-batch none of them is worth a probe.
+    """
+    measured: list[set[int]] = [set() for _ in posterior.variants]
+    timed = [trial for trial in posterior.probes if trial.measurement.step_times_s]
+    for trial in timed:
+        measured[posterior.index(trial.plan)].add(trial.plan.micro_batch)
+    fitting = sorted(posterior.fitting, key=lambda t: -float(posterior.log_speed(t.plan).mean()))
+    fastest: dict[int, int] = {}
+    for trial in fitting:
+        fastest.setdefault(posterior.index(trial.plan), trial.plan.micro_batch)
+    halfway = _halfway(posterior)
+    shared = list(dict.fromkeys(fastest.values()))[:_SHARED]
+    rows = np.zeros((2 + len(shared), len(measured)))
+    for index, its in enumerate(measured):
+        if not its:
+            rows[2:, index] = shared
+        elif index in fastest:
+            best = fastest[index]
+            below = max((size for size in its if size < best), default=best / 4)
+            above = min((size for size in its if size > best), default=0)
+            rows[:2, index] = math.sqrt(best * below), math.sqrt(best * above)
+    found = []
+    for row in rows:
+        sizes = posterior.sizes.handy(row)
+        is_new = [
+            all(max(s, m) >= _APART * min(s, m) for m in its)
+            for s, its in zip(sizes.tolist(), measured, strict=True)
+        ]
+        found.append(np.where(is_new & (sizes <= halfway), sizes, 0))
+    return found
 
 
 def _repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:

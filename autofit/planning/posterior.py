@@ -10,13 +10,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from autofit.measurement import Outcome, Role, Trial, probes_of
 from autofit.plan import Plan, Settings, VariantKey, variant_key
-from autofit.planning.curves import Array, Hints, LineDraws, LineFamily, LinePrior, Point
+from autofit.planning.curves import (
+    Array,
+    Hints,
+    LineDraws,
+    LineFamily,
+    LinePrior,
+    Point,
+    added,
+    uneven_features,
+)
+from autofit.planning.departures import LEAST, Departures, spread_of
 from autofit.planning.feasibility import Exclusions, MicroBatches, Sizes, exclusions_of
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
@@ -24,14 +35,16 @@ DRAWS = 160
 MEMORY_ERROR = 0.02
 """Standard deviation of the log of the bytes that a probe holds, around the variant's line."""
 
-_DEVIATION = 0.01
-"""Standard deviation of the log of a plan's mean step time around its line: kernels suit some
-micro-batches better than others, however well each plan repeats."""
-
+_FEW_DRAWS = 24
+_OVERLAP = 4.0
+_OVERLAP_ODDS = 0.05
 _LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next probe exactly
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
 _MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
-_TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15)
+_TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15, uneven=0.03, intercept=0.15)
+_PREDICTED_TIME_PRIOR = replace(
+    _TIME_PRIOR, predicted=1.0, intercept=0.2, hinted_slope=0.2, interaction=0.1
+)
 
 
 class Posterior:
@@ -109,14 +122,50 @@ class Posterior:
 
     @cached_property
     def time(self) -> LineDraws:
-        """Seconds of one micro-batch over its size."""
+        """Seconds of one micro-batch over its size, departures left out."""
+        random = np.random.default_rng(self.seed + 4)
+        overlaps = random.random((DRAWS, 1)) < self._overlap[0]
+        return self._time_lines(DRAWS, self.spread, np.where(overlaps, _OVERLAP, 1.0))
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the log of a plan's mean step time around its line."""
+        return self._overlap[1]
+
+    @cached_property
+    def _overlap(self) -> tuple[float, float]:
+        """The probability that fixed and growing time overlap, and the spread around the lines."""
+        apart, overlapping = self._spread(1.0), self._spread(_OVERLAP)
+        odds = _OVERLAP_ODDS * (apart / overlapping) ** 4
+        return odds / (1 + odds), min(apart, overlapping)
+
+    def _spread(self, power: float) -> float:
+        points = self._time_points
+        noise = np.array([point.error for point in points])
+        spread = LEAST
+        for _ in range(2):
+            log_y = self._time_lines(_FEW_DRAWS, spread, power).log_values_of(points).mean(axis=0)
+            spread = spread_of(np.log([point.y for point in points]) - log_y, noise)
+        return spread
+
+    @cached_property
+    def departures(self) -> Departures:
+        """Departures of step times from the lines of `time`."""
+        points = self._time_points
+        residuals = np.log([point.y for point in points]) - self.time.log_values_of(points)
+        return Departures(points, residuals, self.spread, len(self.variants), self.seed + 3)
+
+    def _time_lines(self, draws: int, spread: float, power: Array | float) -> LineDraws:
+        lines = self._by_index(self.spec.predicted_times)
         family = LineFamily(
             self.variants,
             self.spec.space.dimensions,
-            _TIME_PRIOR,
+            _PREDICTED_TIME_PRIOR if lines else _TIME_PRIOR,
             slope_hints=self._hints("seconds_per_sample"),
+            lines=lines,
         )
-        return family.draws(self._time_points(), DRAWS, self.seed + 1)
+        points = [replace(p, error=math.hypot(p.error, spread)) for p in self._time_points]
+        return family.draws(points, draws, self.seed + 1, power)
 
     @property
     def seed(self) -> int:
@@ -133,32 +182,27 @@ class Posterior:
         whole = self.spec.space.global_batch
         steps = 1 if whole is None else np.ceil(whole / size)
         samples = size if whole is None else whole
-        seconds = steps * np.exp(self.time.intercept) + np.exp(self.time.slope) * samples
-        return np.where(micro_batches >= 1, np.log(samples / seconds), -np.inf)
+        log_x = np.log(np.broadcast_to(samples / steps, np.atleast_2d(size).shape))
+        line = log_x - added(self.time.intercept, self.time.slope + log_x, self.time.power)
+        if self._time_points:
+            line = line - self.departures.at(log_x) - self._unevenness(np.exp(log_x))
+        return np.where(micro_batches >= 1, line, -np.inf)
 
     def log_speed(self, plan: Plan) -> Array:
         """(draws,): log of the plan's samples per second, its own measurements included."""
         if plan not in self._log_speeds:
-            index, samples = self.index(plan), plan.samples_per_step
-            fixed = plan.accumulation_steps * np.exp(self.time.intercept[:, index])
-            seconds = fixed + np.exp(self.time.slope[:, index]) * samples
-            self._log_speeds[plan] = np.log(samples / seconds) - self._deviation(plan)
+            index, x = self.index(plan), plan.samples_per_step / plan.accumulation_steps
+            point = Point(index, x, 1.0, 0.0)
+            seconds = self.time.log_values_of([point])[:, 0]
+            departure = self.departures.of(index, math.log(x))
+            self._log_speeds[plan] = math.log(x) - seconds - departure
         return self._log_speeds[plan]
 
-    def _deviation(self, plan: Plan) -> Array:
-        """(draws,): deviation of the log of the plan's step time from its line, given its probes.
-
-        The posterior of a normal mean: readings have the probes' noise, the mean has `_DEVIATION`.
-        """
-        probes = [t for t in self.probes if t.plan == plan and t.measurement.step_times_s]
-        weights = np.array([self.noise(trial) ** -2 for trial in probes])
-        index, x = self.index(plan), plan.samples_per_step / plan.accumulation_steps
-        line = np.logaddexp(self.time.intercept[:, index], self.time.slope[:, index] + math.log(x))
-        residuals = np.array([math.log(_seconds(trial)) for trial in probes]) - line[:, None]
-        precision = weights.sum() + _DEVIATION**-2
-        random = np.random.default_rng((self.seed, index, plan.micro_batch))
-        mean: Array = residuals @ weights / precision
-        return mean + random.standard_normal(len(line)) / math.sqrt(precision)
+    def _unevenness(self, x: Array) -> Array:
+        """(draws, variants) of (draws or 1, variants)."""
+        features = uneven_features(np.round(x, 9))
+        effect: Array = (self.time.uneven[:, None, :] * features).sum(axis=-1)
+        return effect
 
     def held_bytes(self, plan: Plan) -> Array:
         """(draws,): the bytes that the plan holds according to its line."""
@@ -198,8 +242,37 @@ class Posterior:
 
         Estimated as the largest of the scatter of the probe's own steps, and the median scatter of
         all probes with similar step times. A few steps alone are a poor estimate; the median
-        because one probe that another process disturbed says nothing about the others.
+        because one probe that another process disturbed says nothing about the others. Where
+        repeated probes of a plan differ by more than that, all noise is that much larger.
         """
+        return self._noise_of_steps(trial) * self._excess_noise
+
+    @cached_property
+    def typical_noise(self) -> float:
+        """The median of all probes' noise; 0 if nothing was timed."""
+        return statistics.median([point.error for point in self._time_points] or [0.0])
+
+    @cached_property
+    def repeated(self) -> list[list[Trial]]:
+        """The timed probes of each plan that was timed more than once."""
+        by_plan: dict[Plan, list[Trial]] = {}
+        for trial in self.probes:
+            if trial.measurement.step_times_s:
+                by_plan.setdefault(trial.plan, []).append(trial)
+        return [trials for trials in by_plan.values() if len(trials) > 1]
+
+    @cached_property
+    def _excess_noise(self) -> float:
+        """The factor by which probes scatter more than their steps, 1 until a plan was repeated."""
+        squares, degrees = 1.0, 1
+        for trials in self.repeated:
+            logs = [math.log(_seconds(trial)) for trial in trials]
+            noise = statistics.fmean(self._noise_of_steps(trial) for trial in trials)
+            squares += statistics.variance(logs) * (len(logs) - 1) / noise**2
+            degrees += len(logs) - 1
+        return math.sqrt(squares / degrees)
+
+    def _noise_of_steps(self, trial: Trial) -> float:
         similar = [
             _scatter_of_steps(other)
             for other in self.probes
@@ -218,14 +291,17 @@ class Posterior:
 
     @cached_property
     def _predicted_lines(self) -> Mapping[int, MemoryLine]:
-        """Predicted lines by variant index; empty without the plain variant's.
+        return self._by_index(self.spec.predicted_lines)
+
+    def _by_index(self, lines: Mapping[VariantKey, MemoryLine]) -> Mapping[int, MemoryLine]:
+        """Return predicted lines by variant index; empty without the plain variant's.
 
         Lines with a coefficient that has no logarithm are left out.
         """
         found = {
             index: line
             for key, index in self._index.items()
-            if (line := self.spec.predicted_lines.get(key)) is not None and min(line) > 0
+            if (line := lines.get(key)) is not None and min(line) > 0
         }
         return found if 0 in found else {}
 
@@ -250,13 +326,14 @@ class Posterior:
                 points.append(Point(variant, x, float(held), MEMORY_ERROR, at_least=True))
         return points
 
+    @cached_property
     def _time_points(self) -> list[Point]:
         return [
             Point(
                 self.index(trial.plan),
                 trial.plan.samples_per_step / trial.plan.accumulation_steps,
                 _seconds(trial),
-                math.hypot(self.noise(trial), _DEVIATION),
+                self.noise(trial),
             )
             for trial in self.probes
             if trial.measurement.step_times_s

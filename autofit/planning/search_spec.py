@@ -53,6 +53,7 @@ _SPEC: Shape = {
     "identity": Table(TEXT),
     "predicted_lines": _PAIRS,
     "predicted_times?": _PAIRS,
+    "numerics?": Table(AMOUNT),
     "effort?": Leaf("an effort", lambda value: value in list(Effort)),
 }
 _GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
@@ -96,6 +97,8 @@ class SearchSpec:
         predicted_times: time lines of variants, likewise; good for ratios between variants alone.
         effort: how small the gains are that are still looked for. Not part of what a study
             belongs to: it may be resumed with another.
+        numerics: setting -> how far it may change the arithmetic (`autofit.strategy.Numerics`, as
+            a number); 0, exact, where it is missing. Of equally fast plans the most exact wins.
     """
 
     space: Space
@@ -105,6 +108,7 @@ class SearchSpec:
     predicted_lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
     predicted_times: Mapping[VariantKey, TimeLine] = field(default_factory=dict)
     effort: Effort = Effort.NORMAL
+    numerics: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -117,6 +121,7 @@ class SearchSpec:
             "predicted_lines": _written(self.predicted_lines),
             "predicted_times": _written(self.predicted_times),
             "effort": self.effort.value,
+            "numerics": dict(self.numerics),
         }
 
     @classmethod
@@ -139,6 +144,7 @@ class SearchSpec:
             predicted_lines=_read(data["predicted_lines"]),
             predicted_times=_read(data.get("predicted_times", ())),
             effort=Effort(data.get("effort", Effort.NORMAL)),
+            numerics=data.get("numerics", {}),
         )
 
 

@@ -220,7 +220,7 @@ class _Search:
                 if choice is None or self._allowance.max_probes is None:
                     if self._store.ended is not None:
                         return self._store.ended
-                    decision = planner.decide(self._posterior)
+                    decision = planner.decide(self._posterior, may_repeat=choice is None)
                     if decision.plan is None:
                         return decision.stopped_because or "nothing is left to try"
                     choice = choice or decision.plan
@@ -243,6 +243,7 @@ class _Search:
         may be a plan just below it to find.
         """
         has_begun = False
+        in_this_worker: set[Plan] = set()
         while True:
             self._suspect_machine()
             plan = confirmation.confirm(self._posterior)
@@ -251,7 +252,10 @@ class _Search:
             if not has_begun:
                 has_begun = True
                 self._on_event(events.Confirming(stopped_because, self._progress()))
-                self._prober.renew()
+            if not in_this_worker or plan in in_this_worker:
+                self._prober.renew()  # the blocks of one plan need workers of their own
+                in_this_worker = set()
+            in_this_worker.add(plan)
             try:
                 trial = self._probe(plan, Role.CONFIRMED)
             except SearchTimedOut:

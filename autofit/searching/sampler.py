@@ -60,7 +60,7 @@ class PlannerSampler(BaseSampler):
 
 def _decided(study: Study) -> Plan:
     posterior = Posterior(trial_codec.spec_of(study), trial_codec.trials_of(study))
-    plan = planner.decide(posterior).plan
+    plan = planner.decide(posterior, may_repeat=False).plan
     if plan is not None:
         return plan
     best = confirmation.best_of(posterior)

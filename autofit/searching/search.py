@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import difference_of, record_of, with_measured_need
 from autofit.searching.study import Store
+from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload
 from autofit.units import counted
@@ -161,7 +162,15 @@ def search(
                         lines, times, notes = predicted_lines(prober, survey, space)
                         survey = replace(survey, notes=(*survey.notes, *notes))
                         budget = survey.vram_budget_bytes
-                        spec = SearchSpec(space, budget, seed, identity, lines, times)
+                        spec = SearchSpec(
+                            space,
+                            budget,
+                            seed,
+                            identity,
+                            lines,
+                            times,
+                            numerics=_numerics_of(space, chosen),
+                        )
                     try:
                         result = run_search(
                             prober,
@@ -199,6 +208,12 @@ def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
 
     with ProgressLine() as line:
         yield line
+
+
+def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]:
+    """Return how far each setting may change the arithmetic."""
+    levels = {strategy.name: int(strategy.numerics) for strategy in strategies}
+    return {name: levels[name.partition(".")[0]] for name in space.dimensions}
 
 
 def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:

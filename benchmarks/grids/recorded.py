@@ -33,6 +33,7 @@ _PRECISIONS = {"fp32": "as_is", "tf32": "tf32", "bf16": "bfloat16", "fp16": "flo
 LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
 """Share of the blocks that recompute -> value of the setting."""
 _LAYOUTS = {False: "as_is", True: "channels_last"}
+_JUST_TOO_MUCH = 1.02  # times the budget, held by a plan that was recorded to run out of memory
 _PROBE_NOISE = 0.002  # GPU-bound plans of an H200 repeat within 0.2 %
 
 
@@ -68,20 +69,21 @@ class GridWorld:
 
     def memory(self, plan: Plan) -> float:
         """Return the bytes a plan holds, above the budget where it was recorded to run out."""
-        rows = self.rows[plan.variant]
-        fitting = [row for row in rows if row.seconds is not None]
-        last = fitting[-1]
-        if plan.micro_batch > last.micro_batch:  # up to the first plan that ran out of memory
-            before = fitting[-2]
-            rate = (last.allocated_bytes - before.allocated_bytes) / (
-                last.micro_batch - before.micro_batch
-            )
-            allocated = last.allocated_bytes + rate * (plan.micro_batch - last.micro_batch)
-            ran_out = [row.micro_batch for row in rows if row.seconds is None]
-            too_large = bool(ran_out) and plan.micro_batch >= min(ran_out)
-            return 2.0 * self.budget_bytes if too_large else max(allocated, last.reserved_bytes)
-        points = [(row.micro_batch, row.reserved_bytes) for row in fitting]
-        return _between(points, plan.micro_batch)
+        return self._bytes(self.rows[plan.variant], plan.micro_batch)
+
+    def _bytes(self, rows: Sequence[Row], micro_batch: float) -> float:
+        """Return reserved bytes; beyond the last plan that fits they grow as before it.
+
+        They reach the budget at the latest where a plan was recorded to run out of memory.
+        """
+        points = [(row.micro_batch, row.reserved_bytes) for row in rows if row.seconds is not None]
+        ran_out = [row.micro_batch for row in rows if row.seconds is None]
+        (last, held) = points[-1]
+        if micro_batch <= last or not ran_out:
+            return _between(points, micro_batch)
+        to_budget = (_JUST_TOO_MUCH * self.budget_bytes - held) / (min(ran_out) - last)
+        grown = _between(points, micro_batch)
+        return max(grown, held + to_budget * (micro_batch - last))
 
     def step_time(self, plan: Plan) -> float:
         """Return the seconds of a plan's optimizer step, interpolated."""
@@ -147,13 +149,12 @@ class GridWorld:
         draw = random.Random(f"lines/{self.seed}")
         found = {}
         for variant, rows in self.rows.items():
-            first, *_, last = (row for row in rows if row.seconds is not None)
-            slope = (last.allocated_bytes - first.allocated_bytes) / (
-                last.micro_batch - first.micro_batch
-            )
+            fitting = [row.micro_batch for row in rows if row.seconds is not None]
+            first, last = min(fitting), max(fitting)
+            slope = (self._bytes(rows, last) - self._bytes(rows, first)) / (last - first)
+            fixed = self._bytes(rows, last) - slope * last
             off = math.exp(draw.gauss(0, 0.02))
-            fixed = last.reserved_bytes - slope * last.micro_batch
-            found[variant] = (max(fixed, 0.02 * last.reserved_bytes) * off, slope * off)
+            found[variant] = (max(fixed, 0.02 * self.budget_bytes) * off, slope * off)
         return found
 
 

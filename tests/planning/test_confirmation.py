@@ -14,12 +14,9 @@ from autofit.planning.confirmation import best_of, confirm
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from autofit.units import GIB
-from tests.simulated import (
-    HALF,
-    PLAIN,
-    SimulatedDevice,
-    make_trial,
-)
+from benchmarks.answer_quality import passed_over
+from benchmarks.irregular_devices import draw_irregular_device
+from tests.simulated import HALF, LEVEL, PLAIN, SimulatedDevice
 
 
 def test_values_that_were_left_out_have_their_predicted_speed(device: SimulatedDevice) -> None:
@@ -32,46 +29,130 @@ def test_values_that_were_left_out_have_their_predicted_speed(device: SimulatedD
         assert re.search(r"predicted to reach .* and the leading plan [\d.]+ samples/s", skip.why)
 
 
-def test_one_confirmation_is_enough_where_one_plan_leads(device: SimulatedDevice) -> None:
+def test_the_leader_and_the_baseline_are_compared_once_where_they_differ_much(
+    device: SimulatedDevice,
+) -> None:
     result = run_search(device.prober(), device.spec())
-    assert result.best.role is Role.CONFIRMED
+    compared = [t.plan for t in result.trials if t.role is Role.CONFIRMED]
+    assert result.best.plan in compared
+    assert compared.count(device.space.baseline) == 1
     assert confirm(Posterior(device.spec(), result.trials)) is None
 
 
-def test_of_equally_fast_plans_the_one_that_holds_less_wins(device: SimulatedDevice) -> None:
-    steps = [0.1] * 8
-    lean, full = Plan(4, settings={**PLAIN, "checkpointing.level": 1}), Plan(4, settings=PLAIN)
+def _trials(*measured: tuple[Role, Plan, float, float]) -> list[Trial]:
+    """Trials of (role, plan, milliseconds, GiB), whose steps scatter by about 1 %."""
     trials = []
-    for number in range(6):
-        plan, held = ((full, 6), (lean, 3))[number % 2]
-        role = Role.CONFIRMED if number > 3 else Role.SEARCH
-        measurement = Measurement(Outcome.OK, step_times_s=steps, peak_reserved_bytes=held * 2**30)
+    for number, (role, plan, milliseconds, held_gib) in enumerate(measured):
+        steps = [milliseconds / 1000 * factor for factor in (0.98, 0.99, 1, 1, 1, 1.01, 1.02)]
+        measurement = Measurement(
+            Outcome.OK, step_times_s=steps, peak_reserved_bytes=int(held_gib * GIB)
+        )
         trials.append(Trial(number, role, plan, measurement))
-    best = best_of(Posterior(device.spec(), trials))
+    return trials
+
+
+def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
+    posterior = Posterior(replace(device.spec(), **spec), trials)
+    assert confirm(posterior) is None
+    best = best_of(posterior)
     assert best is not None
-    assert best.plan == lean
+    assert best.role is Role.CONFIRMED
+    return best.plan
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "held_gib", "wins"),
-    [(103, 3, False), (103, 1, True), (120, 1, False), (99, 3, True)],
-    ids=["tied and hungry", "tied and lean", "slower and lean", "faster"],
-)
-def test_a_plan_no_better_than_the_baseline_is_not_the_answer(
-    device: SimulatedDevice, milliseconds: float, held_gib: float, wins: bool
-) -> None:
-    def measured(middle: float, held: float) -> dict[str, Any]:
-        steps = [middle / 1000 * factor for factor in (0.96, 0.98, 1, 1, 1, 1.02, 1.04)]
-        return {"step_times_s": steps, "peak_reserved_bytes": int(held * GIB)}
+PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
+BASELINE, SEARCH, CONFIRMED = Role.BASELINE, Role.SEARCH, Role.CONFIRMED
 
+
+def test_measured_speed_decides_and_not_the_line(device: SimulatedDevice) -> None:
+    """The larger micro-batch should be faster by the line, and measured slower."""
+    plain = device.space.baseline
+    small, large = Plan(16, settings=HALF), Plan(24, settings=HALF)
+    trials = _trials(
+        (BASELINE, plain, 100, 2),
+        (SEARCH, Plan(8, settings=HALF), 100, 2),
+        (SEARCH, small, 150, 3),
+        (SEARCH, large, 700, 4),
+        *((CONFIRMED, plan, ms, 2) for plan, ms in ((large, 700), (plain, 100), (small, 150))),
+    )
+    assert _best(device, trials) == small
+
+
+def test_of_equally_fast_plans_the_baseline_wins(device: SimulatedDevice) -> None:
     plain, other = device.space.baseline, Plan(4, settings=HALF)
-    trials = [
-        replace(make_trial(0, plain, **measured(100, 2)), role=Role.BASELINE),
-        *(make_trial(number, other, **measured(92, held_gib)) for number in (1, 2, 3)),
-        replace(make_trial(4, other, **measured(milliseconds, held_gib)), role=Role.CONFIRMED),
-    ]
-    assert confirm(Posterior(device.spec(), trials)) == (None if wins else plain)
-    trials.append(replace(make_trial(5, plain, **measured(100, 2)), role=Role.CONFIRMED))
+    trials = _trials(
+        (BASELINE, plain, 100, 2),
+        (SEARCH, other, 99.8, 1),
+        *((CONFIRMED, plan, ms, 2) for plan, ms in ((other, 99.8), (plain, 100)) for _ in range(4)),
+    )
+    assert _best(device, trials) == plain
+
+
+def test_a_plan_that_measures_slower_than_the_baseline_is_not_the_answer(
+    device: SimulatedDevice,
+) -> None:
+    plain, other = device.space.baseline, Plan(4, settings=HALF)
+    searched = _trials((BASELINE, plain, 100, 2), (SEARCH, other, 60, 1))
+    assert confirm(Posterior(device.spec(), searched)) == other
+    compared = [*searched, *_trials((CONFIRMED, other, 120, 1))]
+    assert confirm(Posterior(device.spec(), compared)) == plain
+    compared += _trials((CONFIRMED, plain, 100, 2))
+    while (plan := confirm(Posterior(device.spec(), compared))) is not None:
+        compared += _trials((CONFIRMED, plan, 100 if plan == plain else 120, 2))
+    assert _best(device, compared) == plain
+
+
+def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
+    plain = device.space.baseline
+    trials = _trials(
+        (BASELINE, plain, 200, 2),
+        (SEARCH, PRECISE, 101, 4),
+        (SEARCH, REDUCED, 100, 3),
+        *((CONFIRMED, plan, 101 if plan == PRECISE else 100, 3) for plan in (PRECISE, REDUCED) * 2),
+        (CONFIRMED, plain, 200, 2),
+    )
+    assert _best(device, trials, numerics={"precision.dtype": 2}) == PRECISE
+    # Otherwise the one that holds less, as both have one setting that is not plain.
+    lean = [*trials[:-1], *_trials((CONFIRMED, REDUCED, 100, 1), (CONFIRMED, plain, 200, 2))]
+    assert _best(device, lean, numerics={LEVEL: 2}) == REDUCED
+
+
+def test_a_plan_that_measured_faster_than_the_leader_is_compared(device: SimulatedDevice) -> None:
+    plain, odd = device.space.baseline, Plan(32, settings=HALF)
+    usual = [Plan(size, settings=HALF) for size in (8, 16, 64)]
+    trials = _trials(
+        (BASELINE, plain, 100, 2),
+        *((SEARCH, plan, 6 * plan.micro_batch, 3) for plan in usual),
+        (SEARCH, odd, 100, 3),
+    )
+    compared: list[Trial] = []
+    while (plan := confirm(Posterior(device.spec(), [*trials, *compared]))) is not None:
+        milliseconds = {plain: 100, odd: 100}.get(plan, 6 * plan.micro_batch)
+        compared += _trials((CONFIRMED, plan, milliseconds, 3))
+        assert len(compared) <= 12
+    assert _best(device, [*trials, *compared]) == odd
+
+
+def test_a_search_that_was_cut_short_returns_the_plan_that_measured_fastest(
+    device: SimulatedDevice,
+) -> None:
+    plain = device.space.baseline
+    small, large = Plan(16, settings=HALF), Plan(24, settings=HALF)
+    trials = _trials(
+        (BASELINE, plain, 100, 2),
+        (SEARCH, Plan(8, settings=HALF), 100, 2),
+        (SEARCH, small, 150, 3),
+        (SEARCH, large, 700, 4),
+    )
     best = best_of(Posterior(device.spec(), trials))
     assert best is not None
-    assert best.plan == (other if wins else plain)
+    assert best.plan == small
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_no_answer_is_slower_than_another_measured_plan(noise: float) -> None:
+    """On devices whose speed drops beyond a size."""
+    for seed in range(900, 906):
+        device = draw_irregular_device(seed, noise=noise)
+        result = run_search(device.prober(), device.spec(), max_probes=30)
+        assert passed_over(result.trials, result.best.plan, noise) == 0

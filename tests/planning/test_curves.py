@@ -108,7 +108,8 @@ def test_the_same_arguments_give_the_same_draws() -> None:
 
 
 def test_x_at_is_where_the_line_has_the_value() -> None:
-    draws = LineDraws(np.log([[10.0, 10.0]]), np.log([[2.0, 0.5]]))
+    lines = np.log([[10.0, 10.0]]), np.log([[2.0, 0.5]])
+    draws = LineDraws(*lines, uneven=np.zeros((1, 3)), power=np.ones((1, 1)))
     assert draws.x_at(30.0) == pytest.approx(np.array([[10.0, 40.0]]))
     assert draws.x_at(5.0).max() < 0
 
@@ -133,6 +134,8 @@ def _reading(y: float, sd: float, *, at_least: bool = False) -> Readings:
         mean_b=np.full(1, -100.0),
         features_a=np.array([[1.0, 0.0]]),
         features_b=np.array([[0.0, 1.0]]),
+        features_y=np.zeros((1, 2)),
+        power=np.ones((1, 1)),
     )
 
 

@@ -1,0 +1,54 @@
+"""Departures of step times from their lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autofit.planning.curves import Point
+from autofit.planning.departures import LEAST, Departures, spread_of
+
+DRAWS = 2000
+
+
+def _departures(*points: tuple[int, float, float], spread: float = 0.3) -> Departures:
+    """Departures of (variant, micro-batch, log departure), measured without noise to speak of."""
+    measured = [Point(variant, x, 1.0, 1e-4) for variant, x, _ in points]
+    residuals = np.tile([departure for *_, departure in points], (DRAWS, 1))
+    return Departures(measured, residuals, spread, variants=3, seed=0)
+
+
+def test_noise_is_no_spread() -> None:
+    noise = np.full(400, 0.1)
+    residuals = np.random.default_rng(0).normal(0, 0.1, 400)
+    assert spread_of(residuals, noise) < 0.05
+    assert spread_of(residuals, noise / 10) == pytest.approx(0.1, rel=0.2)
+    assert spread_of(np.zeros(0), np.zeros(0)) == LEAST
+
+
+def test_at_a_measured_size_the_departure_is_known() -> None:
+    departures = _departures((0, 8, -0.2), (0, 64, 0.5))
+    for size, departure in ((8, -0.2), (64, 0.5)):
+        drawn = departures.of(0, np.log(size))
+        assert drawn.mean() == pytest.approx(departure, abs=0.001)
+        assert drawn.std() < 0.001
+
+
+def test_halfway_it_is_as_likely_to_be_the_one_as_the_other() -> None:
+    drawn = _departures((0, 8, -0.2), (0, 128, 0.5)).of(0, np.log(32))
+    assert np.mean(np.abs(drawn + 0.2) < 0.01) == pytest.approx(0.5, abs=0.05)
+    assert np.mean(np.abs(drawn - 0.5) < 0.01) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_variant_may_depart_where_others_do() -> None:
+    drawn = _departures((0, 8, 0.0), (0, 64, 0.6)).of(1, np.log(64))
+    assert 0.4 < np.mean(drawn > 0.5) < 0.8
+    assert np.abs(_departures((0, 8, 0.0), (0, 64, 0.6)).of(1, np.log(8))).max() < 0.01
+
+
+def test_all_variants_at_once_are_as_one_by_one() -> None:
+    departures = _departures((0, 8, -0.2), (0, 64, 0.5), (2, 8, 0.1))
+    sizes = np.log([[8.0, 64.0, 16.0]])
+    together = departures.at(np.broadcast_to(sizes, (DRAWS, 3)))
+    for variant in range(3):
+        assert np.allclose(together[:, variant], departures.of(variant, float(sizes[0, variant])))
