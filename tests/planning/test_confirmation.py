@@ -152,7 +152,7 @@ def test_a_search_that_was_cut_short_returns_the_plan_that_measured_fastest(
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_no_answer_is_slower_than_another_measured_plan(noise: float) -> None:
     """On devices whose speed drops beyond a size."""
-    for seed in range(900, 906):
+    for seed in range(900, 903):
         device = draw_irregular_device(seed, noise=noise)
         result = run_search(device.prober(), device.spec(), max_probes=30)
         assert passed_over(result.trials, result.best.plan, noise) == 0
