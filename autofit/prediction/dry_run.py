@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from autofit.devices.base import Environment
+from autofit.devices.cpu import TracedDevice
 from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users, raised_here
 from autofit.memory.replay import Recording
@@ -28,13 +30,12 @@ from autofit.prediction.cuda.roofline import Cost, Roofline
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
 from autofit.prediction.gpus import Gpu
-from autofit.prediction.meta_device import MetaDevice
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.objects import live_objects, walk
 from autofit.snapshot.snapshot import preserved
 from autofit.space import Space
-from autofit.strategy import Strategy
+from autofit.strategy import Capabilities, Strategy
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
@@ -207,6 +208,63 @@ def meta_dimensions(
 
 def _takes_a_run(why: str) -> CannotTell:
     return CannotTell(f"{why}. Pass payloads= from a report, or probe")
+
+
+# The meta device as a device to train on: it has a GPU's memory and no values.
+
+
+class MetaDevice(TracedDevice):
+    """Stands for a GPU in a dry run; implements `autofit.devices.base.Device`.
+
+    Args:
+        gpu: the GPU.
+        tracer: counts what is allocated on it.
+    """
+
+    tracked_steps = 0
+
+    def __init__(self, gpu: Gpu, tracer: CudaTracer) -> None:
+        super().__init__(tracer, non_torch_bytes=gpu.context_bytes)
+        self.torch_device = torch.device("meta")
+        self.total_bytes = self.free_bytes = gpu.total_bytes
+        self._gpu, self._known = gpu, tracer.known
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The native features of the GPU."""
+        return Capabilities(
+            device_type="meta",
+            bfloat16=self._gpu.native_bfloat16,
+            float16=self._gpu.capability >= (7, 0),
+            tf32=self._gpu.tf32,
+            compute_capability=self._gpu.capability,
+        )
+
+    @property
+    def environment(self) -> Environment:
+        """The GPU, and versions."""
+        major, minor = self._gpu.capability
+        return Environment("meta", self._gpu.name, f"{major}.{minor}", self.total_bytes)
+
+    def limit(self, vram_budget_bytes: int) -> None:
+        """Do nothing: a dry run has no limit, replays of it have one."""
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of that shape which counts; the tensor itself if it counts already."""
+        if self._tracer.number_of(tensor) is not None:
+            return tensor
+        placed = torch.empty_like(tensor.detach(), device=self.torch_device)
+        if is_number(tensor):
+            self._known.learn(placed, self._known.of(tensor))
+        return placed.requires_grad_(tensor.requires_grad)
+
+    def place_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move the parameters and buffers of a module to the device, and return that module."""
+        model._apply(self.place)  # type: ignore[no-untyped-call]  # torch: what .to(device) is made of
+        return model
+
+    def check_health(self) -> None:
+        """Do nothing: there is no device that could fail."""
 
 
 # The meta copy of a workload: the same modules and optimizers, with tensors that have no values.
