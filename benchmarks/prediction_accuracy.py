@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
+from autofit.devices.gpus import find_gpu
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
-from autofit.prediction.gpus import find_gpu
 from autofit.prediction.predict import margin_bytes
 from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
 from benchmarks.traces.trainings import TRAININGS

@@ -23,8 +23,8 @@ import torch
 
 from autofit import Plan, Workload, predict
 from autofit.devices.cuda import CudaDevice
+from autofit.devices.gpus import Gpu
 from autofit.plan import ResolvedPlan
-from autofit.prediction.gpus import Gpu
 from autofit.prediction.predict import Calibration
 from autofit.prediction.variant_lines import gpu_of
 from autofit.probing.messages import ProbeRequest

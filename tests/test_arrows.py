@@ -38,16 +38,17 @@ ALLOWED = {
     "planning": VOCABULARY,
     "memory": VOCABULARY,
     "devices": VOCABULARY | {"memory"},
+    "emulation": VOCABULARY | {"devices"},
     "training": VOCABULARY | {"devices", "memory"},
     "snapshot": VOCABULARY | {"interrupts"},
     "equivalence": VOCABULARY | {"snapshot", "training"},
     "probing": VOCABULARY | TRAINING | {"interrupts", "registry"},
-    "prediction": VOCABULARY | TRAINING | {"probing", "registry"},
+    "prediction": VOCABULARY | TRAINING | {"emulation", "probing", "registry"},
     "report": VOCABULARY | {"registry"},
     "searching": VOCABULARY
     | TRAINING
-    | {"interrupts", "planning", "prediction", "probing", "registry", "report"},
-    "checks": VOCABULARY | TRAINING | {"prediction", "probing", "registry", "report"},
+    | {"emulation", "interrupts", "planning", "prediction", "probing", "registry", "report"},
+    "checks": VOCABULARY | TRAINING | {"emulation", "prediction", "probing", "registry", "report"},
     "testing": VOCABULARY | TRAINING | {"probing", "registry"},
 }
 """Room -> the rooms it may import. A room that is not here is at the surface: it may import all,
@@ -120,7 +121,8 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def files_under(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
+    inner = {"__pycache__", "sources"}  # sources: loaded by processes on an emulated GPU alone
+    return [path for path in sorted(folder.rglob("*.py")) if not inner & set(path.parts)]
 
 
 def imports_under(folder: Path) -> list[Import]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from autofit.checks.verdict import Verdict
+from autofit.devices.gpus import Gpu, find_gpu
 from autofit.devices.request import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
 from autofit.registry import load_strategies, resolve

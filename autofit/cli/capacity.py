@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def _check_gpu(name: str | None) -> str | None:
-    from autofit.prediction.gpus import find_gpu
+    from autofit.devices.gpus import find_gpu
 
     if name is not None:
         find_gpu(name)
@@ -219,7 +219,7 @@ def _as_tuned(
 
 def _gpu_of(tuned: Report) -> str | int:
     """Return the name of the report's GPU, or its size where the name is unknown."""
-    from autofit.prediction.gpus import find_gpu
+    from autofit.devices.gpus import find_gpu
 
     try:
         return find_gpu(tuned.record.environment.get("gpu")).name

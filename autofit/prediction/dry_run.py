@@ -20,6 +20,7 @@ import torch
 
 from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
+from autofit.devices.gpus import Gpu
 from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users, raised_here
 from autofit.memory.replay import Recording
@@ -29,7 +30,6 @@ from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.roofline import Cost, Roofline
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
-from autofit.prediction.gpus import Gpu
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.objects import live_objects, walk

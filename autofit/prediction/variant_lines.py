@@ -17,9 +17,9 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from autofit.devices.base import Environment
+from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import AutofitError
 from autofit.plan import Dimension, Plan, Scalar, Settings, VariantKey, variant_key
-from autofit.prediction.gpus import Gpu, find_gpu
 from autofit.prediction.predict import Prediction, predict_resolved
 from autofit.registry import resolve
 from autofit.space import Space

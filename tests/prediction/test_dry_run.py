@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.devices.gpus import find_gpu
 from autofit.errors import CannotTell, InvalidRequest
 from autofit.memory.replay import replay
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import DryRun, dry_run
-from autofit.prediction.gpus import find_gpu
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
 

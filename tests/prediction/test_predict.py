@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.devices.gpus import find_gpu
 from autofit.errors import CannotTell, InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.prediction.gpus import find_gpu
 from autofit.prediction.predict import MOST_LOOKS, Calibration, largest_that_fits, predict
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
-from autofit.prediction.gpus import find_gpu
 from benchmarks.traces.recorded import recorded_trainings
 from benchmarks.traces.trainings import TRAININGS
 

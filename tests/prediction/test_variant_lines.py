@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autofit.devices.base import Environment
+from autofit.devices.gpus import find_gpu
 from autofit.plan import Dimension, Hint, Plan, ResolvedPlan, variant_key
-from autofit.prediction.gpus import find_gpu
 from autofit.prediction.predict import predict, predict_resolved
 from autofit.prediction.variant_lines import gpu_of, variant_lines
 from autofit.registry import load_strategies

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from autofit.devices.gpus import Gpu
 from autofit.prediction.cuda import autocast
-from autofit.prediction.gpus import Gpu
 
 aten: Any = torch.ops.aten
 _switches: Any = torch.backends.cuda  # torch does not annotate them

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
+from autofit.devices.gpus import Gpu
 from autofit.prediction.cuda.roofline import CHANNELS_LAST, tf32_allowed
-from autofit.prediction.gpus import Gpu
 
 _ALIGNMENT_BYTES = 16
 

@@ -28,9 +28,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autofit.devices.base import TRIED_TORCH
+from autofit.devices.gpus import Gpu
 from autofit.errors import CannotTell
 from autofit.prediction.cuda import attention, autocast, operators, rnn
-from autofit.prediction.gpus import Gpu
 
 Patch = tuple[Any, str, Any]
 """An object, the name of its attribute, and the value to put there."""

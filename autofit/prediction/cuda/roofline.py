@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from autofit.devices.gpus import Gpu, Rates
 from autofit.memory.tracer import storages_of, tensors_in
-from autofit.prediction.gpus import Gpu, Rates
 
 LAUNCH_S = 5e-6
 """Least seconds between two operations of eager PyTorch."""

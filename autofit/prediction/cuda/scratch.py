@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from autofit.prediction.gpus import Gpu
+from autofit.devices.gpus import Gpu
 
 Sizes: TypeAlias = Callable[[Any, Any, Gpu], list[int]]
 """(positional arguments, result, GPU) -> sizes of the buffers."""

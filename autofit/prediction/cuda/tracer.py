@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autofit.devices.gpus import Gpu
 from autofit.memory.allocator import CachingAllocator
 from autofit.memory.blocks import Block
 from autofit.memory.tracer import MemoryTracer, tensors_in
@@ -38,7 +39,6 @@ from autofit.prediction.cuda.values import (
     asked_by_an_optimizer,
     is_unsupported,
 )
-from autofit.prediction.gpus import Gpu
 from autofit.units import MIB
 
 CUBLASLT_WORKSPACE_BYTES = 1 * MIB

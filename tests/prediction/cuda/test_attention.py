@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda import attention
 from autofit.prediction.cuda.attention import Call, Kernel, chosen_kernel
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
-from autofit.prediction.gpus import find_gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

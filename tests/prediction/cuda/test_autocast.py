@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
+from autofit.devices.gpus import find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda import autocast
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import dry_run, stage
-from autofit.prediction.gpus import find_gpu
 from autofit.registry import load_strategies
 from autofit.training.training import Training
 from autofit.training.workload import Workload

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda.convolutions import Convolution, Direction, workspace_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
-from autofit.prediction.gpus import find_gpu
 
 H200 = find_gpu("H200")
 BF16, FP32 = torch.bfloat16, torch.float32

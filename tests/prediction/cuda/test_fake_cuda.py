@@ -11,9 +11,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import autofit
+from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
-from autofit.prediction.gpus import find_gpu
 
 
 @pytest.fixture

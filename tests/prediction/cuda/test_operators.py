@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
+from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda.tracer import CudaTracer, in_backward
 from autofit.prediction.dry_run import stage
-from autofit.prediction.gpus import find_gpu
 
 ROWS, WIDTH = 1024, 1024
 WHOLE = ROWS * WIDTH * 4

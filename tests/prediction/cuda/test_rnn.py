@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.devices.gpus import find_gpu
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import stage
-from autofit.prediction.gpus import find_gpu
 
 KINDS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
     (nn.LSTM, {}),

@@ -13,11 +13,11 @@ import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autofit.devices.gpus import Gpu, Rates, find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda.roofline import LAUNCH_S, Cost, Roofline
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import dry_run, stage
-from autofit.prediction.gpus import Gpu, Rates, find_gpu
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 

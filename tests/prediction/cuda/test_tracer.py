@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 from torch import nn
 
+from autofit.devices.gpus import find_gpu
 from autofit.memory.replay import replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer, ShapeCache
 from autofit.prediction.cuda.values import NeedsValues
 from autofit.prediction.dry_run import stage
-from autofit.prediction.gpus import find_gpu
 from autofit.units import MIB
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from autofit.devices.gpus import find_gpu
 from autofit.errors import InvalidRequest
-from autofit.prediction.gpus import find_gpu
 from autofit.units import GIB, MIB
 
 
