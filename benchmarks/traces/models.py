@@ -33,17 +33,21 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + F.dropout(self.project(self.attend(x)), self.dropout, self.training)
-        hidden = self.contract(F.gelu(self.expand(self.norm_2(x))))
-        return x + F.dropout(hidden, self.dropout, self.training)
-
-    def attend(self, x: Tensor) -> Tensor:
+        # All in one function, as it was recorded: names keep tensors until the block returns.
         batch, length, width = x.shape
         parts = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        del parts
         mixed = self.fused_attention(q, k, v) if self.fused else self.plain_attention(q, k, v)
-        return mixed.transpose(1, 2).reshape(batch, length, width)
+        x = x + F.dropout(
+            self.project(mixed.transpose(1, 2).reshape(batch, length, width)),
+            self.dropout,
+            self.training,
+        )
+        return x + F.dropout(self.mlp(x), self.dropout, self.training)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        result: Tensor = self.contract(F.gelu(self.expand(self.norm_2(x))))
+        return result
 
     def fused_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
