@@ -8,6 +8,7 @@ of these: it reaches the user with its own type (see `autofit.probing.messages`)
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import itertools
@@ -252,6 +253,16 @@ def release_exception(exception: BaseException) -> None:
         link.__traceback__ = link.__cause__ = link.__context__ = None
     links.clear()
     collect_garbage()
+
+
+def never_release(exception: BaseException) -> None:
+    """Keep a caught exception, and all that its frames hold, until the process is gone.
+
+    For one that a dead CUDA context is to blame for: the frames hold pinned memory, torch records
+    an event in the destructor of that, and a destructor that raises ends the process. This one
+    outlives the interpreter's own end too, which a reference in a module would not.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(exception))
 
 
 def collect_garbage() -> None:

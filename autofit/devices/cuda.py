@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,42 @@ from autofit.units import format_bytes
 _IDENTIFYING_BYTES = 32 * 2**20
 _BUSY = 10  # percent of the time
 _CROWDED = 0.01  # share of the memory
+
+
+_NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
+_OUT_OF_MEMORY = 2
+_FULL_BYTES = 64 * 2**20  # with so little left, what runs out of memory may be the device
+
+
+def why_none() -> str:
+    """Return why torch finds no CUDA device: no CUDA build, no driver, one that is too old, ..."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch
+    except Exception as error:  # it raises an AssertionError, a RuntimeError or one of its own
+        text = str(error).strip()
+        code = re.search(r"Error \d+: [^\n]+", text)
+        return code[0] if code else re.split(r"\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".")
+    return "the driver counts none"
+
+
+def _check_allocator() -> None:
+    """Refuse to work without the caching allocator, which counts and caps."""
+    name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    if name in os.environ:  # torch asks whether it is set, to whatever
+        raise DeviceUnavailable(
+            f"{name} is set ({os.environ[name]!r}): without its caching allocator torch neither "
+            "counts memory nor holds it to a budget. Unset it"
+        )
+
+
+def _no_kernel(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        f"{device} ({torch.cuda.get_device_name(device)}) has compute capability {major}.{minor}, "
+        f"and torch {torch.__version__} has no kernels for it, but for "
+        f"{', '.join(torch.cuda.get_arch_list())}: install a build of torch that supports it, or "
+        "choose another device"
+    )
 
 
 class CudaDevice:
@@ -40,9 +77,10 @@ class CudaDevice:
     def __init__(self, name: str = "cuda", *, owns_process: bool | None = None) -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailable(
-                f"{name} was asked for, and torch finds no CUDA device here: "
-                'give device="cpu", or see that driver and torch build agree'
+                f"{name} was asked for, and torch finds no CUDA device here ({why_none()}): give "
+                'device="cpu", or see that a GPU is visible, and that driver and torch build agree'
             )
+        _check_allocator()
         self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
         self._owns_process = self._makes_context if owns_process is None else owns_process
         self._current_before = 0 if self._makes_context else torch.cuda.current_device()
@@ -57,7 +95,7 @@ class CudaDevice:
         self._nvml = Nvml(self.exclusive_key)
         before = self._nvml.used_bytes() or 0
         torch.cuda.set_device(self.torch_device)
-        self.check_health()
+        self._use_first()
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         self._properties = torch.cuda.get_device_properties(index)
         outside = self._used_bytes() - self._reserved_bytes()
@@ -184,6 +222,29 @@ class CudaDevice:
         self.synchronize()
         if total.item() != 1024.0:
             raise DeviceUnavailable(f"{self.torch_device} added 1024 ones up to {total.item()}")
+
+    def _use_first(self) -> None:
+        """Check the device's health, and say what a failure that is no fault of a plan means."""
+        try:
+            self.check_health()
+        except torch.AcceleratorError as error:
+            code = getattr(error, "error_code", None)
+            if code in _NO_KERNEL:
+                raise DeviceUnavailable(_no_kernel(self.torch_device)) from error
+            if code == _OUT_OF_MEMORY and (free := self._free_bytes()) > _FULL_BYTES:
+                raise DeviceUnavailable(
+                    f"{self.torch_device} has {format_bytes(free)} free, and the driver gives no "
+                    "pinned host memory, which every copy to the host needs: free memory of the "
+                    "host, or raise the limit of the container or of locked memory (ulimit -l)"
+                ) from error
+            raise
+
+    def _free_bytes(self) -> int:
+        """Return the free bytes of the device; 0 where there is not even a context."""
+        try:
+            return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        except torch.AcceleratorError:
+            return 0
 
     def foreign_bytes(self) -> int | None:
         """Return the bytes used on the GPU less those of this process."""

@@ -6,7 +6,7 @@ import torch
 
 from autofit.devices.base import Device
 from autofit.devices.cpu import CpuDevice
-from autofit.devices.cuda import CudaDevice
+from autofit.devices.cuda import CudaDevice, why_none
 from autofit.devices.request import check_device_name
 
 
@@ -24,6 +24,21 @@ def open_device(name: str | torch.device | None, *, owns_process: bool | None = 
     check_device_name(name)
     chosen = str(name) if name is not None else "cuda" if torch.cuda.is_available() else "cpu"
     return CpuDevice() if chosen == "cpu" else CudaDevice(chosen, owns_process=owns_process)
+
+
+_NO_GPU = (
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver",
+    "CUDA driver initialization failed",
+    "No CUDA GPUs are available",
+)
+
+
+def notes_on_choice(name: str | torch.device | None) -> tuple[str, ...]:
+    """Return a note where nobody named the CPU, and a GPU that is here cannot be used."""
+    if name is not None or torch.cuda.is_available() or (why := why_none()).startswith(_NO_GPU):
+        return ()
+    return (f"this ran on the CPU, because torch cannot use the GPU that is here: {why}",)
 
 
 def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:

@@ -103,6 +103,7 @@ ROWS: tuple[Row, ...] = (
         Outcome.OOM,
         codes=frozenset({2}),
         text=_text("out of memory", after=_DEVICE_CALL),
+        otherwise=Outcome.HOST_OOM,  # pinned memory: torch's allocator has its own exception
     ),
     Row(
         "out of memory behind an NVML assert",
@@ -203,6 +204,18 @@ ROWS: tuple[Row, ...] = (
         text=_text(r"Triton Error \[\w+\]: invalid argument"),
     ),
     Row(
+        "no kernel for the GPU",
+        Outcome.UNSUPPORTED,
+        # Of an extension: where torch has none, the device is refused before anything runs.
+        codes=frozenset({98, 209, 222}),
+        text=_text(
+            "invalid device function",
+            "no kernel image is available",
+            "the provided PTX was compiled with an unsupported toolchain",
+            after=_DEVICE_CALL,
+        ),
+    ),
+    Row(
         "library size limit",
         Outcome.SIZE_LIMIT,
         text=_text(
@@ -230,6 +243,7 @@ GRAVITY: tuple[Outcome, ...] = (
     Outcome.OOM,
     Outcome.HOST_OOM,
     Outcome.SIZE_LIMIT,
+    Outcome.UNSUPPORTED,
     Outcome.USER_ERROR,
 )
 """Which exception of a chain decides: a dead context first, and a fault before its consequences."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from autofit.devices.open import open_device
+from autofit.devices.open import notes_on_choice, open_device
 from autofit.errors import SearchTimedOut
 from autofit.probing.messages import Deadline, DeviceFacts, OnStage, Reply, Request
 from autofit.probing.session import Session
@@ -58,7 +58,8 @@ class InProcessChannel:
             self._facts = DeviceFacts.of(opened)
             self._borrowed.enter_context(_plain_modes())
             self._snapshot = Snapshot(live_objects(workload))
-            self._session = Session(self._restored, strategies, self._device, seed=seed)
+            notes = notes_on_choice(device)
+            self._session = Session(self._restored, strategies, opened, seed=seed, notes=notes)
             self._spares_collections = gc.get_freeze_count() == 0  # else thawing undoes the user's
             if self._spares_collections:
                 self._borrowed.callback(gc.unfreeze)

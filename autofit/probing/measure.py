@@ -79,7 +79,8 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         after = device.read()
         growth = _growth(device, steps)
         run = micro_batches if training.has_split else 1  # a train_step may take all at once
-        return _measurement(steps, before, after, growth, vram_budget_bytes, run)
+    device.synchronize()  # a dead device is to show while this frame holds the pinned batch
+    return _measurement(steps, before, after, growth, vram_budget_bytes, run)
 
 
 @dataclass

@@ -38,7 +38,7 @@ from autofit.probing.messages import (
     Reply,
     ignore_stage,
 )
-from autofit.probing.survey import Survey, note_own_copy, take_survey
+from autofit.probing.survey import StrategyLost, Survey, note_own_copy, take_survey
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.strategy import Comparison, Strategy
 from autofit.training.workload import Workload
@@ -194,12 +194,21 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: what the user's code raised where no trial forward can report it.
         """
         if self._survey is None:
-            look_up = partial(take_survey, vram_budget_bytes=self.vram_budget_bytes)
-            survey = self.run(look_up)
+            survey = self._take_survey()
             if self._channel.is_replaceable:
                 survey = note_own_copy(survey, self._workload)
             self._survey = survey
         return self._survey
+
+    def _take_survey(self) -> Survey:
+        """Return the survey without the strategies under which the device died, in two workers."""
+        left_out: dict[str, str] = {}
+        while True:
+            look_up = partial(take_survey, left_out=left_out)
+            try:
+                return self.run(partial(look_up, vram_budget_bytes=self.vram_budget_bytes))
+            except StrategyLost as lost:
+                left_out[lost.strategy] = f"the device failed while it was asked ({lost.detail})"
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
         """Run one plan; a fault of the plan is an outcome, and costs at most its worker.
@@ -261,14 +270,14 @@ class Prober(AbstractContextManager["Prober"]):
     ) -> _Result:
         """Call `function(session)` where the workload and the device are; see `Call`.
 
-        It is called again, once, if the worker dies: that may be an accident.
+        It is called again, once, if the worker or the device dies: that may be an accident.
 
         Args:
             function: of a module, with `functools.partial` for further arguments.
             vram_budget_bytes: None: the prober's own budget.
 
         Raises:
-            WorkerFailed: the worker ended or hung instead of answering.
+            WorkerFailed: the worker ended or hung instead of answering, or the device died.
             Exception: what the function raised, as it was raised.
         """
         reply = self._answer(Call(function, vram_budget_bytes or self.vram_budget_bytes))
@@ -286,7 +295,17 @@ class Prober(AbstractContextManager["Prober"]):
                 raise WorkerFailed(lost.detail) from None
             return self._answer(call, has_died=True)
         self._settle(reply)
-        return reply
+        if None in (reply.device_fault, reply.exception) or not self._channel.is_replaceable:
+            return reply
+        if not has_died:
+            return self._answer(call, has_died=True)
+        if isinstance(reply.exception, StrategyLost):
+            return reply
+        raise WorkerFailed(
+            f"the device failed outside a probe, also in a fresh worker: {reply.device_fault}. A "
+            "device-side assert is most often an index out of range in the model, the loss or the "
+            "labels, and one training step on the CPU shows where"
+        ) from reply.exception_to_raise()
 
     def renew(self) -> bool:
         """Have the next request answered by a fresh worker; return whether there are workers."""

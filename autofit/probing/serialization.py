@@ -122,6 +122,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class _HostPickler(_Pickler):
     """Sends tensors of a device as host tensors, so that reading them makes no context there.
 
@@ -134,10 +138,10 @@ class _HostPickler(_Pickler):
         return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        holds_memory = isinstance(obj, torch.Tensor | torch.UntypedStorage)
-        if holds_memory and obj.device.type not in ("cpu", "meta"):
-            obj = obj.detach() if isinstance(obj, torch.Tensor) else obj
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, torch.UntypedStorage):  # torch cannot load its own pickle of one
+            return torch.Tensor.untyped_storage, (_bytes_of(obj),)
+        if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
         return super().reducer_override(obj)
 
 

@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autofit.devices.base import Device, MemoryReading
-from autofit.errors import mark_users, raised_here, release_exception, traceback_text
+from autofit.errors import (
+    mark_users,
+    never_release,
+    raised_here,
+    release_exception,
+    traceback_text,
+)
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.faults import (
     Fault,
@@ -43,10 +49,11 @@ class Session:
         strategies: those that may have settings in a plan.
         device: held by this process.
         seed: for initial weights of built models, dropout and the like.
+        notes: what a reader of the report should know of the device.
 
     Attributes:
         builder: makes trainings of the workload on the device.
-        strategies: as given.
+        strategies, notes: as given.
         on_stage: called by what runs here with the name of each stage that begins.
     """
 
@@ -57,9 +64,10 @@ class Session:
         device: Device,
         *,
         seed: int = 0,
+        notes: Sequence[str] = (),
     ) -> None:
         self.builder = TrainingBuilder(fresh_workload, device, seed)
-        self.strategies = strategies
+        self.strategies, self.notes = strategies, notes
         self.on_stage: OnStage = ignore_stage
         self._device = device
 
@@ -102,9 +110,10 @@ class Session:
             raise
         except BaseException as raised:  # a SystemExit of the user's is the user's error too
             error, text, fault = raised, traceback_text(raised), fault_of(raised)
-        if error is not None:
+        if error is not None and fault is not None:
             # Outside the except block, which itself keeps the exception and its frames alive.
-            release_exception(error)
+            is_dead = fault.outcome is Outcome.POISONED or not self._synchronizes()
+            (never_release if is_dead else release_exception)(error)
         self.builder.reclaim_or_not()
         reply = self._judged(measured, fault, budget, before, foreign_before)
         if error is not None and reply.value.outcome is Outcome.USER_ERROR:
@@ -176,6 +185,14 @@ class Session:
         """Return the bytes that outlived the probe; 0 where a dead device cannot be read."""
         after = _unless_dead(self._device.read)
         return 0 if after is None else after.allocated_bytes - before.allocated_bytes
+
+    def _synchronizes(self) -> bool:
+        """Return whether the device still answers; unlike a health check, this takes no memory."""
+        try:
+            self._device.synchronize()
+        except Exception:
+            return False
+        return True
 
     def _health_fault(self) -> Fault | None:
         """Return how the device fails at a small computation; out of memory is not a failure."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,10 +127,31 @@ def note_own_copy(survey: Survey, workload: Workload) -> Survey:
     return replace(survey, notes=(*survey.notes, note))
 
 
-def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
+class StrategyLost(Exception):
+    """The device died while a strategy looked the workload over.
+
+    Attributes:
+        strategy: its name.
+        detail: how the device fails since.
+    """
+
+    def __init__(self, strategy: str, detail: str) -> None:
+        super().__init__(strategy, detail)
+        self.strategy, self.detail = strategy, detail
+
+
+def take_survey(
+    session: Session, vram_budget_bytes: int, left_out: Mapping[str, str] = MappingProxyType({})
+) -> Survey:
     """Return the facts of a session's workload on its device, which is limited to the budget.
 
+    Args:
+        session: holds both.
+        vram_budget_bytes: the budget.
+        left_out: by name, why a strategy is not asked for its dimensions.
+
     Raises:
+        StrategyLost: the device died.
         InvalidRequest: the workload's functions make no model, optimizer or batch, or a strategy
             breaks the contract of plug-ins.
         Exception: what the user's code raised in making them.
@@ -143,7 +165,7 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed)
     model = _model_facts(builder, one.model)
     loss = _loss_source(builder)
-    dimensions, notes = _dimensions(session, builder)
+    dimensions, notes = _dimensions(session, builder, left_out)
     workload = builder.fresh_workload()
     session.on_stage("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)
@@ -160,7 +182,12 @@ def take_survey(session: Session, vram_budget_bytes: int) -> Survey:
         resplit=resplit.comparison,
         may_resplit=resplit.allowed,
         dimensions=dimensions,
-        notes=(*(_IN_EVAL_MODE,) * model.is_evaluating, *notes, *resplit.notes),
+        notes=(
+            *session.notes,
+            *(_IN_EVAL_MODE,) * model.is_evaluating,
+            *notes,
+            *resplit.notes,
+        ),
         busy=busy,
     )
 
@@ -267,11 +294,13 @@ def _source_in_a_trial_forward(builder: TrainingBuilder) -> str:
 
 
 def _dimensions(
-    session: Session, builder: TrainingBuilder
+    session: Session, builder: TrainingBuilder, left_out: Mapping[str, str]
 ) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
-    notes: list[str] = []
+    notes = [f"{name} left out: {why}" for name, why in left_out.items()]
     for strategy in session.strategies:
+        if strategy.name in left_out:
+            continue
         session.on_stage(f"looking the workload over: {strategy.name}")
         context = StrategyContext(builder, notes)
         try:
@@ -279,6 +308,8 @@ def _dimensions(
         except InvalidRequest:  # a broken plug-in, or arguments that fail in any probe
             raise
         except Exception as error:
+            if (fault := session.device_fault()) is not None:
+                raise StrategyLost(strategy.name, fault) from error
             release_exception(error)
             notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")
         finally:

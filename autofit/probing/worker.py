@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from autofit.devices.base import Device
-from autofit.devices.open import open_device
+from autofit.devices.open import notes_on_choice, open_device
 from autofit.errors import DeviceUnavailable
 from autofit.measurement import Outcome
-from autofit.probing.faults import fault_of
+from autofit.probing.faults import fault_of, text_of
 from autofit.probing.messages import (
     STACK_SIGNAL,
     DeviceFacts,
@@ -49,6 +49,7 @@ def main(requests_fd: int, replies_fd: int) -> None:
 def _serve(requests: IO[str], replies: IO[str]) -> None:
     own_pid = os.getpid()
     session: Session | None = None
+    is_dead = False
     answer: dict[str, Any]
     for answered, line in enumerate(requests):
         message = json.loads(line)
@@ -59,13 +60,17 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
             else:
                 request = request_from_dict(message, session.strategies)
                 on_stage = partial(_send_stage, replies, message["number"])
-                answer = reply_to_dict(session.answer(request, on_stage))
+                reply = session.answer(request, on_stage)
+                is_dead = reply.device_fault is not None
+                answer = reply_to_dict(reply)
         # The device could not be opened, a result does not pickle, or unpickling the workload ended
         except (Exception, SystemExit) as error:
             answer = reply_to_dict(Reply(exception=error))
         if os.getpid() != own_pid:
             os._exit(0)  # the user's code forked, and this is the twin
         send(replies, {**answer, "number": message["number"]})
+        if is_dead:
+            os._exit(0)  # what a dead context leaves behind can only be freed by an abort
         if answered < 2:  # opened; then trained for the first time
             _spare_collections()
 
@@ -86,6 +91,7 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         payload.strategies,
         device,
         seed=opening["seed"],
+        notes=notes_on_choice(opening["device"]),
     )
     return session, asdict(DeviceFacts.of(device))
 
@@ -95,12 +101,10 @@ def _open_device(name: str | None) -> Device:
     try:
         return open_device(name, owns_process=True)
     except RuntimeError as error:
-        fault = fault_of(error)
-        if fault.outcome is Outcome.OOM:
+        if fault_of(error).outcome is Outcome.OOM:
             raise
-        raise DeviceUnavailable(
-            f"{name or 'the device'} cannot be opened: {fault.detail}"
-        ) from error
+        words = text_of(error).strip().partition("\n")[0]
+        raise DeviceUnavailable(f"{name or 'the device'} cannot be opened: {words}") from error
 
 
 def _spare_collections() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +88,32 @@ def test_closed_it_leaves_the_process_as_it_was() -> None:
         assert torch.cuda.current_device() == 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, last)
+
+
+OPENS = """
+from autofit.devices.cuda import CudaDevice
+from autofit.errors import DeviceUnavailable
+try:
+    CudaDevice("cuda")
+except DeviceUnavailable as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.cuda
+def test_without_the_caching_allocator_it_is_refused(run_python: Any) -> None:
+    name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    ran = run_python("-c", OPENS, env=os.environ | {name: "0"}, forks_workers=False)
+    assert ran.stdout.startswith(f"{name} is set ('0')"), ran.stderr
+    assert "Unset it" in ran.stdout
+
+
+@pytest.mark.cuda
+def test_without_a_visible_gpu_it_says_why(run_python: Any) -> None:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ran = run_python("-c", OPENS, env=env, forks_workers=False)
+    assert "No CUDA GPUs are available" in ran.stdout, ran.stderr
+    assert 'device="cpu"' in ran.stdout
 
 
 ALONE = """

@@ -86,6 +86,11 @@ def runs_out_in_forward(model: Model, output: torch.Tensor) -> object:
     return output + torch.empty(128 * MIB)[0]
 
 
+def fills_memory_and_fails(model: Model, output: torch.Tensor) -> object:
+    held = torch.empty(62 * MIB)  # of 256 MiB
+    raise accelerator_error(2) from LookupError(held.numel())
+
+
 def runs_out_in_backward(model: Model, output: torch.Tensor) -> object:
     return AllocatesInBackward.apply(output)  # type: ignore[no-untyped-call]  # torch left it so
 
@@ -122,7 +127,9 @@ LIVES_ON: dict[str, tuple[Outcome, Callable[[Model, torch.Tensor], object]]] = {
     "OOM in forward": (Outcome.OOM, runs_out_in_forward),
     "OOM in backward": (Outcome.OOM, runs_out_in_backward),
     "wrapped OOM": (Outcome.OOM, wrapped_oom),
-    "code 2": (Outcome.OOM, raises(lambda: accelerator_error(2))),
+    "code 2 with room left": (Outcome.HOST_OOM, raises(lambda: accelerator_error(2))),
+    "code 2 at the end of memory": (Outcome.OOM, fills_memory_and_fails),
+    "no kernel": (Outcome.UNSUPPORTED, raises(lambda: accelerator_error(209))),
     "NVML assert": (
         Outcome.OOM,
         raises(lambda: RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at c10/cuda")),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from autofit.devices.nvml import Nvml, device_uuid
+from autofit.errors import WorkerFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.registry import load_strategies
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 
@@ -88,9 +90,35 @@ with open_prober(Workload(Hangs(), torch.ones(2, 16)), target=Target("cuda")) as
     prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 """
 
+IN_THIS_PROCESS = """
+import torch
+from torch import nn
+import autofit
+
+class Asserts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+    def forward(self, inputs):
+        output = self.layer(inputs)
+        if len(inputs) >= 64:
+            output.new_zeros(4)[torch.tensor([10**6], device=output.device)]
+        return output
+
+model = Asserts()
+before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+workload = autofit.Workload(model, torch.ones(2, 16))
+trial = autofit.probe(
+    workload, plan=autofit.Plan(64), device="cuda", strategies=[], isolation="inprocess"
+)
+print(trial.measurement.outcome)
+if all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()):
+    print("the model is as it was")
+"""
+
 
 class AllocatesInBackward(torch.autograd.Function):
-    """Needs 6 GiB in backward."""
+    """Needs 2 GiB in backward."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
@@ -98,38 +126,38 @@ class AllocatesInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + gradient.new_empty(6 * GIB // 4).max()
+        return gradient + gradient.new_empty(2 * GIB // 4).max()
 
 
 class Hungry(nn.Module):
-    """Needs more than 4 GiB in a given phase, at a faulty micro-batch."""
+    """Needs 1.5 GiB or more in a given phase, at a faulty micro-batch."""
 
     def __init__(self, phase: str) -> None:
         super().__init__()
         self.phase = phase
-        # 1.25 GiB of weights: with gradients and Adam's two states 5 GiB, at any micro-batch.
-        self.layer = nn.Linear(16, 20 * MIB if phase == "optimizer" else 16)
+        # 384 MiB of weights: with gradients and Adam's two states 1.5 GiB, at any micro-batch.
+        self.layer = nn.Linear(16, 6 * MIB if phase == "optimizer" else 16)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(inputs)
         if len(inputs) < FAULTY:
             return output
         if self.phase == "forward":
-            return output + output.new_empty(6 * GIB // 4).max()
+            return output + output.new_empty(2 * GIB // 4).max()
         return AllocatesInBackward.apply(output)  # type: ignore[no-any-return, no-untyped-call]  # torch left it so
 
 
 class Faulty(nn.Module):
-    """Runs `fault` at a faulty micro-batch."""
+    """Runs `fault` from a micro-batch of `least` on."""
 
-    def __init__(self, fault: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, fault: Callable[[torch.Tensor], object], least: int = FAULTY) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 16)
-        self.fault = fault
+        self.fault, self.least = fault, least
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(inputs)
-        if len(inputs) >= FAULTY:
+        if len(inputs) >= self.least:
             self.fault(output)
         return output
 
@@ -210,19 +238,27 @@ class Probing:
 
     def __init__(self) -> None:
         self.prober: Prober | None = None
+        self.shortest_s = 30.0
+        """The least time for a probe before it counts as hung."""
 
     def __call__(
         self, model: nn.Module, micro_batch: int, vram_budget: str | None = "4GiB"
     ) -> Measurement:
-        if self.prober is None:
-            self.prober = open_prober(
-                Workload(model, torch.ones(NO_FAULT, 16)),
-                target=Target("cuda", vram_budget),
-                deadlines=Deadlines(shortest_s=60.0),
-            )
-        return self.prober.probe(
-            ProbeRequest(ResolvedPlan(Plan(micro_batch)), expected_seconds=0.1)
-        ).measurement
+        prober = self.prober or self.opened(model, vram_budget)
+        request = ProbeRequest(ResolvedPlan(Plan(micro_batch)), expected_seconds=0.1)
+        return prober.probe(request).measurement
+
+    def opened(
+        self, model: nn.Module, vram_budget: str | None = "4GiB", strategies: Sequence[str] = ()
+    ) -> Prober:
+        """Return its prober, of that model and with those strategies."""
+        self.prober = open_prober(
+            Workload(model, torch.ones(NO_FAULT, 16)),
+            load_strategies(strategies),
+            Target("cuda", vram_budget),
+            deadlines=Deadlines(shortest_s=self.shortest_s),
+        )
+        return self.prober
 
     @property
     def worker(self) -> int | None:
@@ -256,7 +292,7 @@ def test_one_worker_serves_probe_after_probe(probe: Probing) -> None:
 )
 def test_the_cap_is_met_in_any_phase(probe: Probing, phase: str, micro_batch: int) -> None:
     model = Hungry(phase)
-    measurement = probe(model, micro_batch)
+    measurement = probe(model, micro_batch, "1.5GiB")
     assert measurement.outcome is Outcome.OOM
     assert "Tried to allocate" in str(measurement.detail)
     if micro_batch != NO_FAULT:
@@ -271,8 +307,35 @@ def test_after_a_fault_of_the_device_the_search_goes_on(
     probe: Probing, fault: Any, outcome: Outcome
 ) -> None:
     model = Faulty(fault)
-    assert probe(model, FAULTY).outcome is outcome
+    probe.shortest_s = 8.0
     assert probe(model, NO_FAULT).ok
+    assert probe(model, FAULTY).outcome is outcome
+    assert probe.worker is None
+    assert probe(model, NO_FAULT).ok
+
+
+def test_a_fault_of_the_device_in_this_process_ends_the_probe_alone(run_python: Any) -> None:
+    ran = run_python("-c", IN_THIS_PROCESS)
+    assert ran.stdout == "poisoned\nthe model is as it was\n", ran.stderr
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_strategy_under_which_the_device_dies_is_left_out(probe: Probing) -> None:
+    """Profiles run more samples than the sample batch has."""
+    model = Faulty(asserts_on_the_device, least=NO_FAULT + 1)
+    prober = probe.opened(model, strategies=["checkpointing", "precision"])
+    survey = prober.survey()
+    (note,) = survey.notes
+    assert note.startswith("checkpointing left out: the device failed")
+    assert "assert" in note
+    assert list(survey.dimensions) == ["precision.dtype"]
+    assert probe(model, NO_FAULT).ok
+
+
+def test_a_device_that_dies_at_every_look_is_said(probe: Probing) -> None:
+    prober = probe.opened(Faulty(asserts_on_the_device, least=1))
+    with pytest.raises(WorkerFailed, match="index out of range"):
+        prober.survey()
 
 
 @pytest.fixture

@@ -64,6 +64,13 @@ KNOWN: dict[str, tuple[Outcome, Exception]] = {
         Outcome.OOM,
         RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously ..."),
     ),
+    "no kernel": (Outcome.UNSUPPORTED, accelerator_error(209, "")),
+    "no kernel, as text": (
+        Outcome.UNSUPPORTED,
+        RuntimeError(
+            "CUDA error: no kernel image is available for execution on the device\nFor ..."
+        ),
+    ),
     "driver": (Outcome.OOM, RuntimeError("CUDA driver error: out of memory")),
     "Triton launch": (Outcome.OOM, RuntimeError("Triton Error [CUDA]: out of memory")),
     "NVML assert": (
@@ -248,7 +255,6 @@ DECOYS: list[BaseException] = [
     RuntimeError("our guide says what to do about 'CUDA out of memory. Tried to allocate'"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)"),
     RuntimeError("Expected more than 1 value per channel when training"),
-    RuntimeError("CUDA error: no kernel image is available for execution on the device"),
     RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx`"),
     accelerator_error(1, "CUDA error: invalid argument"),
     RunsOutOfMemory("CUDA out of memory. Tried to allocate 2.00 GiB"),

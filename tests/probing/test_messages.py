@@ -187,6 +187,14 @@ def test_strategies_are_those_of_the_receiver(make: Any) -> None:
     assert resolved.strategies[0] is received is not sent
 
 
+def test_a_storage_arrives() -> None:
+    held = torch.arange(5.0)
+    error = LookupError("this storage", held.untyped_storage())
+    arrived = _there_and_back(error)
+    assert type(arrived) is LookupError
+    assert torch.equal(torch.empty(0).set_(arrived.args[1]), held)
+
+
 @pytest.mark.cuda
 def test_tensors_on_a_gpu_arrive_on_the_host() -> None:
     held = torch.ones(3, device="cuda", requires_grad=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest, Reply
 from autofit.probing.session import Session
-from autofit.probing.survey import take_survey
+from autofit.probing.survey import StrategyLost, take_survey
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
 from autofit.training.builder import TrainingBuilder
@@ -257,3 +259,59 @@ def test_what_autofits_own_code_raises_is_not_the_users() -> None:
     reply = session.run(Call(partial(not_called_so, budget=64 * MIB), 64 * MIB))
     assert isinstance(reply.exception, TypeError)
     assert not is_users(reply.exception)
+
+
+class _Mortal(CpuDevice):
+    """Dies when told to."""
+
+    is_dead = False
+
+    def synchronize(self) -> None:
+        if self.is_dead:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def check_health(self) -> None:
+        self.synchronize()
+
+
+class _Batch(list[torch.Tensor]):
+    """A list that can be referred to weakly, in place of pinned memory."""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_a_failed_step_holds_is_freed_unless_that_would_end_the_process(dies: bool) -> None:
+    held: list[weakref.ref[_Batch]] = []
+
+    class Fails(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            batch = _Batch([inputs])
+            held.append(weakref.ref(batch))
+            device.is_dead = dies
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `c`")
+
+    device, workload = _Mortal(), Workload(Fails(6, 6), labelled()[0])
+    reply = _probe(Session(lambda: workload, (), device), Plan(4))
+    assert reply.value.outcome is (Outcome.POISONED if dies else Outcome.USER_ERROR)
+    del reply
+    gc.collect()
+    assert (held[0]() is not None) == dies
+
+
+def test_a_strategy_under_which_the_device_dies_is_named_and_can_be_left_out() -> None:
+    class Dies(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            device.is_dead = torch.is_grad_enabled()  # a trial forward has none
+            return super().forward(inputs)
+
+    device, workload = _Mortal(), Workload(nn.Sequential(Dies(6, 6)), labelled()[0])
+    session = Session(lambda: workload, load_strategies(["checkpointing"]), device)
+    look_up = partial(take_survey, vram_budget_bytes=64 * MIB)
+    died = session.run(Call(look_up, 64 * MIB))
+    assert isinstance(died.exception, StrategyLost)
+    assert died.exception.strategy == "checkpointing"
+    assert not is_users(died.exception)
+    assert died.spent
+    device.is_dead = False
+    reply = session.run(Call(partial(look_up, left_out={"checkpointing": "because"}), 64 * MIB))
+    assert reply.value.notes == ("checkpointing left out: because",)
+    assert reply.value.dimensions == {}
