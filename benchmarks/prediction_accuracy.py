@@ -27,7 +27,7 @@ from autofit.devices.gpus import find_gpu
 from autofit.memory.replay import Recording, replay, required_bytes
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
-from autofit.prediction.predict import margin_bytes
+from autofit.prediction.needs import margin_bytes
 from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
 from benchmarks.traces.trainings import TRAININGS
 
@@ -66,7 +66,7 @@ def dry_run_of(name: str) -> Recording:
     """Return two steps of a recorded training, run on the meta device."""
     gpu = find_gpu(GPU)
     tracer = CudaTracer(gpu)
-    with stage(gpu, tracer):
+    with stage(tracer):
         steps = TRAININGS[name].steps("cuda")
         for _ in range(STEPS):
             next(steps)

@@ -12,7 +12,9 @@ of them that kernels reach on an H200 (`REACHED_...`).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autofit.errors import InvalidRequest
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
@@ -71,6 +73,26 @@ class Gpu:
         return self.capability >= (8, 0)
 
     @property
+    def tensor_cores(self) -> bool:
+        """Whether products of float16 run on tensor cores."""
+        return self.capability >= (7, 0)
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether flash attention and cuDNN's attention run there (sdp_utils.cpp)."""
+        return self.capability >= (8, 0)
+
+    @property
+    def prefers_cudnn_attention(self) -> bool:
+        """Whether PyTorch tries cuDNN's attention first there (sdp_utils.cpp)."""
+        return self.capability in ((9, 0), (10, 0), (10, 3))
+
+    @property
+    def has_wide_cudnn_heads(self) -> bool:
+        """Whether cuDNN's attention takes heads of more than 128, up to 256 (sdp_utils.cpp)."""
+        return self.capability == (9, 0)
+
+    @property
     def threads_per_multiprocessor(self) -> int:
         """Resident threads of a multiprocessor (CUDA programming guide, compute capabilities)."""
         if self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12:
@@ -86,6 +108,26 @@ class Gpu:
         """
         large = self.capability == (9, 0) or self.capability[0] >= 10
         return 32 * MIB if large else 8 * MIB + 128 * KIB
+
+
+class AskedGpu:
+    """A GPU that notes each question it was asked, an attribute's name, with the answer.
+
+    What was computed with it holds for every GPU that would have answered the same.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.answers: dict[str, object] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        self.answers[name] = answer = getattr(self._gpu, name)
+        return answer
+
+
+def answers_alike(gpu: Gpu, answers: Mapping[str, object]) -> bool:
+    """Return whether a GPU gives these answers too."""
+    return all(getattr(gpu, name) == answer for name, answer in answers.items())
 
 
 def _gib(number: float) -> int:

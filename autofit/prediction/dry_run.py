@@ -27,9 +27,10 @@ from autofit.memory.replay import Recording
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
-from autofit.prediction.cuda.roofline import Cost, Roofline
+from autofit.prediction.cuda.roofline import Cost, Operation
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
+from autofit.prediction.trace import Trace
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.registry import collect_dimensions
 from autofit.snapshot.objects import live_objects, walk
@@ -54,28 +55,33 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True)
 class DryRun:
-    """The allocations of a dry run, and the cost of its last step.
+    """A dry run of a plan.
 
     Attributes:
-        recording: every allocation and release, in order.
+        gpu: the GPU that it ran in place of.
+        trace: what was allocated and computed.
         labels: the kinds of the allocations.
-        micro_batch_cost: of the last step, for each of its micro-batches; None if the rates of
-            the GPU are unknown.
+        answers: what the GPU was asked, and its answers: the trace is that of any GPU that would
+            have answered the same.
     """
 
-    recording: Recording
+    gpu: Gpu
+    trace: Trace
     labels: Labels
-    micro_batch_cost: Cost | None
+    answers: Mapping[str, object]
+
+    @property
+    def recording(self) -> Recording:
+        """The allocations on the GPU."""
+        return self.trace.recording_on(self.gpu)
+
+    @property
+    def micro_batch_cost(self) -> Cost | None:
+        """The cost of a micro-batch with its share of the update; None: the rates are unknown."""
+        return self.trace.micro_batch_cost_on(self.gpu)
 
 
-def dry_run(
-    workload: Workload,
-    resolved: ResolvedPlan,
-    gpu: Gpu,
-    *,
-    expandable_segments: bool = False,
-    workspace_bytes: int | None = None,
-) -> DryRun:
+def dry_run(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> DryRun:
     """Run two optimizer steps of a plan on the meta device in place of that GPU.
 
     The user's objects, random states and flags are restored afterwards.
@@ -85,49 +91,55 @@ def dry_run(
         CannotTell: the user's step cannot run without values; the message names the line.
         Exception: raised by the user's own code.
     """
-    tracer = CudaTracer(
-        gpu, expandable_segments=expandable_segments, workspace_bytes=workspace_bytes
-    )
+    tracer = CudaTracer(gpu)
     plan, labels = resolved.plan, Labels(tracer)
-    with stage(gpu, tracer, _not_copied(workload)), _explained(plan, tracer):
+    with stage(tracer, _not_copied(workload)), _explained(plan, tracer):
         copied = meta_copy(workload, tracer)
-        builder = TrainingBuilder(lambda: copied, MetaDevice(gpu, tracer), seed=0)
+        builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0)
         with builder.training(copied, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
-            cost = _steps(training, copied, plan, tracer, labels)
-            recording = tracer.recording
-            kept = Recording(tuple(recording.events), recording.step_ends, dict(recording.optional))
-    return DryRun(kept, labels, cost)
+            trace = _steps(training, copied, plan, tracer, labels)
+    return DryRun(gpu, trace, labels, tracer.answers)
 
 
 def _steps(
     training: Training, workload: Workload, plan: Plan, tracer: CudaTracer, labels: Labels
-) -> Cost | None:
-    """Run the steps, and return the cost of a micro-batch of the last one."""
-    sizes = plan.micro_batch_sizes
-    if workload.train_step is None:
-        sizes = sizes[:MICRO_BATCHES_OF_A_SEARCH]
+) -> Trace:
+    sizes, is_users_own = traced_sizes(plan, workload), workload.train_step is not None
     batch = meta_batch(workload, sum(sizes), tracer)
-    for step in range(STEPS):
-        if step == STEPS - 1 and tracer.gpu.rates is not None:
-            tracer.roofline = Roofline(tracer.gpu, tracer.gpu.rates)
-        training.step(batch)
+    work: list[Operation] = []
+    update_work: list[Operation] = []
+    for _ in range(STEPS):
+        tracer.operations = work = []
+        if is_users_own:
+            training.step(batch)
+            tracer.operations = update_work = []
+        else:  # what `step` does
+            training.zero_grad()
+            training.accumulate(batch)
+            tracer.operations = update_work = []
+            training.optimizer_step()
         labels.note_state(training)
         tracer.end_step()
-    return tracer.roofline.cost(len(sizes)) if tracer.roofline is not None else None
+    works = tuple(work), tuple(update_work)
+    return Trace(sizes[0], len(sizes), tracer.allocations, dict(tracer.by_card), *works)
+
+
+def traced_sizes(plan: Plan, workload: Workload) -> tuple[int, ...]:
+    """Return the samples of each micro-batch that a dry run of a plan makes."""
+    sizes = plan.micro_batch_sizes
+    return sizes if workload.train_step is not None else sizes[:MICRO_BATCHES_OF_A_SEARCH]
 
 
 @contextmanager
-def stage(
-    gpu: Gpu, tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({})
-) -> Iterator[None]:
-    """Run code on the meta device as if on that GPU; restore live objects and process state."""
+def stage(tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({})) -> Iterator[None]:
+    """Run code on the meta device as on the tracer's GPU; restore live objects and the process."""
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)  # fake_cuda patches torch itself
         stack.enter_context(preserved(live))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user gets them when the step runs for real
-        stack.enter_context(fake_cuda(gpu, tracer.note))
+        stack.enter_context(fake_cuda(tracer.gpu, tracer.note))
         stack.enter_context(tracer)
         yield
 
@@ -187,10 +199,10 @@ def meta_dimensions(
         CannotTell: the setting or the value can only be found by running the model.
     """
     tracer = CudaTracer(gpu)
-    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), MetaDevice(gpu, tracer), seed=0)
+    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), MetaDevice(tracer), seed=0)
     context = StrategyContext(builder, [])
     try:
-        with stage(gpu, tracer, _not_copied(workload)):
+        with stage(tracer, _not_copied(workload)):
             dimensions = collect_dimensions([strategy], context)
     except Exception as error:
         why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
@@ -214,20 +226,21 @@ def _takes_a_run(why: str) -> CannotTell:
 
 
 class MetaDevice(TracedDevice):
-    """Stands for a GPU in a dry run; implements `autofit.devices.base.Device`.
-
-    Args:
-        gpu: the GPU.
-        tracer: counts what is allocated on it.
-    """
+    """Stands for the tracer's GPU in a dry run; implements `autofit.devices.base.Device`."""
 
     tracked_steps = 0
 
-    def __init__(self, gpu: Gpu, tracer: CudaTracer) -> None:
-        super().__init__(tracer, non_torch_bytes=gpu.context_bytes)
+    def __init__(self, tracer: CudaTracer) -> None:
+        super().__init__(tracer)
         self.torch_device = torch.device("meta")
-        self.total_bytes = self.free_bytes = gpu.total_bytes
-        self._gpu, self._known = gpu, tracer.known
+        self._gpu, self._known = tracer.gpu, tracer.known
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory of the GPU."""
+        return self._gpu.total_bytes
+
+    free_bytes = total_bytes
 
     @property
     def capabilities(self) -> Capabilities:
@@ -235,7 +248,7 @@ class MetaDevice(TracedDevice):
         return Capabilities(
             device_type="meta",
             bfloat16=self._gpu.native_bfloat16,
-            float16=self._gpu.capability >= (7, 0),
+            float16=self._gpu.tensor_cores,
             tf32=self._gpu.tf32,
             compute_capability=self._gpu.capability,
         )

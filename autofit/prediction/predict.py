@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -15,22 +12,22 @@ from typing import Any
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
-from autofit.memory.blocks import ROUNDING_BYTES, round_up
-from autofit.memory.replay import Recording, replay, required_bytes
+from autofit.memory.replay import replay
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run, meta_dimensions
+from autofit.prediction.needs import (
+    SharedRuns,
+    expandable_segments,
+    largest_that_fits,
+    need_of,
+)
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
-from autofit.units import KIB, format_bytes
-
-MARGIN = 0.05
-"""Margin around required bytes, as a fraction of them."""
-WORKSPACE_MARGIN = 0.1
-"""Largest margin for cuDNN workspaces of unknown size, as a fraction of required bytes."""
+from autofit.units import format_bytes
 
 
 @hides_own_frames
@@ -119,17 +116,17 @@ class Prediction:
         them; a plan that cannot be predicted counts as one that does not fit (a model may look at
         the values of its batch, which are not kept for a very large one).
         """
-        plan, known = self.plan, {self.plan.micro_batch: self.interval[1]}
+        plan, runs = self.plan, SharedRuns(self._workload)
 
         def need(micro_batch: int) -> int:
-            if micro_batch not in known:
-                steps, settings = plan.accumulation_steps, plan.settings
-                scaled = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+            if micro_batch == plan.micro_batch:
+                return self.interval[1]
+            steps, settings = plan.accumulation_steps, plan.settings
+            scaled = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+            with suppress(CannotTell):
                 resolved = replace(self._resolved, plan=scaled)
-                with suppress(CannotTell):
-                    prediction = predict_resolved(self._workload, resolved, self.gpu)
-                    known[micro_batch] = prediction.interval[1]
-            return known.get(micro_batch, sys.maxsize)
+                return runs.need(resolved, self.gpu).high_bytes
+            return sys.maxsize
 
         return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
 
@@ -217,27 +214,19 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         CannotTell: the training cannot run without values; the message names the user's line.
         Exception: raised by the user's own code.
     """
-    expandable = expandable_segments()
-    run = dry_run(
-        workload,
-        resolved,
-        gpu,
-        expandable_segments=expandable,
-        workspace_bytes=configured_workspace_bytes(),
-    )
-    breakdown = run.labels.at_peak(run.recording, expandable_segments=expandable)
-    ample = replay(run.recording, expandable_segments=expandable)
-    required = required_bytes(run.recording, expandable_segments=expandable)
-    margin = round(margin_bytes(run.recording, required))
-    required += gpu.context_bytes
+    run = dry_run(workload, resolved, gpu)
+    recording, expandable = run.recording, expandable_segments()
+    breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
+    ample = replay(recording, expandable_segments=expandable)
+    need = need_of(recording, gpu)
     return Prediction(
         resolved.plan,
         gpu,
         ample.peak_allocated_bytes,
         ample.peak_reserved_bytes,
-        required,
+        need.required_bytes,
         {**breakdown, "non_torch": gpu.context_bytes},
-        (required - margin, required + margin),
+        (need.required_bytes - need.margin_bytes, need.high_bytes),
         run.micro_batch_cost,
         workload,
         resolved,
@@ -267,86 +256,3 @@ def _resolve(
         elif settings:
             dimensions |= meta_dimensions(strategy, settings, workload, gpu)
     return resolve(plan, Space(dimensions, workload.sample_batch_size), strategies, payloads)
-
-
-def expandable_segments() -> bool:
-    """Return whether the environment enables expandable segments of the allocator."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
-
-
-def configured_workspace_bytes() -> int | None:
-    """Return the bytes of CUBLAS_WORKSPACE_CONFIG, such as ":4096:2:16:8" (KiB); None: not set."""
-    numbers = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    return sum(int(size) * int(count) for size, count in numbers) * KIB or None
-
-
-def margin_bytes(recording: Recording, required: int) -> float:
-    """Return the margin around the required bytes of a dry run.
-
-    It is a fraction of them plus the size of the largest workspace of a convolution (at most a
-    tenth), since cuDNN's choice of algorithm is unknown.
-    """
-    workspaces = (size for number, size in recording.events if number in recording.optional)
-    largest = round_up(max(workspaces, default=0), ROUNDING_BYTES)
-    return MARGIN * required + min(WORKSPACE_MARGIN * required, largest)
-
-
-# Search for the largest micro-batch within a budget in few evaluations.
-
-MOST = 2**36
-"""No GPU has room for this many samples."""
-MOST_LOOKS = 24
-"""Largest number of evaluations."""
-_STRIDE = 16
-_FINE = 1000  # stop at three digits: 123,400 samples are as good as 123,457
-
-
-def largest_that_fits(need: Callable[[int], int], budget: int, *, start: int) -> int | None:
-    """Return the largest micro-batch that needs at most the budget, or one very near it.
-
-    Memory grows almost linearly, in steps (the allocator's segments) that may be long. So the next
-    micro-batch is where the line through the two nearest ones meets the budget. After two results
-    in a row on the same side, it is the middle of the bounds (the geometric mean if they are far
-    apart). After 24 evaluations the best one so far is returned.
-
-    Args:
-        need: micro-batch -> bytes.
-        budget: bytes.
-        start: the first micro-batch.
-
-    Returns:
-        A micro-batch that was evaluated; None if one sample does not fit.
-    """
-    looked = {start: need(start)}
-    if looked[start] > budget and start > 1:
-        looked[1] = need(1)
-    sides: list[bool] = []
-    while len(looked) < MOST_LOOKS:
-        fits = max((at for at, needed in looked.items() if needed <= budget), default=0)
-        fails = min((at for at, needed in looked.items() if needed > budget), default=MOST + 1)
-        if fits == 0 or fails - fits <= max(1, fits // _FINE):
-            break
-        at = _crossing(looked, budget)
-        if fails > MOST:
-            at = min(max(at, 2 * fits), _STRIDE * fits)
-        elif sides[-2:] in ([True, True], [False, False]):
-            at = _middle(fits, fails)
-        at = min(max(at, fits + 1), fails - 1)
-        looked[at] = need(at)
-        sides.append(looked[at] <= budget)
-    return max((at for at, needed in looked.items() if needed <= budget), default=None)
-
-
-def _crossing(looked: dict[int, int], budget: int) -> int:
-    """Return where the line through the two points nearest the budget meets it."""
-    if len(looked) == 1:
-        return 2 * next(iter(looked))
-    (one, here), (other, there) = sorted(looked.items(), key=lambda look: abs(look[1] - budget))[:2]
-    if here == there:
-        return _STRIDE * max(one, other)
-    return int(one + (budget - here) * (other - one) / (there - here))
-
-
-def _middle(fits: int, fails: int) -> int:
-    return math.isqrt(fits * fails) if fails > 4 * fits else (fits + fails) // 2

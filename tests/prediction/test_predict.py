@@ -14,7 +14,8 @@ from autofit.devices.gpus import find_gpu
 from autofit.errors import CannotTell, InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
-from autofit.prediction.predict import MOST_LOOKS, Calibration, largest_that_fits, predict
+from autofit.prediction.needs import MOST_LOOKS, largest_that_fits
+from autofit.prediction.predict import Calibration, predict
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
 from benchmarks.traces.models import GPT

@@ -3,7 +3,8 @@
 The kernel decides what is kept for the backward pass, which matters more for memory than any other
 choice. Follows aten/src/ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp: the user's
 switches (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp` and the like),
-then an order of preference, then what each kernel supports.
+then an order of preference, then what each kernel supports. The GPU is asked last, and only where
+its answer matters: what it was not asked holds for other GPUs too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class Kernel(Enum):
 _BY_NUMBER = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT, 3: Kernel.CUDNN}
 """As `torch.nn.attention.SDPBackend` numbers them."""
 _DEFAULT_ORDER = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH, Kernel.CUDNN]
-_PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
 _CUDNN_PREFERRED_FROM = 91501
 """Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed."""
 _priority_order: Any = torch._C._get_sdp_priority_order
@@ -71,16 +71,18 @@ def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
     """Return the kernel that CUDA chooses for a call on that GPU."""
     if not _shapes_suit_fused(call):
         return Kernel.MATH
-    return next((kernel for kernel in _order(gpu) if _SUPPORTS[kernel](call, gpu)), Kernel.MATH)
+    return next(
+        (kernel for kernel in _order(call, gpu) if _SUPPORTS[kernel](call, gpu)), Kernel.MATH
+    )
 
 
-def _order(gpu: Gpu) -> list[Kernel]:
+def _order(call: Call, gpu: Gpu) -> list[Kernel]:
     """Return the user's order; cuDNN comes first if that is the default and the GPU suits it."""
     order = [_BY_NUMBER[number] for number in _priority_order() if number in _BY_NUMBER]
     version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
     preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-    preferred = preferred and gpu.capability in _PREFER_CUDNN and version >= _CUDNN_PREFERRED_FROM
-    if order == _DEFAULT_ORDER and preferred:
+    preferred = preferred and version >= _CUDNN_PREFERRED_FROM and _half(call, gpu)
+    if order == _DEFAULT_ORDER and preferred and gpu.prefers_cudnn_attention:
         return [Kernel.CUDNN, Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH]
     return order
 
@@ -99,19 +101,22 @@ def _heads_agree(call: Call) -> bool:
 
 
 def _half(call: Call, gpu: Gpu) -> bool:
-    native = (torch.float16, torch.bfloat16) if gpu.native_bfloat16 else (torch.float16,)
-    return call.query.dtype in native
+    dtype = call.query.dtype
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and gpu.native_bfloat16)
+
+
+def _cudnn_takes(width: int, gpu: Gpu) -> bool:
+    return width % 8 == 0 and (width <= 128 or (width <= 256 and gpu.has_wide_cudnn_heads))
 
 
 def _cudnn_supports(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.tensors
-    widest = 256 if gpu.capability == (9, 0) else 128
     return (
         _switches.cudnn_sdp_enabled()
-        and gpu.capability >= (8, 0)
         and _half(call, gpu)
+        and gpu.has_flash_attention
         and (_heads_agree(call) or call.grouped)
-        and all(t.size(3) % 8 == 0 and t.size(3) <= widest for t in (query, value))
+        and all(_cudnn_takes(tensor.size(3), gpu) for tensor in (query, value))
         and query.size(3) == key.size(3)
         and key.size(2) > 1
         and (query.size(2) > 1 or call.dropout == 0)
@@ -135,8 +140,8 @@ def _flash_supports(call: Call, gpu: Gpu) -> bool:
     query, key, value = call.tensors
     return (
         _switches.flash_sdp_enabled()
-        and gpu.capability >= (8, 0)
         and _half(call, gpu)
+        and gpu.has_flash_attention
         and call.mask is None
         and (_heads_agree(call) or call.grouped)
         and query.size(3) == key.size(3) == value.size(3) <= 256
@@ -145,14 +150,14 @@ def _flash_supports(call: Call, gpu: Gpu) -> bool:
 
 
 def _efficient_supports(call: Call, gpu: Gpu) -> bool:
-    alignment = 8
-    if call.query.dtype == torch.float32:
-        alignment = 4 if gpu.tf32 else 1
+    is_float32 = call.query.dtype == torch.float32
+    alignment = 4 if is_float32 else 8
+    is_aligned = all(tensor.size(3) % alignment == 0 for tensor in (call.query, call.value))
     return (
         _switches.mem_efficient_sdp_enabled()
-        and (_half(call, gpu) or call.query.dtype == torch.float32)
+        and (is_float32 or _half(call, gpu))
         and _heads_agree(call)
-        and all(tensor.size(3) % alignment == 0 for tensor in (call.query, call.value))
+        and (is_aligned or (is_float32 and not gpu.tf32))
     )
 
 

@@ -157,25 +157,33 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _asking(ask: Callable[[], Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: ask()
+
+
 def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
-    properties = SimpleNamespace(
-        name=gpu.name,
-        major=gpu.capability[0],
-        minor=gpu.capability[1],
-        total_memory=gpu.total_bytes,
-        multi_processor_count=gpu.multiprocessors,
-    )
+    # The GPU is asked when the user's code asks, and not before (`AskedGpu`).
+    questions: dict[str, Callable[[], Any]] = {
+        "is_bf16_supported": lambda: gpu.native_bfloat16,
+        "get_device_capability": lambda: gpu.capability,
+        "get_device_name": lambda: gpu.name,
+        "get_device_properties": lambda: SimpleNamespace(
+            name=gpu.name,
+            major=gpu.capability[0],
+            minor=gpu.capability[1],
+            total_memory=gpu.total_bytes,
+            multi_processor_count=gpu.multiprocessors,
+        ),
+        "mem_get_info": lambda: (gpu.total_bytes, gpu.total_bytes),
+    }
+    for name, ask in questions.items():
+        yield torch.cuda, name, _asking(ask)
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": False,
         "is_current_stream_capturing": False,
-        "is_bf16_supported": gpu.native_bfloat16,
         "device_count": 1,
         "current_device": 0,
-        "get_device_capability": gpu.capability,
-        "get_device_name": gpu.name,
-        "get_device_properties": properties,
-        "mem_get_info": (gpu.total_bytes, gpu.total_bytes),
         "init": None,
         "synchronize": None,
         "set_device": None,

@@ -14,9 +14,10 @@ as `torch.utils.flop_counter` has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from math import prod
 from typing import Any
@@ -26,10 +27,10 @@ from torch.utils.flop_counter import flop_registry
 
 from autofit.devices.gpus import Gpu, Rates
 from autofit.memory.tracer import storages_of, tensors_in
+from autofit.prediction.cuda.scratch import ByCard, Size
 
 LAUNCH_S = 5e-6
 """Least seconds between two operations of eager PyTorch."""
-_HALF = (torch.float16, torch.bfloat16)
 _WRITE_ONLY = frozenset({"copy_", "fill_", "zero_"})
 _NO_KERNEL = frozenset({"_unsafe_view", "resize_", "set_"})
 """Operators that touch no data, besides those that PyTorch's schemas mark as views."""
@@ -53,58 +54,101 @@ class Cost:
         return max(self.kernel_seconds, self.launch_seconds)
 
 
-class Roofline:
-    """Adds up the cost of operations on a GPU with known rates."""
+class Kind(Enum):
+    """What decides the rate of an operation, besides the GPU."""
 
-    def __init__(self, gpu: Gpu, rates: Rates) -> None:
-        self._gpu, self._rates = gpu, rates
-        self._seconds, self._operations = 0.0, 0
+    HALF = "float16, or 8 bits"
+    BFLOAT16 = "bfloat16"
+    TF32 = "float32 where TF32 is allowed"
+    OTHER = "float32 and the rest"
 
-    def cost(self, parts: int = 1) -> Cost:
-        """Return the cost of the operations so far, divided by a number of equal parts."""
-        return Cost(self._seconds / parts, self._operations * LAUNCH_S / parts)
 
-    def add(self, func: Any, args: Any, kwargs: Any, result: Any, scratch_bytes: int) -> None:
-        """Add an operator on meta tensors; one that runs no kernel on the GPU adds nothing.
+@dataclass(frozen=True)
+class Operation:
+    """The work of an operator's kernels.
 
-        Args:
-            func: the operator's overload.
-            args: of the call.
-            kwargs: of the call.
-            result: of the call.
-            scratch_bytes: memory that its kernels take for themselves.
-        """
-        operator = _operator(func)
-        if operator.is_view:
-            return
-        read = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
-        changed = operator.written(args, kwargs, result)
-        written = [tensor for tensor in tensors_in(changed) if tensor.is_meta]
-        if not read and not written:
-            return
-        if operator.name in _WRITE_ONLY:
-            read = read[1:]
-        traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * scratch_bytes
-        if operator.name in _BATCH_NORMS:
-            traffic += _read_again(operator.name, args)
-        seconds = traffic / self._rates.bytes_per_s
-        if operator.flops is not None:
-            flops = 0
-            with suppress(Exception):  # an estimate of time must not cost a prediction of memory
-                flops = operator.flops(*args, **kwargs, out_val=result)
-            seconds = max(seconds, flops / self._flops_per_s(operator.name, read[0].dtype))
-        self._seconds += seconds
-        self._operations += 1
+    Attributes:
+        kind: decides the rate of its floating-point operations.
+        flops: floating-point operations.
+        traffic_bytes: what it reads and writes, without what follows.
+        scratch: memory whose size the GPU decides, written and read once.
+    """
 
-    def _flops_per_s(self, name: str, dtype: torch.dtype) -> float:
-        rates, gpu = self._rates, self._gpu
-        if dtype == torch.bfloat16 and not gpu.native_bfloat16:
-            return rates.float32_flops_per_s
-        if dtype in _HALF or dtype.itemsize == 1:
-            return rates.half_flops_per_s
-        if dtype == torch.float32 and gpu.tf32 and tf32_allowed(cudnn=name in _CUDNN):
-            return rates.tf32_flops_per_s
-        return rates.float32_flops_per_s
+    kind: Kind
+    flops: int
+    traffic_bytes: int
+    scratch: tuple[ByCard, ...] = ()
+
+    def seconds_on(self, gpu: Gpu, rates: Rates) -> float:
+        """Return its time on a GPU with these rates."""
+        traffic = self.traffic_bytes + sum(2 * size.bytes_on(gpu) for size in self.scratch)
+        seconds = traffic / rates.bytes_per_s
+        return max(seconds, self.flops / _flops_per_s(self.kind, gpu, rates))
+
+
+def cost_on(gpu: Gpu, operations: Iterable[Operation], parts: int = 1) -> Cost | None:
+    """Return the cost of operations on a GPU, divided by a number of equal parts.
+
+    None where the rates of the GPU are unknown.
+    """
+    rates = gpu.rates
+    if rates is None:
+        return None
+    seconds = [operation.seconds_on(gpu, rates) for operation in operations]
+    return Cost(sum(seconds) / parts, len(seconds) * LAUNCH_S / parts)
+
+
+def operation_of(
+    func: Any, args: Any, kwargs: Any, result: Any, sizes: Iterable[Size]
+) -> Operation | None:
+    """Return the work of an operator on meta tensors; None: it runs no kernel on the GPU.
+
+    Args:
+        func: the operator's overload.
+        args: of the call.
+        kwargs: of the call.
+        result: of the call.
+        sizes: memory that its kernels take for themselves.
+    """
+    operator = _operator(func)
+    if operator.is_view:
+        return None
+    read = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
+    changed = operator.written(args, kwargs, result)
+    written = [tensor for tensor in tensors_in(changed) if tensor.is_meta]
+    if not read and not written:
+        return None
+    if operator.name in _WRITE_ONLY:
+        read = read[1:]
+    own = [size for size in sizes if isinstance(size, int)]
+    traffic = sum(map(_nbytes, read)) + sum(map(_nbytes, written)) + 2 * sum(own)
+    if operator.name in _BATCH_NORMS:
+        traffic += _read_again(operator.name, args)
+    kind, flops = Kind.OTHER, 0
+    if operator.flops is not None:
+        with suppress(Exception):  # an estimate of time must not cost a prediction of memory
+            flops = operator.flops(*args, **kwargs, out_val=result)
+        kind = _kind(operator.name, read[0].dtype)
+    by_card = tuple(size for size in sizes if not isinstance(size, int))
+    return Operation(kind, flops, traffic, by_card)
+
+
+def _kind(name: str, dtype: torch.dtype) -> Kind:
+    if dtype == torch.bfloat16:
+        return Kind.BFLOAT16
+    if dtype == torch.float16 or dtype.itemsize == 1:
+        return Kind.HALF
+    if dtype == torch.float32 and tf32_allowed(cudnn=name in _CUDNN):
+        return Kind.TF32
+    return Kind.OTHER
+
+
+def _flops_per_s(kind: Kind, gpu: Gpu, rates: Rates) -> float:
+    if kind is Kind.HALF or (kind is Kind.BFLOAT16 and gpu.native_bfloat16):
+        return rates.half_flops_per_s
+    if kind is Kind.TF32 and gpu.tf32:
+        return rates.tf32_flops_per_s
+    return rates.float32_flops_per_s
 
 
 def tf32_allowed(*, cudnn: bool) -> bool:

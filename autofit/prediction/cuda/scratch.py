@@ -9,67 +9,160 @@ to the margin of a prediction. All sizes are bytes, in the order of allocation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, prod
 from typing import Any, TypeAlias
 
 import torch
 
 from autofit.devices.gpus import Gpu
-
-Sizes: TypeAlias = Callable[[Any, Any, Gpu], list[int]]
-"""(positional arguments, result, GPU) -> sizes of the buffers."""
-
-
-def scratch_bytes(name: str, args: Any, result: Any, gpu: Gpu) -> list[int]:
-    """Return the sizes of the buffers of one call of `aten::<name>`; none without a rule."""
-    return RULES[name](args, result, gpu) if name in RULES else []
+from autofit.memory.replay import Event, Recording
+from autofit.units import KIB
 
 
-def reduction_bytes(tensor: torch.Tensor, dims: frozenset[int], gpu: Gpu) -> list[int]:
-    """Return the buffers of a sum or mean over some dimensions: partial results and semaphores.
+@dataclass(frozen=True)
+class Workspace:
+    """What cuBLAS takes for each thread that multiplies matrices."""
+
+    def bytes_on(self, gpu: Gpu) -> int:
+        """Return its size on a GPU, or what CUBLAS_WORKSPACE_CONFIG says."""
+        return configured_workspace_bytes() or gpu.cublas_workspace_bytes
+
+
+def configured_workspace_bytes() -> int | None:
+    """Return the bytes of CUBLAS_WORKSPACE_CONFIG, such as ":4096:2:16:8" (KiB); None: not set."""
+    numbers = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(size) * int(count) for size, count in numbers) * KIB or None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A sum or mean over some dimensions, and the buffers that it takes.
 
     A reduction to few outputs is spread over thread blocks, which pass partial results to each
     other through global memory: for the gradient of a bias this is many times larger than the
     gradient itself. Follows `setReduceConfig` of aten/src/ATen/native/cuda/Reduce.cuh.
 
-    Args:
-        tensor: the input.
+    Attributes:
+        shape, strides: of the input.
         dims: the dimensions that are reduced, not negative.
-        gpu: where it runs.
+        accumulator_bytes: of a partial result.
     """
-    if not tensor.numel():
-        return []
-    shape, strides = tensor.shape, tensor.stride()
-    outputs = prod(size for at, size in enumerate(shape) if at not in dims)
-    inputs = tensor.numel() // outputs
-    kept_stride, reduced_stride = (_least_stride(tensor, dims, of=of) for of in (False, True))
-    along = kept_stride == inf or reduced_stride < kept_stride
-    width_work, height_work = (inputs, outputs) if along else (outputs, inputs)
-    output_vector = 1
-    if along and width_work > 128 and outputs == 1 and _is_gapless(tensor):
-        width_work //= _VECTOR
-    elif not along and kept_stride == 1:
-        output_vector = _output_vector(shape, strides, dims)
-        width_work //= output_vector
-    width, height = _block(width_work, height_work, _MOST_THREADS // output_vector)
-    input_step, output_step = (width, 1) if along else (1, width)
-    if -(-inputs // input_step) < min(height * _FEWEST_VALUES, _MOST_VALUES):
-        return []
-    values = -(-inputs // (input_step * height))
-    grid = -(-(outputs // output_vector) // output_step)
-    target = gpu.multiprocessors * (gpu.threads_per_multiprocessor // (width * height))
-    if values < _MOST_VALUES or grid > target:
-        return []
-    blocks = max(
-        min(-(-target // grid), -(-values // _FEWEST_VALUES)),
-        -(-values // _MOST_VALUES),
-    )
-    if blocks <= 1:
-        return []
-    accumulator_bytes = 8 if tensor.dtype in (torch.float64, torch.int64) else 4
-    partial = accumulator_bytes * outputs * blocks
-    return [partial if along else partial * width * output_vector, 4 * grid]
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dims: frozenset[int]
+    accumulator_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dims: frozenset[int]) -> Reduction:
+        """Return the reduction of a tensor."""
+        accumulator_bytes = 8 if tensor.dtype in (torch.float64, torch.int64) else 4
+        return cls(tuple(tensor.shape), tensor.stride(), dims, accumulator_bytes)
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # equal ones share entries, and they hold no tensor
+    def buffers_on(self, gpu: Gpu) -> tuple[int, int]:
+        """Return the bytes of partial results and of semaphores on a GPU; zeros without any."""
+        numel = prod(self.shape)
+        if not numel:
+            return 0, 0
+        outputs = prod(size for at, size in enumerate(self.shape) if at not in self.dims)
+        inputs = numel // outputs
+        kept_stride, reduced_stride = (self._least_stride(of=of) for of in (False, True))
+        along = kept_stride == inf or reduced_stride < kept_stride
+        width_work, height_work = (inputs, outputs) if along else (outputs, inputs)
+        output_vector = 1
+        if along and width_work > 128 and outputs == 1 and self._is_gapless:
+            width_work //= _VECTOR
+        elif not along and kept_stride == 1:
+            output_vector = _output_vector(self.shape, self.strides, self.dims)
+            width_work //= output_vector
+        width, height = _block(width_work, height_work, _MOST_THREADS // output_vector)
+        input_step, output_step = (width, 1) if along else (1, width)
+        if -(-inputs // input_step) < min(height * _FEWEST_VALUES, _MOST_VALUES):
+            return 0, 0
+        values = -(-inputs // (input_step * height))
+        grid = -(-(outputs // output_vector) // output_step)
+        target = gpu.multiprocessors * (gpu.threads_per_multiprocessor // (width * height))
+        if values < _MOST_VALUES or grid > target:
+            return 0, 0
+        blocks = max(
+            min(-(-target // grid), -(-values // _FEWEST_VALUES)),
+            -(-values // _MOST_VALUES),
+        )
+        if blocks <= 1:
+            return 0, 0
+        partial = self.accumulator_bytes * outputs * blocks
+        return partial if along else partial * width * output_vector, 4 * grid
+
+    def _least_stride(self, *, of: bool) -> float:
+        """Return the least stride of the reduced (or kept) dimensions; infinite without one."""
+        sizes = enumerate(zip(self.strides, self.shape, strict=True))
+        return min(
+            (step for at, (step, size) in sizes if size > 1 and (at in self.dims) is of),
+            default=inf,
+        )
+
+    @property
+    def _is_gapless(self) -> bool:
+        pairs = zip(self.strides, self.shape, strict=True)
+        return max((step * (size - 1) for step, size in pairs), default=0) < prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of the two buffers of a reduction: partial results (0) or semaphores (1)."""
+
+    reduction: Reduction
+    place: int
+
+    def bytes_on(self, gpu: Gpu) -> int:
+        """Return its size on a GPU; 0: it is not taken."""
+        return self.reduction.buffers_on(gpu)[self.place]
+
+
+ByCard: TypeAlias = Workspace | Buffer
+"""Memory whose size the GPU decides: where only such sizes differ, a dry run serves both GPUs."""
+Size: TypeAlias = int | ByCard
+"""Bytes."""
+Sizes: TypeAlias = Callable[[Any], list[Size]]
+"""Positional arguments -> sizes of the buffers."""
+
+
+def scratch(name: str, args: Any) -> list[Size]:
+    """Return the sizes of the buffers of one call of `aten::<name>`; none without a rule."""
+    return RULES[name](args) if name in RULES else []
+
+
+def bytes_on(gpu: Gpu, size: Size) -> int:
+    """Return a size on a GPU."""
+    return size if isinstance(size, int) else size.bytes_on(gpu)
+
+
+def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) -> Recording:
+    """Return a recording with the sizes that the GPU decides as they are on this one."""
+    sizes = {number: size.bytes_on(gpu) for number, size in by_card.items()}
+    events: list[Event] = []
+    ends, start = [], 0
+    for end in (*recording.step_ends, len(recording.events)):
+        events += (
+            (number, sizes.get(number, nbytes))
+            for number, nbytes in recording.events[start:end]
+            if sizes.get(abs(number), 1)
+        )
+        start = end
+        ends.append(len(events))
+    return Recording(tuple(events), tuple(ends[:-1]), dict(recording.optional))
+
+
+def of_reduction(tensor: torch.Tensor, dims: frozenset[int]) -> list[Size]:
+    """Return both buffers of a reduction."""
+    reduction = Reduction.of(tensor, dims)
+    return [Buffer(reduction, 0), Buffer(reduction, 1)]
 
 
 _MOST_THREADS = 512
@@ -77,17 +170,6 @@ _WARP = 32
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 """Values that a thread reduces."""
 _VECTOR = 4
-
-
-def _least_stride(tensor: torch.Tensor, dims: frozenset[int], *, of: bool) -> float:
-    """Return the least stride of the reduced (or kept) dimensions; infinite without one."""
-    sizes = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
-    return min((step for at, (step, size) in sizes if size > 1 and (at in dims) is of), default=inf)
-
-
-def _is_gapless(tensor: torch.Tensor) -> bool:
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return max((step * (size - 1) for step, size in pairs), default=0) < tensor.numel()
 
 
 def _block(width_work: int, height_work: int, most_threads: int) -> tuple[int, int]:
@@ -101,7 +183,7 @@ def _power_of_two_below(work: int, most: int) -> int:
     return most if work >= most else 1 << max(work, 1).bit_length() - 1
 
 
-def _output_vector(shape: torch.Size, strides: tuple[int, ...], dims: frozenset[int]) -> int:
+def _output_vector(shape: tuple[int, ...], strides: tuple[int, ...], dims: frozenset[int]) -> int:
     """Return how many neighbouring outputs a thread loads at once."""
     vector, run = _VECTOR, 1
     kept = [at for at in range(len(shape)) if at not in dims]
@@ -114,16 +196,16 @@ def _output_vector(shape: torch.Size, strides: tuple[int, ...], dims: frozenset[
     return vector
 
 
-def _sum(args: Any, result: Any, gpu: Gpu) -> list[int]:
+def _sum(args: Any) -> list[Size]:
     tensor, *others = args
     named = others[0] if others and isinstance(others[0], (list, tuple)) else ()
     dims = frozenset(dim % tensor.dim() for dim in named) or frozenset(range(tensor.dim()))
-    return reduction_bytes(tensor, dims, gpu)
+    return of_reduction(tensor, dims)
 
 
 RULES: dict[str, Sizes] = {
     "sum": _sum,
     "mean": _sum,  # the same kernel
-    "_softmax_backward_data": lambda args, *_: [args[0].nbytes],
+    "_softmax_backward_data": lambda args: [args[0].nbytes],
 }
 """By operator."""

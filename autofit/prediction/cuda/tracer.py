@@ -9,15 +9,15 @@ meta device lacks, refuses those that need a tensor's values, and estimates what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from autofit.devices.gpus import Gpu
-from autofit.memory.allocator import CachingAllocator
+from autofit.devices.gpus import AskedGpu, Gpu
 from autofit.memory.blocks import Block
+from autofit.memory.replay import Recording
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.prediction.cuda import operators, rnn
 from autofit.prediction.cuda.convolutions import (
@@ -29,8 +29,16 @@ from autofit.prediction.cuda.convolutions import (
     workspace_bytes,
 )
 from autofit.prediction.cuda.operators import in_memory_of_all_losses, is_in_place
-from autofit.prediction.cuda.roofline import Roofline
-from autofit.prediction.cuda.scratch import reduction_bytes, scratch_bytes
+from autofit.prediction.cuda.roofline import Operation, operation_of
+from autofit.prediction.cuda.scratch import (
+    ByCard,
+    Size,
+    Workspace,
+    bytes_on,
+    of_reduction,
+    recording_on,
+    scratch,
+)
 from autofit.prediction.cuda.values import (
     NEEDS_VALUES,
     KnownValues,
@@ -64,28 +72,27 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
 
     Args:
         gpu: the GPU whose memory use is emulated.
-        expandable_segments: as `CachingAllocator`.
-        workspace_bytes: what cuBLAS takes a thread; None: that architecture's default.
 
     Attributes:
+        gpu: the GPU; it notes what it is asked.
+        by_card: the allocations whose size the GPU decides, by their numbers.
         forward: numbers of allocations made with gradients enabled, outside a backward pass.
         unsupported: the first thing that could not be done, also if the user's code caught it.
         known: the values of tensors that are known.
-        roofline: while it is set, operations are added to it.
+        operations: while it is a list, the work of operators is added to it.
     """
 
-    def __init__(
-        self, gpu: Gpu, *, expandable_segments: bool = False, workspace_bytes: int | None = None
-    ) -> None:
-        allocator = CachingAllocator(expandable_segments=expandable_segments)
-        super().__init__(allocator, device_type="meta", record=True)
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(device_type="meta", record=True)
+        self._asked = AskedGpu(gpu)
+        self.gpu = cast(Gpu, self._asked)
+        self.by_card: dict[int, ByCard] = {}
+        self._given = gpu
         self.forward: set[int] = set()
         self.unsupported: Unsupported | None = None
         self.known = KnownValues()
-        self.roofline: Roofline | None = None
+        self.operations: list[Operation] | None = None
         self._shape_cache = ShapeCache()
-        self._workspace_bytes = workspace_bytes or gpu.cublas_workspace_bytes
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
 
@@ -157,27 +164,55 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             order, self._order = self._order, []
             self.allocate_in_order(order)
         super().account(func, args, kwargs, result)
-        scratch = self._account_scratch(name, args, result) if _on_device(result) else 0
-        if self.roofline is not None:
-            self.roofline.add(func, args, kwargs, result, scratch)
+        sizes = self._account_scratch(name, args, result) if _on_device(result) else []
+        if self.operations is not None:
+            operation = operation_of(func, args, kwargs, result, sizes)
+            self.operations += [operation] if operation is not None else []
 
-    def _account_scratch(self, name: str, args: Any, result: Any) -> int:
-        """Allocate workspaces and scratch memory, and return the bytes of the latter."""
+    @property
+    def answers(self) -> Mapping[str, object]:
+        """What the GPU was asked so far, and what it answered."""
+        return dict(self._asked.answers)
+
+    @property
+    def allocations(self) -> Recording:
+        """The events so far, with zero for the sizes that the GPU decides."""
+        live, by_card = super().recording, self.by_card
+        events = tuple((number, 0 if number in by_card else size) for number, size in live.events)
+        first: dict[Hashable, int] = {}  # of a purpose, and its name where sizes are compared
+        purposes = live.optional.items()
+        optional = {number: first.setdefault(purpose, number) for number, purpose in purposes}
+        return Recording(events, live.step_ends, optional)
+
+    @property
+    def recording(self) -> Recording:
+        """The events so far on the GPU, and where steps ended."""
+        return recording_on(self._given, self.allocations, self.by_card)
+
+    def _account_scratch(self, name: str, args: Any, result: Any) -> list[Size]:
+        """Allocate workspaces and scratch memory, and return the sizes of the latter."""
         if name in _PRODUCTS:
-            self._use_workspace("cublas", self._workspace_bytes)
+            self._use_workspace("cublas", Workspace())
             if name == "addmm" and args[0].dim() == 1:
                 self._use_workspace("cublaslt", CUBLASLT_WORKSPACE_BYTES)
         if name in ("convolution", "convolution_backward"):
             return self._convolve(name, args, result)
-        sizes = scratch_bytes(name, args, result, self.gpu)
-        self.allocate_in_order(sizes)
-        return sum(sizes)
+        sizes = scratch(name, args)
+        self._take(sizes)
+        return sizes
 
-    def _convolve(self, name: str, args: Any, result: Any) -> int:
+    def _take(self, sizes: Sequence[Size]) -> None:
+        """Allocate scratch memory, and release it."""
+        held: list[tuple[int, Block | None]] = []
+        for size in sizes:
+            held.append(self._allocate(size))
+        self._release_all(held)
+
+    def _convolve(self, name: str, args: Any, result: Any) -> list[Size]:
         """Allocate copies of arguments in another layout, and cuDNN's workspaces.
 
         Returns:
-            The bytes of both.
+            The sizes of both.
         """
         if name == "convolution":
             directions, operands = [Direction.FORWARD], args[:2]
@@ -186,8 +221,8 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             convolution, operands = of_backward(args), args[:3]
             wanted = zip((Direction.DATA, Direction.WEIGHT), args[-1], strict=False)
             directions = [direction for direction, wants in wanted if wants]
-        sizes = copied_operands(convolution, operands)
-        self.allocate_in_order(sizes)
+        sizes: list[Size] = [*copied_operands(convolution, operands)]
+        self._take(sizes)
         for direction in directions:
             nbytes = workspace_bytes(convolution, direction, self.gpu)
             if nbytes:
@@ -195,21 +230,30 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 sizes.append(nbytes)
         if name == "convolution_backward" and args[-1][2]:
             but_channels = frozenset(range(args[0].dim())) - {1}
-            self.allocate_in_order(reduction_bytes(args[0], but_channels, self.gpu))
-        return sum(sizes)
+            self._take(of_reduction(args[0], but_channels))
+        return sizes
 
-    def _allocate(self, nbytes: int) -> tuple[int, Block | None]:
-        number, block = super()._allocate(nbytes)
+    def _allocate(self, nbytes: Size) -> tuple[int, Block | None]:
+        number, block = super()._allocate(bytes_on(self._given, nbytes))
+        if not isinstance(nbytes, int):
+            self.by_card[number] = nbytes
+            if block is None:
+                self.events.append((number, 0))
         if torch.is_grad_enabled() and not in_backward():
             self.forward.add(number)
         return number, block
 
-    def _use_workspace(self, library: str, nbytes: int) -> None:
+    def _release(self, number: int, block: Block | None) -> None:
+        if block is None and number in self.by_card:
+            self.events.append((-number, 0))
+        super()._release(number, block)
+
+    def _use_workspace(self, library: str, size: Size) -> None:
         """Allocate one for the thread of the forward pass, and one for autograd's thread."""
         owner = library, in_backward()
         if owner not in self._has_workspace:
             self._has_workspace.add(owner)
-            self.keep(nbytes)
+            self._allocate(size)
 
 
 def in_backward() -> bool:

@@ -104,7 +104,7 @@ class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own ho
 
 def run(gpu: str, dtype: torch.dtype, *, checkpointed: bool, mask: bool = False) -> list[str]:
     tracer = _Listening(gpu)
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         query = torch.randn(2, 8, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
         bias = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril() if mask else None
 

@@ -21,7 +21,7 @@ from autofit.training.workload import Workload
 @pytest.fixture
 def staged():  # type: ignore[no-untyped-def]  # a generator of a tracer
     tracer = CudaTracer(find_gpu("H100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         yield tracer
 
 

@@ -92,7 +92,7 @@ def test_a_gpu_without_tensor_cores_for_tf32_copies_nothing() -> None:
 
 def test_gradients_take_the_layout_of_data_and_weight_whatever_the_results_gradient_has() -> None:
     tracer = CudaTracer(H200)
-    with stage(H200, tracer):
+    with stage(tracer):
         weight = torch.randn(8, 16, 3, 3, device="cuda", requires_grad=True)
         data = torch.randn(2, 32, 8, 8, device="cuda").to(memory_format=torch.channels_last)
         half = data[:, :16].requires_grad_()  # with gaps, and still channels last

@@ -19,7 +19,7 @@ from autofit.prediction.dry_run import stage
 @pytest.fixture
 def tracer() -> Iterator[CudaTracer]:
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         yield tracer
 
 
@@ -128,7 +128,7 @@ def test_everything_is_put_back() -> None:
     watched = [torch.cuda, torch, torch.autograd, torch.amp, import_module("torch.optim.optimizer")]
     before = [dict(vars(module)) for module in watched]
     tracer = CudaTracer(find_gpu("A100"))
-    with pytest.raises(KeyError), stage(tracer.gpu, tracer):
+    with pytest.raises(KeyError), stage(tracer):
         raise KeyError("anything")
     for module, names in zip(watched, before, strict=True):
         changed = {n for n, v in names.items() if vars(module).get(n) is not v}

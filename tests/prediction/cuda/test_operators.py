@@ -20,7 +20,7 @@ WHOLE = ROWS * WIDTH * 4
 def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
     """Bytes that are held between forward and backward, the argument and the result included."""
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
         result = run(data)
         held = tracer.allocator.allocated_bytes
@@ -35,7 +35,7 @@ def kept(run: Callable[[torch.Tensor], torch.Tensor]) -> int:
 def test_cudnn_normalizes_a_batch_without_gaps(dtype: torch.dtype) -> None:
     """Steps first and channels last, as layers of sequences have them."""
     tracer = CudaTracer(find_gpu("H200"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         norm = torch.nn.BatchNorm1d(8, device="cuda")
         result = norm(torch.randn(4, 16, 8, device="cuda", dtype=dtype).transpose(1, 2))
         assert result.is_contiguous() is (dtype == torch.float32)
@@ -53,7 +53,7 @@ def test_dropout_that_does_nothing_keeps_nothing() -> None:
 
 def test_the_backward_of_mish_is_one_kernel() -> None:
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         data = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
         result = F.mish(data).sum()
         tracer.allocator.reset_peaks()
@@ -129,7 +129,7 @@ class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own ho
 
 def in_place(run: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[bool]:
     tracer = _Listening()
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         leaf = torch.randn(4, 8, device="cuda", requires_grad=True)
         run(leaf.exp()).sum().backward(**options)  # type: ignore[no-untyped-call]  # torch's
     return tracer.in_place

@@ -37,7 +37,7 @@ def test_results_and_gradients_have_the_shapes_of_the_cpu(
     layer, x = kind(6, 8, **options), torch.randn(3, 4, 6)  # type: ignore[arg-type]  # torch's own signature
     expected = shapes(layer(x))
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         on_device = layer.cuda()
         with torch.autocast("cuda", enabled=autocast):
             results = on_device(torch.randn(3, 4, 6, device="cuda"))
@@ -52,7 +52,7 @@ def test_results_and_gradients_have_the_shapes_of_the_cpu(
 
 def test_packed_sequences() -> None:
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         layer = nn.LSTM(6, 8, device="cuda")
         packed = nn.utils.rnn.pack_padded_sequence(
             torch.randn(5, 3, 6, device="cuda"), torch.tensor([5, 3, 2])
@@ -66,7 +66,7 @@ def test_packed_sequences() -> None:
 
 def test_sequences_in_any_order_are_packed_and_padded_again() -> None:
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         data, lengths = torch.randn(5, 3, 6, device="cuda"), torch.tensor([2, 5, 3])
         packed = nn.utils.rnn.pack_padded_sequence(data, lengths, enforce_sorted=False)
         padded, found = nn.utils.rnn.pad_packed_sequence(packed)
@@ -86,7 +86,7 @@ def test_cell_results_and_gradients_have_the_shapes_of_the_cpu(
     kind: type[nn.LSTMCell | nn.GRUCell], autocast: bool, bias: bool
 ) -> None:
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         cell = kind(6, 8, bias=bias, device="cuda")
         with torch.autocast("cuda", enabled=autocast):
             result: Any = cell(torch.randn(3, 6, device="cuda"))
@@ -108,7 +108,7 @@ def test_both_products_and_the_gates_are_kept(
 ) -> None:
     """In states: the products, the kernel's workspace and what it returns (RNN.cu)."""
     tracer = CudaTracer(find_gpu("A100"))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         cell = kind(WIDTH, WIDTH, device="cuda")
         data = torch.randn(SAMPLES, WIDTH, device="cuda")
         state: Any = cell(data)  # workspaces of the products, too

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.devices.gpus import find_gpu
-from autofit.prediction.cuda.scratch import RULES, reduction_bytes, scratch_bytes
+from autofit.devices.gpus import Gpu, find_gpu
+from autofit.prediction.cuda.scratch import RULES, Reduction, Size, bytes_on, scratch
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import STEPS, stage
 from benchmarks.traces.recorded import recorded_trainings
@@ -27,6 +27,11 @@ EXACT = {
 }
 
 
+def taken(sizes: list[Size], gpu: Gpu = H200) -> list[int]:
+    """Return the sizes on a GPU of the buffers that are taken there."""
+    return [nbytes for size in sizes if (nbytes := bytes_on(gpu, size))]
+
+
 class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own hook
     """Notes the scratch memory of each call of an operator."""
 
@@ -37,13 +42,13 @@ class _Listening(CudaTracer):  # type: ignore[no-untyped-call]  # torch's own ho
     def account(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
         if name in RULES:
-            self.scratch[name].append(scratch_bytes(name, args, result, H200))
+            self.scratch[name].append(taken(scratch(name, args)))
         super().account(func, args, kwargs, result)
 
 
 def predicted(training: str) -> dict[str, list[list[int]]]:
     tracer = _Listening()
-    with stage(H200, tracer):
+    with stage(tracer):
         steps = TRAININGS[training].steps("cuda")
         for _ in range(STEPS):
             next(steps)
@@ -77,15 +82,22 @@ def test_every_rule_is_tested_against_a_recording() -> None:
 
 def test_an_operator_without_a_rule_takes_nothing() -> None:
     data = torch.empty(8, device="meta")
-    assert scratch_bytes("relu", (data,), data, H200) == []
+    assert scratch("relu", (data,)) == []
 
 
 def test_the_gradient_of_a_convolutions_bias() -> None:
     """A batch of 8 images of 192x192 with 32 channels, as recorded."""
     image = torch.empty(8, 32, 192, 192, device="meta")
-    assert reduction_bytes(image, frozenset({0, 2, 3}), H200) == [2176, 128]
+    assert Reduction.of(image, frozenset({0, 2, 3})).buffers_on(H200) == (2176, 128)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (0, 8)])
 def test_a_small_reduction_needs_no_buffer(shape: tuple[int, int]) -> None:
-    assert reduction_bytes(torch.empty(shape, device="meta"), frozenset({0}), H200) == []
+    reduction = Reduction.of(torch.empty(shape, device="meta"), frozenset({0}))
+    assert reduction.buffers_on(H200) == (0, 0)
+
+
+def test_a_larger_gpu_spreads_a_sum_over_more_blocks() -> None:
+    rows = Reduction.of(torch.empty(2**16, 768, device="meta"), frozenset({0}))
+    small, large = (rows.buffers_on(find_gpu(name))[0] for name in ("T4", "B200"))
+    assert 0 < small < large

@@ -20,7 +20,7 @@ from autofit.units import MIB
 
 def traced(run: Callable[[], object], gpu: str = "H100") -> CudaTracer:
     tracer = CudaTracer(find_gpu(gpu))
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         run()
         tracer.end_step()
     return tracer

@@ -1,0 +1,215 @@
+"""What plans of one workload need, from as few dry runs as possible, and the largest that fits."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from autofit.devices.gpus import Gpu, answers_alike
+from autofit.errors import CannotTell
+from autofit.memory.blocks import ROUNDING_BYTES, round_up
+from autofit.memory.replay import Recording, required_bytes
+from autofit.plan import ResolvedPlan
+from autofit.prediction.dry_run import dry_run, traced_sizes
+from autofit.prediction.trace import Trace, between
+from autofit.training.workload import Workload
+
+MARGIN = 0.05
+"""Margin around required bytes, as a fraction of them."""
+WORKSPACE_MARGIN = 0.1
+"""Largest margin for cuDNN workspaces of unknown size, as a fraction of required bytes."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory that a plan needs on a GPU.
+
+    Attributes:
+        required_bytes: the smallest VRAM budget under which it runs, non-torch bytes included.
+        margin_bytes: how far off that may be.
+    """
+
+    required_bytes: int
+    margin_bytes: int
+
+    @property
+    def high_bytes(self) -> int:
+        """What must be free for the plan to be said to fit."""
+        return self.required_bytes + self.margin_bytes
+
+
+def need_of(recording: Recording, gpu: Gpu) -> Need:
+    """Return what a recorded dry run needs on its GPU."""
+    required = required_bytes(recording, expandable_segments=expandable_segments())
+    return Need(required + gpu.context_bytes, round(margin_bytes(recording, required)))
+
+
+def margin_bytes(recording: Recording, required: int) -> float:
+    """Return the margin around the required bytes of a dry run.
+
+    It is a fraction of them plus the size of the largest workspace of a convolution (at most a
+    tenth), since cuDNN's choice of algorithm is unknown.
+    """
+    workspaces = (size for number, size in recording.events if number in recording.optional)
+    largest = round_up(max(workspaces, default=0), ROUNDING_BYTES)
+    return MARGIN * required + min(WORKSPACE_MARGIN * required, largest)
+
+
+def expandable_segments() -> bool:
+    """Return whether the environment enables expandable segments of the allocator."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
+
+
+_Run: TypeAlias = tuple[Trace, Mapping[str, object]]
+"""A trace, and what the GPU in whose place it ran was asked and answered."""
+
+
+class SharedRuns:
+    """Traces and needs of the plans of a workload, from as few dry runs as possible.
+
+    A dry run serves each GPU that would have answered its questions alike. Between the smallest
+    and the largest micro-batch that ran, a trace is interpolated where three dry runs lie on one
+    line (`autofit.prediction.trace`), so it pays to ask for the largest GPU first.
+
+    Args:
+        workload: model, sample batch, loss and optimizer.
+
+    Attributes:
+        dry_runs: how many were made.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.dry_runs = 0
+        self._workload = workload
+        self._runs: dict[Hashable, list[_Run]] = {}
+        self._failures: dict[Hashable, CannotTell] = {}
+        self._interpolated: dict[Hashable, Trace | None] = {}
+        self._needs: dict[Hashable, tuple[Trace, Need]] = {}
+
+    def trace(self, resolved: ResolvedPlan, gpu: Gpu) -> Trace:
+        """Return the trace of a plan on a GPU.
+
+        Raises:
+            CannotTell: the training cannot run without values; the message names the user's line.
+            Exception: raised by the user's own code.
+        """
+        plan = resolved.plan
+        sizes = traced_sizes(plan, self._workload)
+        is_even = len(set(sizes)) == 1
+        alike: Hashable = (plan.variant, len(sizes) if is_even else sizes)
+        runs = self._runs.setdefault(alike, [])
+        known = {trace.micro_batch: trace for trace, answers in runs if answers_alike(gpu, answers)}
+        if sizes[0] in known:
+            return known[sizes[0]]
+        if is_even and (found := self._between(known, sizes[0])) is not None:
+            return found
+        if (failure := self._failures.get((alike, sizes[0]))) is not None:
+            raise failure
+        try:
+            run = dry_run(self._workload, resolved, gpu)
+        except CannotTell as error:
+            self._failures[alike, sizes[0]] = error
+            raise
+        self.dry_runs += 1
+        runs.append((run.trace, run.answers))
+        return run.trace
+
+    def need(self, resolved: ResolvedPlan, gpu: Gpu) -> Need:
+        """Return what a plan needs on a GPU; raises as `trace` does."""
+        trace = self.trace(resolved, gpu)
+        sizes = tuple(size.bytes_on(gpu) for size in trace.by_card.values())
+        key = id(trace), sizes, gpu.context_bytes
+        if key not in self._needs:
+            self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu)
+        return self._needs[key][1]
+
+    def _between(self, known: Mapping[int, Trace], micro_batch: int) -> Trace | None:
+        """Return the trace between the two nearest, if a third one lies on their line."""
+        below = max((at for at in known if at < micro_batch), default=None)
+        above = min((at for at in known if at > micro_batch), default=None)
+        if below is None or above is None or len(known) < 3:
+            return None
+        one, other = known[below], known[above]
+        key = id(one), id(other), micro_batch
+        if key not in self._interpolated:
+            third = max(
+                (at for at in known if at not in (below, above)),
+                key=lambda at: abs(at - micro_batch),
+            )
+            is_straight = between(one, other, third) == known[third]
+            self._interpolated[key] = between(one, other, micro_batch) if is_straight else None
+        return self._interpolated[key]
+
+
+# Search for the largest micro-batch within a budget in few evaluations.
+
+MOST = 2**36
+"""No GPU has room for this many samples."""
+MOST_LOOKS = 24
+"""Largest number of evaluations."""
+_STRIDE = 16
+_FINE = 1000  # stop at three digits: 123,400 samples are as good as 123,457
+
+
+def largest_that_fits(
+    need: Callable[[int], int],
+    budget: int,
+    *,
+    start: int,
+    known: Mapping[int, int] = MappingProxyType({}),
+    most: int = MOST,
+) -> int | None:
+    """Return the largest micro-batch that needs at most the budget, or one very near it.
+
+    Memory grows almost linearly, in steps (the allocator's segments) that may be long. So the next
+    micro-batch is where the line through the two nearest ones meets the budget. After two results
+    in a row on the same side, it is the middle of the bounds (the geometric mean if they are far
+    apart). After 24 evaluations the best one so far is returned.
+
+    Args:
+        need: micro-batch -> bytes.
+        budget: bytes.
+        start: the first micro-batch.
+        known: micro-batch -> bytes, of further ones.
+        most: the largest micro-batch to think of.
+
+    Returns:
+        A micro-batch that was evaluated or is known; None if one sample does not fit.
+    """
+    looked = {**known, start: need(start)}
+    if min(looked.values()) > budget and 1 not in looked:
+        looked[1] = need(1)
+    sides: list[bool] = []
+    while len(looked) < MOST_LOOKS:
+        fits = max((at for at, needed in looked.items() if needed <= budget), default=0)
+        fails = min((at for at, needed in looked.items() if needed > budget), default=most + 1)
+        if fits == 0 or fails - fits <= max(1, fits // _FINE):
+            break
+        at = _crossing(looked, budget)
+        if fails > most:
+            at = min(max(at, 2 * fits), _STRIDE * fits)
+        elif sides[-2:] in ([True, True], [False, False]):
+            at = _middle(fits, fails)
+        at = min(max(at, fits + 1), fails - 1)
+        looked[at] = need(at)
+        sides.append(looked[at] <= budget)
+    return max((at for at, needed in looked.items() if needed <= budget), default=None)
+
+
+def _crossing(looked: dict[int, int], budget: int) -> int:
+    """Return where the line through the two points nearest the budget meets it."""
+    if len(looked) == 1:
+        return 2 * next(iter(looked))
+    (one, here), (other, there) = sorted(looked.items(), key=lambda look: abs(look[1] - budget))[:2]
+    if here == there:
+        return _STRIDE * max(one, other)
+    return int(one + (budget - here) * (other - one) / (there - here))
+
+
+def _middle(fits: int, fails: int) -> int:
+    return math.isqrt(fits * fails) if fails > 4 * fits else (fits + fails) // 2

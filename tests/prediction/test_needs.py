@@ -1,0 +1,115 @@
+"""Traces that serve several GPUs and micro-batches are those that a dry run would have made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everybody uses
+from torch import nn
+
+from autofit.devices.gpus import find_gpu
+from autofit.plan import Plan, ResolvedPlan
+from autofit.prediction.dry_run import dry_run
+from autofit.prediction.needs import SharedRuns, need_of
+from autofit.prediction.trace import between
+from autofit.registry import load_strategies
+from autofit.training.workload import Workload
+from benchmarks.workloads import GPT, resnet
+
+PRECISION = tuple(load_strategies(["precision"]))
+
+
+def decoder() -> Workload:
+    ids = torch.randint(0, 500, (2, 64))
+    return Workload(lambda: GPT(500, 64, 128, 2, 2), {"ids": ids})
+
+
+def convolutions() -> Workload:
+    batch = torch.randn(2, 3, 32, 32), torch.randint(0, 10, (2,))
+    return Workload(lambda: resnet((16, 32), 1, 10), batch, criterion=nn.CrossEntropyLoss())
+
+
+def plan(micro_batch: int, dtype: str = "as_is", steps: int = 2) -> ResolvedPlan:
+    settings = {"precision.dtype": dtype}
+    given = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+    return ResolvedPlan(given, {}, PRECISION)
+
+
+@pytest.mark.parametrize("make", [decoder, convolutions])
+def test_between_two_micro_batches_sizes_lie_on_lines(make: Any) -> None:
+    workload, gpu = make(), find_gpu("L4")
+    runs = {size: dry_run(workload, plan(size), gpu).trace for size in (4, 7, 32)}
+    assert between(runs[4], runs[32], 7) == runs[7]
+    assert between(runs[32], runs[4], 7) == runs[7]
+
+
+def test_a_loss_over_pairs_of_samples_is_on_no_line() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        features = model(batch)
+        return F.cross_entropy(features @ features.t(), torch.arange(len(batch), device="cuda"))
+
+    workload = Workload(nn.Linear(16, 8), torch.randn(4, 16), loss_fn=loss_fn)
+    gpu = find_gpu("L4")
+    runs = {size: dry_run(workload, ResolvedPlan(Plan(size)), gpu).trace for size in (64, 256, 512)}
+    assert between(runs[64], runs[512], 256) != runs[256]
+    shared = SharedRuns(workload)
+    for size in (64, 512, 256, 300):
+        found = shared.need(ResolvedPlan(Plan(size)), gpu)
+        run = dry_run(workload, ResolvedPlan(Plan(size)), gpu)
+        assert found == need_of(run.recording, gpu)
+    assert shared.dry_runs == 4
+
+
+@pytest.mark.parametrize("dtype", ["as_is", "bfloat16"])
+def test_three_dry_runs_tell_all_micro_batches_between(dtype: str) -> None:
+    workload, gpu = decoder(), find_gpu("L4")
+    shared = SharedRuns(workload)
+    for size in (4, 40, 12):
+        shared.need(plan(size, dtype), gpu)
+    for size in (5, 23, 39):
+        run = dry_run(workload, plan(size, dtype), gpu)
+        assert shared.need(plan(size, dtype), gpu) == need_of(run.recording, gpu)
+        trace = shared.trace(plan(size, dtype), gpu)
+        assert trace.micro_batch_cost_on(gpu) == run.micro_batch_cost
+    assert shared.dry_runs == 3
+
+
+@pytest.mark.parametrize("dtype", ["as_is", "float16"])
+def test_a_gpu_that_answers_alike_needs_no_dry_run_of_its_own(dtype: str) -> None:
+    workload, names = decoder(), ["T4", "V100", "A100", "L4", "RTX 5090", "H100", "B200"]
+    shared = SharedRuns(workload)
+    for name in names:
+        gpu = find_gpu(name)
+        run = dry_run(workload, plan(8, dtype), gpu)
+        assert shared.need(plan(8, dtype), gpu) == need_of(run.recording, gpu)
+        assert shared.trace(plan(8, dtype), gpu).recording_on(gpu) == run.recording
+    assert shared.dry_runs == (1 if dtype == "as_is" else 3)
+
+
+def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        major, _ = torch.cuda.get_device_capability()
+        return model(batch.repeat(major, 1)).square().mean()  # type: ignore[no-any-return]  # modules are untyped
+
+    workload = Workload(nn.Linear(256, 256), torch.randn(64, 256), loss_fn=loss_fn)
+    shared = SharedRuns(workload)
+    seven, nine = (
+        shared.need(ResolvedPlan(Plan(4096)), find_gpu(name)).required_bytes
+        for name in ("T4", "H100")
+    )
+    assert shared.dry_runs == 2
+    assert nine > seven
+
+
+def test_uneven_micro_batches_run_themselves() -> None:
+    workload, gpu = decoder(), find_gpu("L4")
+    shared = SharedRuns(workload)
+    for size in (4, 40, 12):
+        shared.trace(plan(size), gpu)
+    uneven = ResolvedPlan(Plan.split(22, 8, {"precision.dtype": "as_is"}), {}, PRECISION)
+    assert uneven.plan.micro_batch_sizes == (8, 7, 7)
+    run = dry_run(workload, uneven, gpu)
+    assert shared.trace(uneven, gpu) == run.trace
+    assert shared.dry_runs == 4
