@@ -8,16 +8,17 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import typer
 import typer.core
 
-from autofit.errors import AutofitError, is_users, traceback_text
+from autofit.errors import AutofitError, is_users, mark_users, traceback_text
 from autofit.measurement import Outcome, Trial
 
 if TYPE_CHECKING:
@@ -159,6 +160,32 @@ def exit_codes() -> Iterator[None]:
         sys.exit(_show_error(error))
 
 
+@contextmanager
+def immediate_exits_refused() -> Iterator[None]:
+    """Turn an `os._exit` of the user's code in this process into an error of that code.
+
+    The command would end without a word, and with a code that reads as its answer. What is forked
+    from it still ends so. In a thread, which a SystemExit alone would end, it ends the command.
+    """
+    command, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != command:
+            leave(status)
+        ended = SystemExit(f"os._exit({status}) would end the command without its answer")
+        mark_users(ended)
+        if threading.current_thread() is threading.main_thread():
+            raise ended
+        _print_error("".join(traceback.format_stack()[:-1]) + f"SystemExit: {ended}")
+        leave(3)
+
+    vars(os)["_exit"] = refuse
+    try:
+        yield
+    finally:
+        vars(os)["_exit"] = leave
+
+
 def _show_error(error: Exception) -> int:
     """Print an error and return its exit code."""
     if isinstance(error, AutofitError):
@@ -222,7 +249,7 @@ def _show_traceback(error: BaseException) -> None:
 def _leave_out_callers(error: BaseException) -> None:
     """Drop the frames above the command's own, which are the command line's."""
     part = error.__traceback__
-    while part is not None:
+    while part is not None and part.tb_next is not None:
         if Path(part.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-            error.__traceback__ = part.tb_next or part
+            error.__traceback__ = part.tb_next
         part = part.tb_next

@@ -21,6 +21,7 @@ from autofit.cli.console import (
     ended_like_interrupted,
     exit_code,
     exit_codes,
+    immediate_exits_refused,
     print_result,
     show_report,
     standard_streams,
@@ -282,5 +283,5 @@ capacity.register(app)
 
 def main(run: Callable[[], Any] = app) -> None:
     """Entry point of the `autofit` command."""
-    with standard_streams(), exit_codes():
+    with standard_streams(), exit_codes(), immediate_exits_refused():
         run()

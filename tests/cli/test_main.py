@@ -25,6 +25,8 @@ from autofit import registry
 from autofit.cli.main import app, main
 
 SOURCE = '''
+import os
+import threading
 import torch
 from torch import nn
 from autofit import Workload
@@ -62,6 +64,24 @@ def leaving():
         raise SystemExit(0)
     return Workload(model, torch.randn(4, 8), loss_fn=loss_fn)
 
+def gone():
+    os._exit(0)
+
+def gone_in_a_thread():
+    thread = threading.Thread(target=gone)
+    thread.start()
+    thread.join(60)
+
+def gone_in_a_step():
+    return Workload(model, torch.randn(4, 8), loss_fn=lambda model, batch: gone())
+
+def forking():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    return small
+
 class Unsendable(nn.Linear):
     def __reduce__(self):
         raise SystemExit(0)
@@ -79,7 +99,6 @@ unreadable.model.extra = Unreadable()
 
 def vanishing():
     """The folder for the report is removed meanwhile."""
-    import os
     os.rmdir("gone")
     return small
 
@@ -421,6 +440,22 @@ def test_a_check_never_ends_with_the_code_of_a_sys_exit_in_the_users_code(
     assert ran.code == 3, ran.err
     assert "SystemExit: 0" in ran.err
     assert "SystemExit" in (folder / "check.xml").read_text()
+
+
+@pytest.mark.parametrize("target", ["gone", "gone_in_a_thread", "gone_in_a_step"])
+def test_a_check_never_ends_with_the_code_of_an_immediate_exit_either(
+    forked: Callable[..., Ran], target: str
+) -> None:
+    ran = forked("check", f"models.py:{target}", "--gpu", "L4")
+    assert ran.code == 3, ran.err
+    assert ran.out == ""
+    assert "os._exit(0)\n" in ran.err  # the line of the user's
+    assert ran.err.splitlines()[-1].startswith("SystemExit: os._exit(0)")
+
+
+def test_a_child_that_the_users_code_forks_may_end_at_once(forked: Callable[..., Ran]) -> None:
+    ran = forked("check", "models.py:forking", "--gpu", "L4")
+    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize("target", ["unsendable", "unreadable"])
