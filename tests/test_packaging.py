@@ -1,6 +1,6 @@
 """The wheel: what is in it, and that it works away from the repository, beside a user's own names.
 
-The environment it is installed into is fresh and sees this one's libraries through their folder
+The environment it is installed into is fresh and sees this one's libraries through their folders
 alone, so an editable install here cannot help it.
 """
 
@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -57,7 +56,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     interpreter = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    folders = [path for path in sys.path if path.endswith("-packages")]  # this one may borrow some
+    (packages / "libraries.pth").write_text("\n".join(folders) + "\n")
     pip = (sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet")
     run(*pip, "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=folder)
     return interpreter
