@@ -1,4 +1,7 @@
-"""Ctrl-C: deferred while something must be finished (restoring, killing a worker), never lost."""
+"""Ctrl-C: deferred while something must be finished (restoring, killing a worker), never lost.
+
+So is SIGTERM, where it has a handler.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+@contextmanager
+def ended_like_interrupted() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that a scheduler's stop still yields a report."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+        signal.default_int_handler(number, frame)
+    signal.raise_signal(signal.SIGINT)
 
 
 class Interrupts:
@@ -25,42 +44,54 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
 
+_ANSWERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _interrupt}
+
+
 @contextmanager
 def interrupts_remembered() -> Iterator[Interrupts]:
-    """Note every Ctrl-C for `check`; a signal handler of the user's stays in force instead."""
+    """Note every Ctrl-C, and SIGTERM that counts as one, for `check`.
+
+    A handler of the user's for Ctrl-C stays in force instead.
+    """
     interrupts = Interrupts()
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_users = signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
+    if is_users or threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    signal.signal(signal.SIGINT, interrupts._answer)
+    ours = [number for number, answer in _ANSWERS.items() if signal.getsignal(number) is answer]
+    for number in ours:
+        signal.signal(number, interrupts._answer)
     try:
         yield interrupts
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ours:
+            signal.signal(number, _ANSWERS[number])
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Defer a Ctrl-C until the body is done, then call the handler that is in force by then.
 
-    The body must be bounded in time. Only the main thread receives Ctrl-C; elsewhere this does
-    nothing.
+    So too a SIGTERM that a handler answers. The body must be bounded in time. Only the main thread
+    receives signals; elsewhere this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[FrameType | None] = []
+    came: dict[int, FrameType | None] = {}
 
-    def wait(_: int, frame: FrameType | None) -> None:
-        came.append(frame)
+    def wait(number: int, frame: FrameType | None) -> None:
+        came.setdefault(number, frame)
 
-    handler = signal.signal(signal.SIGINT, wait)
+    handled = [number for number in _ANSWERS if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, wait) for number in handled}
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is wait:  # else the body has set the one to be in force
-            signal.signal(signal.SIGINT, handler)
-        answer = signal.getsignal(signal.SIGINT)
-        if came and callable(answer):
-            answer(signal.SIGINT, came[0])
+        for number, handler in before.items():
+            if signal.getsignal(number) is wait:  # else the body has set the one to be in force
+                signal.signal(number, handler)
+        for due, frame in came.items():
+            answer = signal.getsignal(due)
+            if callable(answer):
+                answer(due, frame)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
-from autofit.interrupts import interrupts_deferred, interrupts_remembered
+from autofit.interrupts import (
+    ended_like_interrupted,
+    interrupts_deferred,
+    interrupts_remembered,
+)
 
 
 def interrupted_twice(done: list[str]) -> None:
@@ -90,3 +97,47 @@ def test_a_handler_of_the_users_is_left_alone() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert came == [signal.SIGINT]
+
+
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["default", "ignored"])
+def sigterm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """SIGTERM counts as Ctrl-C, which itself may be ignored, as a shell's "&" leaves it."""
+    before = signal.signal(signal.SIGINT, request.param)
+    try:
+        with ended_like_interrupted():
+            yield
+        assert signal.getsignal(signal.SIGINT) is request.param
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_sigterm_waits_too() -> None:
+    done: list[str] = []
+
+    def finish() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        finish()
+    assert done == ["the rest"]
+
+
+@pytest.mark.usefixtures("sigterm")
+def test_sigterm_is_remembered_where_a_finalizer_swallows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swallowed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: swallowed.append(lost.exc_type))
+    with interrupts_remembered() as interrupts:
+        interrupts.check()
+        weakref.finalize(
+            interrupted := type("Object", (), {})(), signal.raise_signal, signal.SIGTERM
+        )
+        del interrupted
+        assert swallowed == [KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()

@@ -1,4 +1,4 @@
-"""The commands as processes: standard output, signals and exit codes."""
+"""The commands as processes: standard output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 import traceback
@@ -93,22 +92,6 @@ def _print_error(text: str) -> None:
 _OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
 _INTERRUPTED = 130
 """The exit code of a process ended by Ctrl-C; typer turns a KeyboardInterrupt into it."""
-
-
-@contextmanager
-def ended_like_interrupted() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that a scheduler's stop still yields a report."""
-
-    def interrupt(*_: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

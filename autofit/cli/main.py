@@ -18,7 +18,6 @@ import typer
 from autofit.cli import capacity
 from autofit.cli.console import (
     Commands,
-    ended_like_interrupted,
     exit_code,
     exit_codes,
     immediate_exits_refused,
@@ -47,6 +46,7 @@ from autofit.cli.options import (
 )
 from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
+from autofit.interrupts import ended_like_interrupted
 from autofit.units import format_bytes
 
 app = typer.Typer(
