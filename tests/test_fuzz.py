@@ -1,6 +1,8 @@
 """Damaged files and senseless arguments, at random with a fixed seed: every refusal is in words.
 
-Only autofit's own errors may come out, and from the command line only its exit codes.
+Only autofit's own errors may come out, and from the command line only its exit codes. What is
+damaged lies in `recorded/`: `python -m tests.test_fuzz` searches for it anew where the format of
+reports or studies has changed.
 """
 
 from __future__ import annotations
@@ -38,19 +40,49 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def workload() -> autofit.Workload:
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def make_workload() -> autofit.Workload:
     torch.manual_seed(0)
     return autofit.Workload(torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8)
 
 
-@pytest.fixture(scope="module")
-def report(workload: autofit.Workload) -> str:
+def record() -> None:
+    """Search for the report and the study that the tests damage."""
     found = autofit.search(
-        workload, device="cpu", vram_budget="8MiB", isolation="inprocess", max_probes=4,
+        make_workload(), device="cpu", vram_budget="8MiB", isolation="inprocess", max_probes=4,
         strategies=["precision", "memory_format"],  # for a layer there are no others
     )  # fmt: skip
-    return json.dumps(found.to_dict())
+    found.save(RECORDED / "report.json")
+    device, path = SimulatedDevice(Space(DIMENSIONS, 4)), RECORDED / "study.log"
+    path.unlink(missing_ok=True)
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store, max_probes=3)
+
+
+@pytest.fixture(scope="module")
+def workload() -> autofit.Workload:
+    return make_workload()
+
+
+@pytest.fixture(scope="module")
+def report() -> str:
+    return (RECORDED / "report.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def journal() -> bytes:
+    return (RECORDED / "study.log").read_bytes()
+
+
+def test_what_is_damaged_was_whole(report: str, tmp_path: Path) -> None:
+    assert autofit.load(RECORDED / "report.json").to_dict() == json.loads(report)
+    path, device = tmp_path / "study.log", SimulatedDevice(Space(DIMENSIONS, 4))
+    path.write_bytes((RECORDED / "study.log").read_bytes())
+    with Store.open(path, IDENTITY) as store:
+        assert store.spec == device.spec()
+        assert len(store.trials) == 3
 
 
 def damaged(data: Any, draw: random.Random) -> Any:
@@ -153,15 +185,6 @@ def _raised(action: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-@pytest.fixture(scope="module")
-def journal(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("study") / "study.log"
-    device = SimulatedDevice(Space(DIMENSIONS, 4))
-    with Store.open(path, IDENTITY) as store:
-        run_search(device.prober(), device.spec(), store=store, max_probes=3)
-    return path.read_bytes()
 
 
 def test_a_damaged_study_is_refused_in_words(journal: bytes, tmp_path: Path) -> None:
@@ -276,3 +299,7 @@ def test_senseless_arguments_are_refused_in_words(
         in_words(functools.partial(autofit.Plan, draw.choice(odd), **plan), plan)
         where = {name: draw.choice(odd) for name in ("plan", "vram_budget", "gpu")}
         in_words(functools.partial(autofit.check, workload, **where), where)
+
+
+if __name__ == "__main__":
+    record()
