@@ -46,6 +46,11 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the exit collect everything: libraries complain of what it did not."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _computing_as_before() -> Iterator[None]:
     """A flag of torch's that a test leaves changed would change the fingerprints of later tests."""

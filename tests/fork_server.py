@@ -9,6 +9,7 @@ inherit what a spawned process inherits. Tests of how processes are started spaw
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import functools
@@ -157,6 +158,7 @@ def serve(descriptor: int) -> Callable[[], object]:
     _mark_address()
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay shared
+    atexit.register(gc.unfreeze)  # libraries complain at the end of what was not collected
     assert len(os.listdir("/proc/self/task")) == 1, "only what has one thread can be forked"
     return _serve(socket.socket(fileno=descriptor))
 

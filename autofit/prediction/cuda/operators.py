@@ -152,6 +152,32 @@ def _suits_cudnn(
     return torch.bfloat16 not in (data.dtype, weight.dtype)
 
 
+# Up to torch 2.13 group_norm itself copies its argument where that is not contiguous.
+_GROUP_NORM_KEEPS_LAYOUT = torch.__version__ >= "2.15"
+
+
+def _group_norm(args: Any) -> tuple[Any, Order]:
+    """Return what the meta device does, in CUDA's layout; torch 2.14 copies the data meanwhile."""
+    (data,), copies = _as_group_norm_takes(args[:1], args[0])
+    results = aten.native_group_norm(data, *args[1:])
+    return results, [*copies, *results]
+
+
+def _group_norm_backward(args: Any) -> tuple[Any, Order]:
+    """Return likewise; the gradient is copied where its layout is not that of the data."""
+    (gradient, data), copies = _as_group_norm_takes(args[:2], args[1])
+    results = aten.native_group_norm_backward(gradient, data, *args[2:])
+    return results, [*copies, *(made for made in results if made is not None)]
+
+
+def _as_group_norm_takes(tensors: Any, data: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+    """Return tensors in the layout that CUDA's kernel takes, and the bytes of those it copies."""
+    layout = suggest_memory_format(data) if _GROUP_NORM_KEEPS_LAYOUT else torch.contiguous_format
+    copied = [each for each in tensors if not each.is_contiguous(memory_format=layout)]
+    taken = [each.contiguous(memory_format=layout) for each in tensors]
+    return taken, [each.nbytes for each in copied]
+
+
 class _FusedRmsNorm(torch.autograd.Function):
     """Keeps what `_fused_rms_norm` keeps on CUDA: its input, and one number for each row."""
 
@@ -273,5 +299,7 @@ STAND_INS: dict[str, Callable[[Any], tuple[Any, Order]]] = {
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": _ctc_loss_backward,
     "_grouped_mm": _grouped_product,
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_backward,
 }
 """From the positional arguments: the results, and the order of allocations."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everybody uses
 
 from autofit.devices.gpus import find_gpu
+from autofit.prediction.cuda import operators
 from autofit.prediction.cuda.tracer import CudaTracer, in_backward
 from autofit.prediction.dry_run import stage
 
@@ -40,6 +41,37 @@ def test_cudnn_normalizes_a_batch_without_gaps(dtype: torch.dtype) -> None:
         result = norm(torch.randn(4, 16, 8, device="cuda", dtype=dtype).transpose(1, 2))
         assert result.is_contiguous() is (dtype == torch.float32)
         del norm, result
+
+
+@pytest.mark.parametrize(
+    ("keeps_layout", "copies"),
+    [(False, [0, 1, 1, 2]), (True, [0, 1, 1, 0])],
+    ids=["torch 2.14", "torch 2.15"],
+)
+def test_group_norm_copies_what_has_another_layout(
+    monkeypatch: pytest.MonkeyPatch, keeps_layout: bool, copies: list[int]
+) -> None:
+    """As torch's own CUDA allocator counts it in the kernels of both versions."""
+    monkeypatch.setattr(operators, "_GROUP_NORM_KEEPS_LAYOUT", keeps_layout)
+    tracer, aten = CudaTracer(find_gpu("H200")), torch.ops.aten
+    found = []
+    with stage(tracer.gpu, tracer):
+        weight = torch.ones(32, device="cuda")
+        image = torch.randn(8, 32, 64, 64, device="cuda")
+        for data in (image, image.to(memory_format=torch.channels_last)):
+            for gradient in (image, image.to(memory_format=torch.channels_last)):
+                _, *rest = aten.native_group_norm(data, weight, weight, 8, 32, 4096, 8, 1e-5)
+                of = (gradient, data, *rest, weight, 8, 32, 4096, 8, [True, True, True])
+                held = tracer.allocator.allocated_bytes
+                tracer.allocator.reset_peaks()
+                result, *others = aten.native_group_norm_backward(*of)
+                taken = tracer.allocator.peak_allocated_bytes - held
+                found.append(round(taken / image.nbytes) - 1)
+                is_as_data = result.stride() == data.stride()
+                assert is_as_data if keeps_layout else result.is_contiguous()
+                del result, others, rest, of
+        del data, gradient, image, weight
+    assert found == copies
 
 
 def test_dropout_keeps_a_mask_of_bytes() -> None:
