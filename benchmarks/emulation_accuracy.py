@@ -63,7 +63,7 @@ def clean() -> None:
     """Give all memory back, and start the peaks anew."""
     gc.collect()
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]  # as it was recorded
+    torch._C._cuda_clearCublasWorkspaces()  # as it was recorded
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 

@@ -1,4 +1,7 @@
-"""What all tests share: GPU tests skip where there is no GPU, and the CPU is shared fairly."""
+"""What all tests share: GPU tests skip where there is no GPU, and the CPU is shared fairly.
+
+Under `python -m autofit.emulation -- pytest` tests of a GPU run on an emulated one.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,41 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
 
+from autofit.emulation.build import find_cuda_torch
+from autofit.emulation.errors import EmulationUnavailable
+from autofit.emulation.launch import MACHINE
 from autofit.probing import worker_channel
 from autofit.snapshot import process
 from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
 
+EMULATED = MACHINE in os.environ
+if EMULATED and "PYTEST_XDIST_WORKER" in os.environ:  # before the first use of the GPU: one each
+    os.environ[MACHINE] += "." + os.environ["PYTEST_XDIST_WORKER"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    reasons = {
+        "cuda": _why_no_cuda(),
+        "emulated": _why_no_emulation(),
+        "real_gpu": "this GPU is emulated" if EMULATED else _why_no_cuda(),
+    }
     for item in items:
-        if item.get_closest_marker("cuda") is not None:  # keywords hold names of folders too
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch finds none"))
+        for marker, reason in reasons.items():
+            # keywords hold names of folders too
+            if reason and item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_cuda() -> str | None:
+    return None if torch.cuda.is_available() else "needs an NVIDIA GPU, and torch finds none"
+
+
+def _why_no_emulation() -> str | None:
+    try:
+        find_cuda_torch()
+    except EmulationUnavailable as error:
+        return str(error)
+    return None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,8 @@ from autofit.emulation.faults import Fault, faults_setting
 from autofit.emulation.machine import Machine
 
 PREFIX = "AUTOFIT_EMULATION_"
+MACHINE = f"{PREFIX}MACHINE"
+"""The variable that names a process's emulated machine; it is not set elsewhere."""
 
 
 def emulated_environment(
@@ -51,7 +53,7 @@ def emulated_environment(
         _prepend(environment, "PYTHONPATH", build_values(), os.pathsep)
     environment |= {
         f"{PREFIX}CARDS": cards_setting([emulated_card()] if cards is None else cards),
-        f"{PREFIX}MACHINE": machine.name,
+        MACHINE: machine.name,
         f"{PREFIX}FAULTS": faults_setting(faults),
         f"{PREFIX}NVML": ",".join(nvml),
         f"{PREFIX}VALUES": "1" if values else "0",

@@ -58,8 +58,9 @@ class Machine:
             os.pwrite(file, struct.pack("=Q", held_bytes), 8 * device)
 
     def remove(self) -> None:
-        """Forget the machine; call it when its processes have ended."""
-        self.path.unlink(missing_ok=True)
+        """Forget the machine, and those named after it ("NAME.gw0"), once their processes ended."""
+        for path in (self.path, *self.path.parent.glob(f"{self.path.name}.*")):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:

@@ -1,0 +1,85 @@
+"""What is said where an emulated GPU cannot be built, and that it is built once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIND = "from autofit.emulation.build import find_cuda_torch; print(find_cuda_torch())"
+BUILD = "from autofit.emulation.build import build_driver; print(build_driver())"
+
+
+def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "LD_PRELOAD")}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def torch_of(folder: Path, version: str) -> dict[str, str]:
+    """Lay a package there that says of itself what an installed torch does."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('libcudnn.so.9: not found')")
+    (folder / "torch" / "version.py").write_text(version)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
+def test_a_cpu_build_of_torch_is_named_with_what_to_do(tmp_path: Path) -> None:
+    variables = torch_of(tmp_path, "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    said = run(FIND, **variables).stderr
+    assert "torch 2.13.0+cpu was built without CUDA" in said
+    assert "pip install torch" in said
+
+
+def test_a_torch_of_another_cuda_is_named(tmp_path: Path) -> None:
+    variables = torch_of(tmp_path, "__version__ = '2.11.0+cu128'\ncuda = '12.8'\n")
+    assert "torch 2.11.0+cu128 was built for CUDA 12.8" in run(FIND, **variables).stderr
+
+
+def test_a_torch_that_cannot_be_imported_is_found(tmp_path: Path) -> None:
+    variables = torch_of(tmp_path, "__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+    ran = run(FIND, **variables)
+    assert "version='2.11.0+cu130', cuda='13.0'" in ran.stdout, ran.stderr
+
+
+@pytest.mark.emulated
+def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+    said = run(BUILD, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)).stderr
+    assert "install a C++ compiler" in said
+
+
+@pytest.mark.emulated
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text(
+        "#!/bin/sh\n[ $1 = -dumpfullversion ] && exit 0\necho no space left; exit 1"
+    )
+    compiler.chmod(0o755)
+    said = run(BUILD, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)).stderr
+    assert "could not be built: broken said\nno space left" in said
+    assert list((tmp_path / "autofit" / "emulation").glob("driver*/")) == []
+
+
+@pytest.mark.emulated
+@pytest.mark.slow
+def test_processes_that_build_at_once_get_one_build(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [
+        subprocess.Popen([sys.executable, "-c", BUILD], env=environment, **pipes)  # type: ignore[call-overload]  # pipes
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=240) for process in both]
+    (first, second) = (out for out, _ in said)
+    assert first == second, said
+    assert (Path(first.strip()) / "libautofit_emulation.so").exists()
+    left = [path.name for path in Path(first.strip()).parent.iterdir() if path.name[0] == "."]
+    assert left == []

@@ -1,0 +1,104 @@
+"""The canary: small trainings on an emulated card, and their values beside the CPU's.
+
+A new torch that asks the driver for something new fails here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.emulated
+
+Run = Callable[..., str]
+
+TRAININGS = Path(__file__).with_name("trainings.py").read_text()
+
+MODES = """
+import itertools
+for name, precision, kind in itertools.product(MODELS, PRECISIONS, ("fused", "foreach", "forloop")):
+    losses = train(name, precision, kind, "cuda")
+    assert len(losses) == STEPS, (name, precision, kind, losses)
+print("done")
+"""
+
+VALUES = """
+import json
+print(json.dumps({name: [train(name, "float32", "fused", at) for at in ("cpu", "cuda")]
+                  for name in MODELS}))
+"""
+
+ASSERT = """
+import torch
+torch.zeros(4, device="cuda")[torch.tensor([10**6], device="cuda")]
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+
+OPERATORS = """
+import torch
+host = torch.randn(5, 7)
+card = host.to("cuda")
+assert torch.equal((card > 0).nonzero().cpu(), (host > 0).nonzero())
+assert torch.equal(card[card > 0].cpu(), host[host > 0])
+assert torch.equal(card.unique().cpu(), host.unique())
+assert torch.equal(card.half().float().cpu(), host.half().float())
+assert torch.equal(card.sort(1)[0].cpu(), host.sort(1)[0])
+torch.manual_seed(3)
+first = torch.randn(1000, device="cuda")
+torch.manual_seed(3)
+before = torch.get_rng_state()
+assert torch.equal(torch.randn(1000, device="cuda"), first)
+assert torch.equal(torch.get_rng_state(), before), "the CPU draws as if nothing had been drawn"
+assert not torch.equal(torch.randn(1000, device="cuda"), first)
+assert abs(first.mean()) < 0.2 and 0.8 < first.std() < 1.2
+print("done")
+"""
+
+STREAMS = """
+import torch
+first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream):
+    first.record()
+    product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    last.record()
+product.record_stream(stream)
+torch.cuda.synchronize()
+assert first.elapsed_time(last) > 0
+assert last.query()
+torch.cuda._sleep(10**8)
+busy = torch.cuda.Event()
+busy.record()
+assert not busy.query()
+busy.synchronize()
+assert busy.query()
+print("done")
+"""
+
+
+def test_every_model_trains_in_every_precision_with_every_optimizer(run_on: Run) -> None:
+    assert run_on(TRAININGS + MODES).endswith("done\n")
+
+
+def test_losses_and_gradients_agree_with_the_cpu(run_on: Run) -> None:
+    for name, (host, card) in json.loads(run_on(TRAININGS + VALUES, values=True)).items():
+        for expected, found in zip(host, card, strict=True):
+            assert found == pytest.approx(expected, rel=1e-4), name
+
+
+def test_operators_have_the_values_of_the_cpu(run_on: Run) -> None:
+    assert run_on(OPERATORS, values=True) == "done\n"
+
+
+def test_an_index_out_of_range_is_an_assert_on_the_device(run_on: Run) -> None:
+    assert run_on(ASSERT, values=True) == "CUDA error: device-side assert triggered\n"
+
+
+def test_streams_and_events_keep_order(run_on: Run) -> None:
+    assert run_on(STREAMS) == "done\n"
