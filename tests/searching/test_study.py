@@ -384,8 +384,8 @@ def test_searches_in_two_containers_of_one_host_name_keep_out_of_each_others_stu
     def start(then: str, first: str = "") -> subprocess.Popen[str]:
         code = textwrap.dedent(_SEARCH).format(path=sys.path, study=url, after=3, then=then)
         command = [*_OF_ITS_OWN, sys.executable, "-c", first + code]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, text=True, **pipes)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
 
     with start("print(os.getpid(), flush=True); sys.stdin.readline()") as waiting:
         assert waiting.stdout is not None
