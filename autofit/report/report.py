@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Trial
 from autofit.report import apply
+from autofit.report.answer import headline
 from autofit.report.record import Record, frontier
-from autofit.report.text import WIDTH, headline, render
+from autofit.report.text import WIDTH, render
 from autofit.shapes import read_json
 from autofit.units import counted, kind_of
 
