@@ -92,12 +92,20 @@ class TracedDevice:
 
 
 class CpuDevice(TracedDevice):
-    """The host's processor and memory, accounted for like a GPU's."""
+    """The host's processor and memory, accounted for like a GPU's.
+
+    Args:
+        record: keep every allocation in `tracer.events`.
+
+    Attributes:
+        tracer: sees every tensor under `accounting`.
+    """
 
     tracked_steps = 1
 
-    def __init__(self) -> None:
-        super().__init__(MemoryTracer(device_type="cpu"))
+    def __init__(self, *, record: bool = False) -> None:
+        self.tracer = MemoryTracer(device_type="cpu", record=record)
+        super().__init__(self.tracer)
         self.torch_device = torch.device("cpu")
         self.total_bytes, self.free_bytes = _host_memory()
 

@@ -1,52 +1,44 @@
-"""The charts of a report as figures of plotly.js: plain data, computed from the record alone.
+"""The charts of a search as figures of plotly.js: plain data, computed from the record alone.
 
-Lengths of bytes are divided by a power of two and nothing else, so every plotted number is one of
-the report file's. Names are escaped: plotly.js reads a little HTML in texts.
+Bytes are divided by a power of two and nothing else, so every plotted number is one of the report
+file's. Names are escaped: plotly.js reads a little HTML in texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any, TypeAlias
+from typing import Any
 
 from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import VariantKey
-from autofit.report.answer import describe
+from autofit.report.answer import describe, speed_words
+from autofit.report.chart_parts import (
+    BASELINE,
+    BEST,
+    BUDGET,
+    FAILED,
+    INK,
+    TRIED,
+    Chart,
+    layout,
+    line,
+    note,
+    points,
+    scale_for,
+    title,
+)
 from autofit.report.record import Record, frontier
-from autofit.report.rows import outcome_words, settings_words
-from autofit.units import GIB, KIB, MIB, TIB, format_bytes, format_rate, format_seconds
+from autofit.report.rows import outcome_words, settings_words, trial_speed
+from autofit.units import format_bytes, format_seconds
 
-Figure: TypeAlias = dict[str, Any]
-"""{"data": traces, "layout": layout}, as `Plotly.newPlot` takes them."""
-
-INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
-BEST, BASELINE, TRIED, FAILED, BUDGET = "#0f766e", "#64748b", "#60a5fa", "#dc2626", "#b45309"
 VARIANTS = ("#2563eb", "#d97706", "#9333ea", "#db2777", "#0891b2", "#65a30d")
 """Colors of variants that are neither the best plan's nor plain."""
 _MOST_LINES = 6
 """Variants that are shown at first; a touch on the legend shows the others."""
 _WIDE_BUDGET = 3.0
 """A budget so many times what any plan held is told in words, or all points lie at one edge."""
-_UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart and the words around it.
-
-    Attributes:
-        name: of its place on the page.
-        title: what it shows.
-        caption: how to read it.
-        figure: for plotly.js.
-    """
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
+_CROSS: Mapping[str, Any] = {"symbol": "x", "size": 10, "line": {"width": 0}}
 
 
 def charts(record: Record) -> Iterator[Chart]:
@@ -54,92 +46,20 @@ def charts(record: Record) -> Iterator[Chart]:
     yield _frontier(record)
     if record.is_confirmed and len(record.finalists) > 1:
         yield _blocks(record)
-    yield _memory_lines(record)
-    yield _speed_curves(record)
+    yield _by_micro_batch(record)
     yield _course(record)
-
-
-def scale_for(most_bytes: float) -> tuple[str, int]:
-    """Return the unit in which so many bytes are written, and its size."""
-    return next((unit for unit in _UNITS.items() if most_bytes >= unit[1]), ("B", 1))
-
-
-def layout(height: int, **more: Any) -> dict[str, Any]:
-    """Return a layout in the style of the page; `more` overrides it."""
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#cbd5e1", "ticks": "outside"}
-    axis |= {"tickcolor": "#cbd5e1", "fixedrange": True, "automargin": True}
-    base: dict[str, Any] = {
-        "height": height,
-        "margin": {"l": 52, "r": 14, "t": 34, "b": 44},
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hovermode": "closest",
-        "hoverlabel": {"align": "left", "bgcolor": "#ffffff", "font": {"color": INK}},
-        "dragmode": False,
-        "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
-        "shapes": [],
-        "annotations": [],
-    }
-    axes = {name: axis | more.pop(name) for name in list(more) if name[1:5] == "axis"}
-    return base | axes | more
-
-
-def title(text: str) -> dict[str, Any]:
-    """Return the title of an axis."""
-    return {"title": {"text": text, "font": {"size": 12, "color": MUTED}, "standoff": 8}}
-
-
-def points(
-    name: str, at: Iterable[tuple[float, float]], color: str, hover: Sequence[str], **more: Any
-) -> dict[str, Any]:
-    """Return a trace of markers with a text for each."""
-    places = list(at)
-    marker = {"color": color, "size": 9, "line": {"color": "#ffffff", "width": 1}}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [x for x, _ in places],
-        "y": [y for _, y in places],
-        "hovertext": list(hover),
-        "hoverinfo": "text",
-        "marker": marker | more.pop("marker", {}),
-    } | more
-
-
-def line(axis: str, at: float, color: str = BUDGET) -> dict[str, Any]:
-    """Return a dashed line across the plot at a value of that axis, "x" or "y"."""
-    other = "y" if axis[0] == "x" else "x"
-    return {
-        "type": "line",
-        f"{axis[0]}ref": axis,
-        f"{other}ref": "paper",
-        f"{axis[0]}0": at,
-        f"{axis[0]}1": at,
-        f"{other}0": 0,
-        f"{other}1": 1,
-        "line": {"color": color, "width": 1.5, "dash": "dash"},
-    }
-
-
-def note(text: str, x: float, y: float, color: str = MUTED, **more: Any) -> dict[str, Any]:
-    """Return a small text in the plot."""
-    font = {"size": 11, "color": color}
-    return {"text": text, "x": x, "y": y, "showarrow": False, "font": font} | more
 
 
 def hover_of(trial: Trial, record: Record) -> str:
     """Return what a touch on a trial shows."""
     measured = trial.measurement
     parts = [
-        f"<b>{escape(describe(trial.plan, record), quote=False)}</b>",
-        f"trial {trial.number}, {trial.role.value}: {escape(outcome_words(trial), quote=False)}",
+        f"<b>{_safe(describe(trial.plan, record))}</b>",
+        f"trial {trial.number}, {trial.role.value}: {_safe(outcome_words(trial))}",
     ]
     if trial.samples_per_second:
-        parts.append(
-            f"{format_rate(trial.samples_per_second)}, {format_seconds(measured.step_time_s)} a step"
-        )
+        step = format_seconds(measured.step_time_s)
+        parts.append(f"{trial_speed(trial)} samples/s, {step} a step")
     if measured.held_bytes is not None:
         parts.append(f"held {format_bytes(measured.held_bytes)}")
     if trial.predicted_peak_bytes is not None:
@@ -147,114 +67,134 @@ def hover_of(trial: Trial, record: Record) -> str:
     return "<br>".join(parts)
 
 
+def _safe(name: str) -> str:
+    return escape(name, quote=False)
+
+
 def _ran(record: Record) -> list[Trial]:
     return [trial for trial in record.trials if trial.role is not Role.VETOED]
 
 
-def _latest(record: Record) -> list[Trial]:
-    """Return the last fitting trial of each plan, as the frontier takes them."""
+def _one_a_plan(record: Record) -> list[Trial]:
+    """Return a trial of each fitting plan: that of median speed in the final comparison, or the
+    last."""
     fits = [trial for trial in _ran(record) if trial.ok and trial.samples_per_second]
-    return list({trial.plan: trial for trial in fits}.values())
+    last = {trial.plan: trial for trial in fits}
+    blocks = {plan: record.blocks(plan) for plan in last}
+    return [
+        blocks[plan][(len(blocks[plan]) - 1) // 2] if blocks[plan] else trial
+        for plan, trial in last.items()
+    ]
 
 
-def _scale(record: Record) -> tuple[str, int]:
-    held = [trial.measurement.held_bytes or 0 for trial in _ran(record)]
-    most = max(held)
-    return scale_for(max(most, min(record.vram_budget_bytes, _WIDE_BUDGET * most)))
+class _Bytes:
+    """The axis of held bytes: its unit, its end, and the budget on it or beyond it."""
 
+    def __init__(self, record: Record) -> None:
+        most = max(trial.measurement.held_bytes or 0 for trial in _ran(record))
+        self.has_budget = record.vram_budget_bytes <= _WIDE_BUDGET * most
+        top = max(most, record.vram_budget_bytes * self.has_budget)
+        self.unit, self.size = scale_for(top)
+        self.end = 1.08 * top / self.size
+        self.budget = record.vram_budget_bytes / self.size
+        self.words = f"VRAM budget {format_bytes(record.vram_budget_bytes)}"
 
-def _budget_axis(record: Record, most: float, size: int) -> tuple[float, bool]:
-    """Return the end of an axis of bytes, in the unit, and whether the budget lies on it."""
-    shown = record.vram_budget_bytes <= _WIDE_BUDGET * most
-    return 1.08 * max(most, record.vram_budget_bytes * shown) / size, shown
+    def of(self, trial: Trial) -> float:
+        return (trial.measurement.held_bytes or 0) / self.size
 
 
 def _frontier(record: Record) -> Chart:
-    unit, size = _scale(record)
-    fits, over = _latest(record), [t for t in _ran(record) if not t.ok]
-    best = next(trial for trial in fits if trial.plan == record.best.plan)
-    baseline = record.baseline_beside_best
+    held = _Bytes(record)
+    fits, baseline = _one_a_plan(record), record.baseline_beside_best
 
     def place(trial: Trial) -> tuple[float, float]:
-        return (trial.measurement.held_bytes or 0) / size, trial.samples_per_second or 0.0
+        return held.of(trial), record.speed_of(trial) or 0.0
 
-    edge = sorted(frontier(record.trials), key=lambda trial: trial.measurement.held_bytes or 0)
-    others = [t for t in fits if t.plan not in (record.best.plan, baseline.plan)]
-    failed = [t for t in over if t.measurement.outcome.about_memory and t.measurement.held_bytes]
-    traces = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "frontier",
-            "x": [place(trial)[0] for trial in edge],
-            "y": [place(trial)[1] for trial in edge],
-            "line": {"shape": "hv", "color": BEST, "width": 2},
-            "hoverinfo": "skip",
-        },
-        points("plan", map(place, others), TRIED, [hover_of(t, record) for t in others]),
-        points(
-            "does not fit",
-            ((place(t)[0], 0.0) for t in failed),
-            FAILED,
-            [hover_of(t, record) for t in failed],
-            marker={"symbol": "x", "line": {"width": 0}},
-            cliponaxis=False,
-        ),
+    edge = [place(trial) for trial in reversed(frontier(fits))]
+    named = {record.best.plan, baseline.plan}
+    others = [trial for trial in fits if trial.plan not in named]
+    failed = [
+        trial
+        for trial in _ran(record)
+        if trial.measurement.outcome.about_memory and trial.measurement.held_bytes
     ]
-    if baseline.ok:
+    line_of_edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "frontier",
+        "x": [x for x, _ in edge],
+        "y": [y for _, y in edge],
+        "line": {"shape": "hv", "color": BEST, "width": 2},
+        "hoverinfo": "skip",
+    }
+    traces = [
+        line_of_edge,
+        points("plan", map(place, others), TRIED, [hover_of(t, record) for t in others]),
+    ]
+    if failed:
+        crosses = [(held.of(trial), 0.0) for trial in failed]
+        texts = [hover_of(trial, record) for trial in failed]
+        traces.append(points("does not fit", crosses, FAILED, texts, marker=_CROSS) | _UNCUT)
+    best = next(trial for trial in fits if trial.plan == record.best.plan)
+    if baseline.ok and baseline.plan != best.plan:
         marker = {"symbol": "diamond", "size": 13}
         hover = [hover_of(baseline, record)]
         traces.append(points("baseline", [place(baseline)], BASELINE, hover, marker=marker))
-    star = {"symbol": "star", "size": 17}
-    traces.append(points("best", [place(best)], BEST, [hover_of(best, record)], marker=star))
-    end, has_budget = _budget_axis(record, max(place(t)[0] for t in (*fits, *failed)) * size, size)
-    words = f"VRAM budget {format_bytes(record.vram_budget_bytes)}"
-    top = 1.12 * max(place(trial)[1] for trial in fits)
+    name = "best, the baseline" if best.plan == baseline.plan else "best"
+    marker = {"symbol": "star", "size": 17}
+    traces.append(points(name, [place(best)], BEST, [hover_of(best, record)], marker=marker))
+    top = 1.14 * max(place(trial)[1] for trial in fits)
     arranged = layout(
         380,
-        xaxis=title(f"memory held, {unit}") | {"range": [0, end]},
+        xaxis=title(f"memory held, {held.unit}") | {"range": [0, held.end]},
         yaxis=title("samples/s") | {"range": [0, top]},
     )
-    if has_budget:
-        arranged["shapes"] = [line("x", record.vram_budget_bytes / size)]
-        edge_x = record.vram_budget_bytes / size
-        words_at = note(words, edge_x, top, BUDGET, xanchor="right", yanchor="top", xshift=-4)
+    at_right = {"xanchor": "right", "yanchor": "top"}
+    if held.has_budget:
+        arranged["shapes"] = [line("x", held.budget)]
+        words = note(held.words, held.budget, top, BUDGET, xshift=-4, **at_right)
     else:
-        words_at = note(f"{words} →", 1, top, BUDGET, xref="paper", xanchor="right", yanchor="top")
-    arranged["annotations"] = [words_at]
+        words = note(f"{held.words} →", 1, top, BUDGET, xref="paper", **at_right)
+    arranged["annotations"] = [words]
     return Chart(
         "frontier",
         "Speed against memory",
-        "Each point is a plan that was run, by the last of its trials. Nothing above the line and "
-        "to its left was found: more speed takes more memory. Held is peak reserved plus non-torch.",
+        "Each point is a plan that was run. Nothing was found above the line and to its left: more "
+        "speed takes more memory. Held is peak reserved plus non-torch.",
         {"data": traces, "layout": arranged},
     )
 
 
+_UNCUT: Mapping[str, Any] = {"cliponaxis": False}
+"""For points on an axis."""
+
+
 def _blocks(record: Record) -> Chart:
-    finalists = record.finalists
-    baseline = record.baseline_beside_best.plan
-    colors = {record.best.plan: BEST, baseline: BASELINE}
+    finalists, baseline = record.finalists, record.baseline_beside_best.plan
+    named = {record.best.plan: ("best", BEST)}
+    named.setdefault(baseline, ("baseline", BASELINE))
     traces, notes = [], []
     for row, (plan, speed) in enumerate(reversed(finalists)):
-        color, blocks = colors.get(plan, TRIED), record.blocks(plan)
-        name = "baseline" if plan == baseline else "best" if plan == record.best.plan else "plan"
+        name, color = named.get(plan, ("", TRIED))
+        blocks = record.blocks(plan)
         at = [(trial.samples_per_second or 0.0, row) for trial in blocks]
         traces.append(points(name, at, color, [hover_of(t, record) for t in blocks]))
-        median = points(name, [(speed, row)], color, [f"median {format_rate(speed)}"])
         bar = {"symbol": "line-ns-open", "size": 22, "line": {"color": color, "width": 3}}
-        traces.append(median | {"marker": bar})
-        label = escape(describe(plan, record), quote=False)
-        mark = f" <b>({name})</b>" * (plan in colors)
-        notes.append(
-            note(
-                label + mark, 0, row, INK, xref="paper", xanchor="left", yanchor="bottom", yshift=9
-            )
-        )
+        median = [f"median {speed_words(blocks[0], record)}"]
+        traces.append(points(name, [(speed, row)], color, median, marker=bar))
+        mark = f" <b>({'best, the baseline' if plan == baseline == record.best.plan else name})</b>"
+        label = _safe(describe(plan, record)) + mark * bool(name)
+        at_left = {"xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 10}
+        notes.append(note(label, 0, row, INK, **at_left))
     arranged = layout(
         70 + 58 * len(finalists),
         xaxis=title("samples/s") | {"rangemode": "tozero"},
-        yaxis={"showticklabels": False, "ticks": "", "range": [-0.5, len(finalists) - 0.3]},
+        yaxis={
+            "showticklabels": False,
+            "ticks": "",
+            "showgrid": False,
+            "range": [-0.5, len(finalists) - 0.25],
+        },
         showlegend=False,
         annotations=notes,
         margin={"l": 14, "r": 14, "t": 8, "b": 44},
@@ -262,14 +202,14 @@ def _blocks(record: Record) -> Chart:
     return Chart(
         "blocks",
         "The final comparison",
-        "The leading plans and the baseline took turns, each block in a fresh worker. Each point is "
-        "a block, each bar the median that the answer is made of.",
+        "The leading plans and the baseline took turns. Each point is a block, run in a fresh "
+        "worker; each bar is the median that the answer is made of.",
         {"data": traces, "layout": arranged},
     )
 
 
 def _variants(record: Record) -> dict[VariantKey, list[Trial]]:
-    """Return the trials that ran by variant; the best plan's first, then the baseline's, by speed."""
+    """Return the trials that ran by variant: the best plan's, the baseline's, others by speed."""
     by_variant: dict[VariantKey, list[Trial]] = {}
     for trial in _ran(record):
         by_variant.setdefault(trial.plan.variant, []).append(trial)
@@ -290,53 +230,77 @@ def _styled(record: Record) -> Iterator[tuple[str, str, bool, list[Trial]]]:
         color = colors.get(key)
         if color is None:
             color, others = VARIANTS[others % len(VARIANTS)], others + 1
-        name = escape(settings_words(trials[0].plan.settings, record), quote=False)
-        yield name, color, at < _MOST_LINES, trials
-
-
-def _curves(
-    record: Record, of: str, size: int, failed_at: float | None
-) -> Iterator[dict[str, Any]]:
-    """Yield the traces of each variant: measured points, and a line through them."""
-    for name, color, shown, trials in _styled(record):
-        fits = [t for t in trials if t.ok and t.measurement.held_bytes and t.samples_per_second]
-        failed = [t for t in trials if t.measurement.outcome.about_memory]
-        value = {
-            "memory": lambda trial: (trial.measurement.held_bytes or 0) / size,
-            "speed": lambda trial: trial.samples_per_second or 0.0,
-        }[of]
-        at = sorted(((t.plan.micro_batch, value(t), t) for t in fits), key=lambda each: each[:2])
-        group: dict[str, Any] = {"legendgroup": name}
-        if not shown:
-            group["visible"] = "legendonly"
         yield (
-            points(name, [(x, y) for x, y, _ in at], color, [hover_of(t, record) for *_, t in at])
-            | group
+            _safe(settings_words(trials[0].plan.settings, record)),
+            color,
+            at < _MOST_LINES,
+            trials,
         )
-        through = _line_through([(x, y) for x, y, _ in at]) if of == "memory" else _means(at)
-        if len(through) > 1:
-            dash = {"color": color, "width": 1.5, "dash": "dot" if of == "memory" else "solid"}
-            yield {
-                "type": "scatter",
-                "mode": "lines",
-                "x": [x for x, _ in through],
-                "y": [y for _, y in through],
-                "line": dash,
-                "hoverinfo": "skip",
-                "showlegend": False,
-                "opacity": 0.7,
-            } | group
-        if failed_at is not None and failed:
-            cross = {"symbol": "x", "line": {"width": 0}}
-            texts = [hover_of(t, record) for t in failed]
-            places = [(t.plan.micro_batch, failed_at) for t in failed]
-            hidden = {"showlegend": False, "cliponaxis": False}
-            yield points(name, places, color, texts, marker=cross) | group | hidden
 
 
-def _means(at: Iterable[tuple[int, float, Trial]]) -> list[tuple[float, float]]:
-    by_size: dict[int, list[float]] = {}
-    for x, y, _ in at:
+def _by_micro_batch(record: Record) -> Chart:
+    held = _Bytes(record)
+    traces: list[dict[str, Any]] = []
+    for name, color, is_shown, trials in _styled(record):
+        group: dict[str, Any] = {"legendgroup": name, "showlegend": False}
+        group |= {} if is_shown else {"visible": "legendonly"}
+        fits = [t for t in trials if t.ok and t.measurement.held_bytes and t.samples_per_second]
+        over = [t for t in trials if t.measurement.outcome.about_memory]
+        rates = _places(fits, lambda trial: trial.samples_per_second or 0.0)
+        sizes = _places(fits, held.of)
+        texts = [hover_of(trial, record) for trial in fits]
+        traces.append(points(name, rates, color, texts) | group | {"showlegend": True})
+        traces.append(_joined(_means(rates), color, "solid", "y") | group)
+        traces.append(points(name, sizes, color, texts) | group | {"yaxis": "y2"})
+        traces.append(_joined(_line_through(sizes), color, "dot", "y2") | group)
+        if over:
+            texts = [hover_of(trial, record) for trial in over]
+            at = _places(over, lambda trial: min(held.budget, held.end))
+            crosses = points(name, at, color, texts, marker=_CROSS)
+            traces.append(crosses | group | _UNCUT | {"yaxis": "y2"})
+    arranged = layout(
+        560,
+        xaxis=title("micro-batch, samples") | {"rangemode": "tozero", "anchor": "y2"},
+        yaxis=title("samples/s") | {"rangemode": "tozero", "domain": [0.53, 1]},
+        yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end], "domain": [0, 0.47]},
+    )
+    at_left = {"xref": "paper", "xanchor": "left", "yref": "y2", "xshift": 6}
+    if held.has_budget:
+        arranged["shapes"] = [line("y2", held.budget)]
+        words = note(held.words, 0, held.budget, BUDGET, yanchor="top", **at_left)
+    else:
+        words = note(f"{held.words} ↑", 0, held.end, BUDGET, yanchor="top", **at_left)
+    arranged["annotations"] = [words]
+    return Chart(
+        "micro_batch",
+        "Speed and memory of each setting by micro-batch",
+        "Each point is a trial. Above, a line joins the mean speeds of a setting; below, the dotted "
+        "line is the straight one through what it held. A cross at the budget did not fit. A touch "
+        "on a name hides or shows it.",
+        {"data": traces, "layout": arranged},
+    )
+
+
+def _places(trials: Iterable[Trial], value: Callable[[Trial], float]) -> list[tuple[float, float]]:
+    return [(trial.plan.micro_batch, value(trial)) for trial in trials]
+
+
+def _joined(at: Sequence[tuple[float, float]], color: str, dash: str, yaxis: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [x for x, _ in at],
+        "y": [y for _, y in at],
+        "yaxis": yaxis,
+        "line": {"color": color, "width": 1.5, "dash": dash},
+        "hoverinfo": "skip",
+        "opacity": 0.7,
+    }
+
+
+def _means(at: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    by_size: dict[float, list[float]] = {}
+    for x, y in at:
         by_size.setdefault(x, []).append(y)
     return [(x, sum(ys) / len(ys)) for x, ys in sorted(by_size.items())]
 
@@ -350,64 +314,8 @@ def _line_through(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]
         return []
     mean = sum(y for _, y in at) / count
     slope = sum((x - middle) * (y - mean) for x, y in at) / spread
-    ends = (at[0][0], at[-1][0])
+    ends = (min(x for x, _ in at), max(x for x, _ in at))
     return [(x, mean + slope * (x - middle)) for x in ends]
-
-
-def _memory_lines(record: Record) -> Chart:
-    unit, size = _scale(record)
-    most = max(trial.measurement.held_bytes or 0 for trial in _ran(record))
-    end, has_budget = _budget_axis(record, most, size)
-    budget = record.vram_budget_bytes / size
-    arranged = layout(
-        380,
-        xaxis=title("micro-batch, samples") | {"rangemode": "tozero"},
-        yaxis=title(f"memory held, {unit}") | {"range": [0, end]},
-        legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "font": {"size": 11}},
-        margin={"l": 52, "r": 14, "t": 8, "b": 44},
-    )
-    words = f"VRAM budget {format_bytes(record.vram_budget_bytes)}"
-    if has_budget:
-        arranged["shapes"] = [line("y", budget)]
-    arranged["annotations"] = [
-        note(
-            words if has_budget else f"{words} ↑",
-            0,
-            budget if has_budget else end,
-            BUDGET,
-            xref="paper",
-            xanchor="left",
-            yanchor="bottom" if has_budget else "top",
-            xshift=6,
-        )
-    ]
-    return Chart(
-        "memory",
-        "Memory by micro-batch",
-        "Each point is a trial; the dotted line of a variant is the straight one through its points. "
-        "A cross at the budget did not fit.",
-        {
-            "data": list(_curves(record, "memory", size, min(budget, end))),
-            "layout": arranged,
-        },
-    )
-
-
-def _speed_curves(record: Record) -> Chart:
-    arranged = layout(
-        380,
-        xaxis=title("micro-batch, samples") | {"rangemode": "tozero"},
-        yaxis=title("samples/s") | {"rangemode": "tozero"},
-        legend={"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "font": {"size": 11}},
-        margin={"l": 52, "r": 14, "t": 8, "b": 44},
-    )
-    return Chart(
-        "speed",
-        "Speed by micro-batch",
-        "Each point is a trial of the search or of the final comparison; a line joins the means of a "
-        "variant at each micro-batch.",
-        {"data": list(_curves(record, "speed", 1, None)), "layout": arranged},
-    )
 
 
 _ROLES: Mapping[Role, tuple[str, str]] = {
@@ -418,62 +326,55 @@ _ROLES: Mapping[Role, tuple[str, str]] = {
 
 
 def _course(record: Record) -> Chart:
-    unit, size = _scale(record)
-    ran = _ran(record)
-    most = max(trial.measurement.held_bytes or 0 for trial in ran)
-    end, has_budget = _budget_axis(record, most, size)
+    held, ran = _Bytes(record), _ran(record)
     traces: list[dict[str, Any]] = [_fastest_so_far(record)]
     for role, (name, color) in _ROLES.items():
         own = [trial for trial in ran if trial.role is role and trial.ok]
-        at = [(trial.number, trial.samples_per_second or 0.0) for trial in own]
-        traces.append(points(name, at, color, [hover_of(trial, record) for trial in own]))
-        held = [(t.measurement.held_bytes or 0) / size for t in own]
-        traces.append(_bars(name, own, held, color, record))
+        if own:
+            at = [(trial.number, trial.samples_per_second or 0.0) for trial in own]
+            traces.append(points(name, at, color, [hover_of(trial, record) for trial in own]))
+            traces.append(_bars(name, own, held, color, record))
     failed = [trial for trial in ran if not trial.ok]
-    cross = {"symbol": "x", "line": {"width": 0}, "size": 10}
-    outcomes = sorted({trial.measurement.outcome for trial in failed}, key=list(Outcome).index)
-    for outcome in outcomes:
+    for outcome in [each for each in Outcome if each in {t.measurement.outcome for t in failed}]:
         own = [trial for trial in failed if trial.measurement.outcome is outcome]
         color = FAILED if outcome.about_memory else BUDGET
         texts = [hover_of(trial, record) for trial in own]
-        crosses = points(outcome.value, [(t.number, 0.0) for t in own], color, texts, marker=cross)
-        traces.append(crosses | {"cliponaxis": False})
-        held = [(t.measurement.held_bytes or 0) / size for t in own]
+        at = [(trial.number, 0.0) for trial in own]
+        traces.append(points(outcome.value, at, color, texts, marker=_CROSS) | _UNCUT)
         traces.append(_bars(outcome.value, own, held, color, record))
-    expected = [trial for trial in ran if trial.predicted_peak_bytes is not None]
-    if expected:
+    if expected := [trial for trial in ran if trial.predicted_peak_bytes is not None]:
         dash = {"symbol": "line-ew-open", "size": 11, "line": {"width": 2, "color": INK}}
-        at = [(trial.number, (trial.predicted_peak_bytes or 0) / size) for trial in expected]
+        at = [(trial.number, (trial.predicted_peak_bytes or 0) / held.size) for trial in expected]
         texts = [hover_of(trial, record) for trial in expected]
-        traces.append(points("expected memory", at, INK, texts, marker=dash) | {"yaxis": "y2"})
+        traces.append(points("expected", at, INK, texts, marker=dash) | {"yaxis": "y2"})
     last = max(trial.number for trial in ran)
     arranged = layout(
         460,
         xaxis=title("trial") | {"range": [-0.7, last + 0.7], "anchor": "y2", "tickformat": "d"},
-        yaxis=title("samples/s") | {"rangemode": "tozero", "domain": [0.48, 1]},
-        yaxis2=title(f"held, {unit}") | {"range": [0, end], "domain": [0, 0.38]},
+        yaxis=title("samples/s") | {"rangemode": "tozero", "domain": [0.47, 1]},
+        yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end], "domain": [0, 0.39]},
         barmode="overlay",
         bargap=0.35,
     )
-    if has_budget:
-        arranged["shapes"] = [line("y2", record.vram_budget_bytes / size)]
+    if held.has_budget:
+        arranged["shapes"] = [line("y2", held.budget)]
     return Chart(
         "course",
         "The search as it went",
-        "Above the speed of each trial, below what it held (bars) and what was expected of it "
-        "(dashes), with the VRAM budget. Crosses did not run to their end.",
+        "Above, the speed of each trial; below, what it held (bars), what was expected of it "
+        "(dashes), and the VRAM budget. Crosses did not run to their end.",
         {"data": traces, "layout": arranged},
     )
 
 
 def _bars(
-    name: str, trials: Sequence[Trial], heights: Sequence[float], color: str, record: Record
+    name: str, trials: Sequence[Trial], held: _Bytes, color: str, record: Record
 ) -> dict[str, Any]:
     return {
         "type": "bar",
         "name": name,
         "x": [trial.number for trial in trials],
-        "y": list(heights),
+        "y": [held.of(trial) for trial in trials],
         "yaxis": "y2",
         "marker": {"color": color, "opacity": 0.75},
         "hovertext": [hover_of(trial, record) for trial in trials],

@@ -71,9 +71,15 @@
         svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
       }
     };
-    await Plotly.newPlot(plot, data, layout, { displayModeBar: false, responsive: true });
-    plot.on("plotly_afterplot", scalable);
+    const roomForLegend = () => {  // its lines depend on the width: they must not eat the plot
+      const legend = plot.querySelector(".legend");
+      const height = layout.height + (legend ? Math.max(0, legend.getBBox().height - 28) : 0);
+      if (Math.abs(plot.layout.height - height) > 4) Plotly.relayout(plot, { height });
+    };
+    await Plotly.newPlot(plot, data, { ...layout }, { displayModeBar: false, responsive: true });
+    plot.on("plotly_afterplot", () => { scalable(); roomForLegend(); });
     scalable();
+    roomForLegend();
   }
   const atWidth = (width) => Promise.all(plots.map((plot) => Plotly.relayout(
     plot, width ? { width, autosize: false } : { width: null, autosize: true })));

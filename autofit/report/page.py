@@ -14,23 +14,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import groupby
 
 from autofit.measurement import Role, Trial
 from autofit.report import rows
 from autofit.report.answer import describe, factor_words, headline, measured_faster, speed_words
-from autofit.report.charts import Chart, charts
+from autofit.report.chart_parts import Chart
+from autofit.report.charts import charts
+from autofit.report.memory_charts import ABOUT_KINDS, memory_charts, not_looked_at
 from autofit.report.record import Record
 from autofit.units import counted, format_bytes
 
 _TRIALS = ("trial", "role", "micro-batch", "settings", "outcome", "samples/s", "held", "step")
 _NUMBERS = frozenset(("trial", "samples/s", "held", "step"))
-_SIDE_BY_SIDE = (("memory", "speed"),)
-"""Charts that share a row where there is room."""
 
 
 def page(record: Record) -> str:
     """Return the report as an HTML document."""
-    drawn = list(charts(record))
+    drawn = [*charts(record), *memory_charts(record)]
     style, script = _resource("page.css"), _resource("page.js")
     packed, plotly_hash = _plotly()
     policy = (
@@ -53,7 +54,10 @@ def page(record: Record) -> str:
     body = "\n".join(
         [*_header(record), "<main>", *_main(record, drawn), "</main>", _footer(record)]
     )
-    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n{data}\n</body>\n</html>\n'
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n'
+        f"<body>\n{body}\n{data}\n</body>\n</html>\n"
+    )
 
 
 def _header(record: Record) -> Iterator[str]:
@@ -74,11 +78,14 @@ def _main(record: Record, drawn: Sequence[Chart]) -> Iterator[str]:
     yield from _cards(record)
     yield '<div class="pair">'
     yield _section("Best against baseline", [_comparison(record)])
-    yield _section("To train like this", _paste(record))
-    yield "</div>"
     conditions = [*rows.conditions(record), *(f"Note: {note}" for note in record.notes)]
+    yield "<div>"
+    yield _section("To train like this", _paste(record))
     yield _section("What the answer depends on", [_list(map(escape, conditions))])
+    yield "</div></div>"
     yield from _plots(drawn)
+    for line in not_looked_at(record):
+        yield _section("Memory over a step", [f"<p>{escape(line)}</p>"])
     yield _section(f"All {counted(len(record.trials), 'trial')}", _trials(record), long=True)
     if faster := list(measured_faster(record)):
         what = "Why trials that were measured faster are not the best plan"
@@ -91,13 +98,9 @@ def _main(record: Record, drawn: Sequence[Chart]) -> Iterator[str]:
         yield _section("What was skipped, and why", [_list(lines)])
     if hinted := rows.hint_rows(record):
         table = _table(hinted[0], hinted[1:], numbers=range(1, len(hinted[0])))
-        yield _section(
-            "What settings were expected to change",
-            [
-                f'<p class="caption">{escape(rows.ABOUT_HINTS)}.</p>',
-                f'<div class="scroll">{table}</div>',
-            ],
-        )
+        about = f'<p class="caption">{escape(rows.ABOUT_HINTS)}.</p>'
+        parts = [about, f'<div class="scroll">{table}</div>']
+        yield _section("What settings were expected to change", parts)
     known = "".join(
         f'<tr><th scope="row">{escape(label)}</th><td>{escape(value)}</td></tr>'
         for label, value in rows.environment_rows(record).items()
@@ -111,7 +114,7 @@ def _cards(record: Record) -> Iterator[str]:
     share = min(100.0, 100 * held / record.vram_budget_bytes)
     yield '<div class="cards">'
     if factor and best.plan != record.baseline_beside_best.plan:
-        yield _card(f"{factor} ×", "the baseline's speed", kind="main")
+        yield _card(f"{factor} times", "the baseline's speed", kind="main")
     yield _card(
         speed_words(best, record).removesuffix(" samples/s"),
         "samples/s, the best plan",
@@ -144,20 +147,24 @@ def _paste(record: Record) -> Iterator[str]:
 
 
 def _plots(drawn: Sequence[Chart]) -> Iterator[str]:
-    paired = {name: pair for pair in _SIDE_BY_SIDE for name in pair}
-    for chart in drawn:
-        pair = paired.get(chart.name, ())
-        if pair and chart.name == pair[0]:
-            yield '<div class="pair">'
-        caption = f'<p class="caption">{escape(chart.caption)}</p>'
-        height = chart.figure["layout"]["height"]
-        plot = (
-            f'<div class="plot" data-figure="{chart.name}" style="min-height:{height}px" '
-            f'role="img" aria-label="{escape(chart.title)}"></div>'
-        )
-        yield _section(chart.title, [caption, plot])
-        if pair and chart.name == pair[-1]:
-            yield "</div>"
+    """Yield the charts; those of the memory of two plans share a row where there is room."""
+    for group, together in groupby(drawn, key=lambda chart: chart.name.partition("_")[0]):
+        sections = [_plot(chart) for chart in together]
+        if len(sections) > 1:
+            sections = ['<div class="pair">', *sections, "</div>"]
+        yield from sections
+        if group == "modules":
+            yield f'<p class="caption below">{escape(ABOUT_KINDS)}</p>'
+
+
+def _plot(chart: Chart) -> str:
+    height = chart.figure["layout"]["height"]
+    caption = f'<p class="caption">{escape(chart.caption)}</p>'
+    plot = (
+        f'<div class="plot" data-figure="{chart.name}" style="min-height:{height}px" '
+        f'role="img" aria-label="{escape(chart.title)}"></div>'
+    )
+    return _section(chart.title, [caption, plot])
 
 
 def _trials(record: Record) -> Iterator[str]:
@@ -211,8 +218,8 @@ def _trial(trial: Trial, line: rows.TrialRow, record: Record) -> str:
 
 def _footer(record: Record) -> str:
     return (
-        f"<footer>autofit {escape(record.version)}. This file holds all it shows and loads nothing. "
-        "Charts: plotly.js, MIT license.</footer>"
+        f"<footer>autofit {escape(record.version)}. This file holds all that it shows and loads "
+        "nothing. Charts: plotly.js, MIT license.</footer>"
     )
 
 

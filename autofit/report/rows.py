@@ -40,6 +40,7 @@ def key_numbers(record: Record) -> dict[str, str]:
     best, plan = record.best, record.best.plan
     factor = factor_words(record)
     against = f", {factor} times the baseline's" if factor and not _is_baseline(record) else ""
+    samples = counted(plan.samples_per_step, "sample")
     split = f"{plan.micro_batch} x {plan.accumulation_steps}"
     return {
         "speed": f"{speed_words(best, record)}{against}",
@@ -47,9 +48,7 @@ def key_numbers(record: Record) -> dict[str, str]:
             f"{format_bytes(best.measurement.held_bytes)} of "
             f"{format_bytes(record.vram_budget_bytes)} allowed, {headroom(record)} headroom"
         ),
-        "step": (
-            f"{_step_words(best, record)} for {counted(plan.samples_per_step, 'sample')}, as {split}"
-        ),
+        "step": f"{_step_words(best, record)} for {samples}, as {split}",
     }
 
 
@@ -172,14 +171,17 @@ def trial_rows(record: Record) -> Iterator[TrialRow]:
             str(replace(trial.plan, settings={})),
             settings_words(trial.plan.settings, record),
             outcome_words(trial) + _AGAIN * again,
-            _interval(
-                trial.samples_per_second,
-                trial.samples_per_second_low,
-                trial.samples_per_second_high,
-            ),
+            trial_speed(trial),
             format_bytes(measured.held_bytes),
             format_seconds(step_s, (step_s or 0.0) * _spread(trial)),
         )
+
+
+def trial_speed(trial: Trial) -> str:
+    """Return the speed of one trial in samples/s, with its spread: "168 ±3%"; "-": none."""
+    return _interval(
+        trial.samples_per_second, trial.samples_per_second_low, trial.samples_per_second_high
+    )
 
 
 def hint_rows(record: Record) -> list[list[str]]:
