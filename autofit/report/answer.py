@@ -90,7 +90,7 @@ def _against_baseline(factor: float, record: Record) -> str:
         if factor >= 1
         else f"{share_words(1 - factor, _spread_of_factor(record))} below {theirs}"
     )
-    if _overlap(record.speed_range(best), record.speed_range(baseline)):
+    if ranges_overlap(record.speed_range(best), record.speed_range(baseline)):
         words += ", but their measured ranges overlap"
     less = _held(baseline) - _held(best)
     if factor < 1 and less > 0:
@@ -137,9 +137,10 @@ def _range_of(plan: Plan, record: Record) -> tuple[float | None, float | None]:
     return record.speed_range((record.blocks(plan) or ran)[-1])
 
 
-def _overlap(
+def ranges_overlap(
     first: tuple[float | None, float | None], second: tuple[float | None, float | None]
 ) -> bool:
+    """Return whether two ranges, of which all ends are known, have anything in common."""
     (low, high), (others_low, others_high) = first, second
     if low is None or high is None or others_low is None or others_high is None:
         return False

@@ -7,6 +7,7 @@ file's. Names are escaped: plotly.js reads a little HTML in texts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -29,7 +30,7 @@ from autofit.report.chart_parts import (
     title,
 )
 from autofit.report.record import Record, frontier
-from autofit.report.rows import outcome_words, settings_words, trial_speed
+from autofit.report.rows import outcome_words, short_settings, trial_speed
 from autofit.units import format_bytes, format_seconds
 
 VARIANTS = ("#2563eb", "#d97706", "#9333ea", "#db2777", "#0891b2", "#65a30d")
@@ -183,7 +184,8 @@ def _blocks(record: Record) -> Chart:
         median = [f"median {speed_words(blocks[0], record)}"]
         traces.append(points(name, [(speed, row)], color, median, marker=bar))
         mark = f" <b>({'best, the baseline' if plan == baseline == record.best.plan else name})</b>"
-        label = _safe(describe(plan, record)) + mark * bool(name)
+        size = replace(plan, settings={})
+        label = _safe(f"{size}, {short_settings(plan.settings, record)}") + mark * bool(name)
         at_left = {"xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 10}
         notes.append(note(label, 0, row, INK, **at_left))
     arranged = layout(
@@ -230,12 +232,8 @@ def _styled(record: Record) -> Iterator[tuple[str, str, bool, list[Trial]]]:
         color = colors.get(key)
         if color is None:
             color, others = VARIANTS[others % len(VARIANTS)], others + 1
-        yield (
-            _safe(settings_words(trials[0].plan.settings, record)),
-            color,
-            at < _MOST_LINES,
-            trials,
-        )
+        name = _safe(short_settings(trials[0].plan.settings, record))
+        yield name, color, at < _MOST_LINES, trials
 
 
 def _by_micro_batch(record: Record) -> Chart:
@@ -274,8 +272,8 @@ def _by_micro_batch(record: Record) -> Chart:
     return Chart(
         "micro_batch",
         "Speed and memory of each setting by micro-batch",
-        "Each point is a trial. Above, a line joins the mean speeds of a setting; below, the dotted "
-        "line is the straight one through what it held. A cross at the budget did not fit. A touch "
+        "Each point is a trial. Above, a line joins the mean speeds of a setting; below, a dotted "
+        "one is the straight line through what it held. A cross at the budget did not fit. A touch "
         "on a name hides or shows it.",
         {"data": traces, "layout": arranged},
     )

@@ -136,7 +136,8 @@ def _card(number: str, words: str, more: str = "", *, kind: str = "") -> str:
 
 
 def _comparison(record: Record) -> str:
-    return _table(("", "best", "baseline"), rows.comparison(record), numbers=(1, 2))
+    table = _table(("", "best", "baseline"), rows.comparison(record), numbers=(1, 2))
+    return f'<div class="compared">{table}</div>'
 
 
 def _paste(record: Record) -> Iterator[str]:

@@ -9,13 +9,13 @@ from itertools import chain, zip_longest
 from textwrap import shorten
 
 from autofit.measurement import Role, Trial
-from autofit.plan import Plan, Settings, unlike
+from autofit.plan import Plan, Scalar, Settings, unlike
 from autofit.report.answer import factor_words, share_words, speed_words, spread_of
 from autofit.report.record import Record, Skipped
 from autofit.units import counted, format_bytes, format_seconds, rounded
 
 ABOUT_TRIALS = (
-    "as micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
+    "Sizes are micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
     "others may have run two of them and scaled the time. Held is peak reserved plus non-torch."
 )
 ABOUT_HINTS = (
@@ -249,6 +249,22 @@ def outcome_words(trial: Trial) -> str:
 def settings_words(settings: Settings, record: Record) -> str:
     """Return the settings that are not at their first value, or "plain"."""
     return _written(unlike(settings, record.plain_settings)) or "plain"
+
+
+def short_settings(settings: Settings, record: Record) -> str:
+    """Return the settings that are not plain, for a narrow place: "bfloat16, level=2"; or "plain".
+
+    A text says enough without its name, unless another setting has the same value.
+    """
+    texts = [value for each in record.dimensions.values() for value in each.values]
+
+    def short(name: str, value: Scalar) -> str:
+        own = name.partition(".")[2] or name
+        says_it = isinstance(value, str) and texts.count(value) == 1
+        return str(value) if says_it else f"{own}={value}"
+
+    changed = unlike(settings, record.plain_settings)
+    return ", ".join(short(*each) for each in changed.items()) or "plain"
 
 
 def environment_rows(record: Record) -> Mapping[str, str]:

@@ -101,7 +101,7 @@ def _in_full(record: Record, width: int) -> Iterator[str | Table | Text]:
     yield from rows.facts(record)
     yield from rows.conditions(record)
     yield from (f"Note: {note}" for note in record.notes)
-    yield f"\n{counted(len(record.trials), 'trial')}, {rows.ABOUT_TRIALS}\n"
+    yield f"\n{counted(len(record.trials), 'trial')}. {rows.ABOUT_TRIALS}\n"
     yield _trials_table(record, width)
     if faster := list(measured_faster(record)):
         yield "\nWhy trials that were measured faster are not the best plan\n"
