@@ -21,10 +21,8 @@ from autofit.errors import CannotTell
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.plan import ResolvedPlan
-from autofit.prediction.dry_run import STEPS, dry_run
-from autofit.prediction.predict import configured_workspace_bytes, expandable_segments
+from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
 from autofit.prediction.variant_lines import gpu_of
-from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.training.builder import TrainingBuilder
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
@@ -75,8 +73,6 @@ def _memory_use(session: Session, resolved: ResolvedPlan) -> dict[str, Any]:
         session.builder.fresh_workload(),
         resolved,
         gpu,
-        expandable_segments=expandable_segments(),
-        workspace_bytes=configured_workspace_bytes(),
         watching=lambda tracer, training: _noted(owners, tracer).watching(training),
     )
     return owners[0].to_dict("dry run")
@@ -92,10 +88,7 @@ def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
     device = CpuDevice(record=True)
     own = TrainingBuilder(builder.fresh_workload, device, builder.seed)
     workload, owners = own.fresh_workload(), Owners(device.tracer)
-    sizes = resolved.plan.micro_batch_sizes
-    if workload.train_step is None:
-        sizes = sizes[:MICRO_BATCHES_OF_A_SEARCH]
-    batch = workload.batch(sum(sizes))
+    batch = workload.batch(sum(traced_sizes(resolved.plan, workload)))
     with (
         device.accounting(),
         own.training(workload, resolved) as training,
@@ -271,8 +264,8 @@ class Owners:
             owners[event] = self._known.get(event, (kind, module))
         return owners
 
-    def _phases_of(self, begin: int, end: int, moments: int) -> list[list[Any]]:
-        """Return [phase, its first moment] of each phase of the step that has any."""
+    def _phases_of(self, begin: int, end: int, moments: int) -> list[dict[str, Any]]:
+        """Return the phases of the step that have any moment, with the first of each."""
         inside = [(max(at, begin), phase) for at, phase in self._phases if at < end]
         if inside[-1][1] == FORWARD:  # what follows the last update
             inside.pop()
@@ -281,7 +274,7 @@ class Owners:
             starts[(at - begin) * moments // (end - begin)] = (
                 phase  # the last one that begins there
             )
-        return [[phase, at] for at, phase in sorted(starts.items())]
+        return [{"name": phase, "first": at} for at, phase in sorted(starts.items())]
 
 
 # The model in parts: modules in a list that are of one class are one part.

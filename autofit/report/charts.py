@@ -94,7 +94,7 @@ class _Bytes:
     def __init__(self, record: Record) -> None:
         most = max(trial.measurement.held_bytes or 0 for trial in _ran(record))
         self.has_budget = record.vram_budget_bytes <= _WIDE_BUDGET * most
-        top = max(most, record.vram_budget_bytes * self.has_budget)
+        top = max(most, record.vram_budget_bytes * self.has_budget, 1)
         self.unit, self.size = scale_for(top)
         self.end = 1.08 * top / self.size
         self.budget = record.vram_budget_bytes / self.size

@@ -50,6 +50,8 @@ def not_looked_at(record: Record) -> Iterator[str]:
             yield f"The memory of the {_NAMES[key]} is not shown: {use['why_not']}"
 
 
+_LEAST_MOMENTS = 4
+"""Shorter phases, as between the last backward and the update, get no mark."""
 _NAMES = {"baseline": "baseline", "best": "best plan"}
 
 
@@ -68,7 +70,7 @@ def _timeline(record: Record, key: str, use: Mapping[str, Any], most_bytes: int)
         {
             "type": "scatter",
             "mode": "lines",
-            "name": KINDS.get(kind, (kind, MUTED))[0],
+            "name": escape(KINDS.get(kind, (kind, MUTED))[0], quote=False),
             "x": list(range(moments)),
             "y": [each / size for each in held],
             "stackgroup": "memory",
@@ -81,7 +83,7 @@ def _timeline(record: Record, key: str, use: Mapping[str, Any], most_bytes: int)
     ]
     peak = use["peak"]
     total = sum(held[peak] for held in use["bytes"].values())
-    top = 1.16 * most_bytes / size
+    top = 1.4 * most_bytes / size
     arranged = layout(
         340,
         xaxis=title("one optimizer step, by allocations") | {"showticklabels": False, "ticks": ""},
@@ -93,18 +95,20 @@ def _timeline(record: Record, key: str, use: Mapping[str, Any], most_bytes: int)
     side = "left" if peak < moments / 2 else "right"
     words = f"peak {format_bytes(total)}"
     arranged["annotations"] = [note(words, peak, total / size, INK, xanchor=side, **at_peak)]
-    for phase, at in use["phases"]:
-        arranged["shapes"].append(line("x", at, "#94a3b8") | {"layer": "above"})
-        arranged["annotations"].append(
-            note(phase, at, 1, MUTED, yref="paper", xanchor="left", yanchor="top", xshift=2)
-        )
+    upright = {"yref": "paper", "textangle": -90, "xanchor": "left", "yanchor": "top"}
+    ends = [*(phase["first"] for phase in use["phases"]), moments][1:]
+    for phase, end in zip(use["phases"], ends, strict=True):
+        first, name = phase["first"], escape(phase["name"], quote=False)
+        if end - first >= _LEAST_MOMENTS:
+            arranged["shapes"].append(line("x", first, "#94a3b8") | {"layer": "above"})
+            arranged["annotations"].append(note(name, first, 1, MUTED, **upright))
     plan, shown = _trial(record, key).plan, min(_trial(record, key).plan.accumulation_steps, 2)
     of = f", {shown} of its {counted(plan.accumulation_steps, 'micro-batch')}"
     return Chart(
         f"timeline_{key}",
         f"Memory over a step: the {_NAMES[key]}",
-        f"{describe(plan, record)}{of * (plan.accumulation_steps > 2)}, by {_HOW.get(use['how'])}"
-        f"; the probe's peak was "
+        f"{describe(plan, record)}{of * (plan.accumulation_steps > 2)}, by "
+        f"{_HOW.get(use['how'], use['how'])}; the probe's peak was "
         f"{format_bytes(_trial(record, key).measurement.peak_allocated_bytes)}.",
         {"data": traces, "layout": arranged},
     )
@@ -140,13 +144,12 @@ def _modules(record: Record, key: str, use: Mapping[str, Any]) -> Chart:
         for row, part in enumerate(parts)
     ]
     arranged = layout(
-        80 + 40 * len(parts),
+        110 + 40 * len(parts),
         xaxis=title(f"allocated at the peak, {unit}"),
         yaxis={"visible": False, "range": [-0.5, len(parts) - 0.2]},
         barmode="stack",
         annotations=notes,
-        showlegend=False,
-        margin={"l": 6, "r": 14, "t": 4, "b": 44},
+        margin={"l": 6, "r": 14, "t": 34, "b": 44},
     )
     return Chart(
         f"modules_{key}",

@@ -10,6 +10,7 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from html import escape
@@ -26,6 +27,7 @@ from autofit.report.record import Record
 from autofit.units import counted, format_bytes
 
 _TRIALS = ("trial", "role", "micro-batch", "settings", "outcome", "samples/s", "held", "step")
+_END_OF_PART = re.compile(r"([=_]|\.(?=[a-z]))")
 _NUMBERS = frozenset(("trial", "samples/s", "held", "step"))
 
 
@@ -137,7 +139,7 @@ def _card(number: str, words: str, more: str = "", *, kind: str = "") -> str:
 
 def _comparison(record: Record) -> str:
     table = _table(("", "best", "baseline"), rows.comparison(record), numbers=(1, 2))
-    return f'<div class="compared">{table}</div>'
+    return table.replace("<table>", '<table class="compared">', 1)
 
 
 def _paste(record: Record) -> Iterator[str]:
@@ -210,7 +212,7 @@ def _trial(trial: Trial, line: rows.TrialRow, record: Record) -> str:
     ]
     written = "".join(
         f'<td class="{"number" * (name in _NUMBERS)}" '
-        f'data-value="{"" if value is None else escape(str(value))}">{escape(text)}</td>'
+        f'data-value="{"" if value is None else escape(str(value))}">{_breakable(text)}</td>'
         for name, (text, value) in zip(_TRIALS, cells, strict=True)
     )
     kind = " ".join(name for name, is_so in kinds.items() if is_so)
@@ -243,12 +245,17 @@ def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: It
 
     def row(tag: str, cells: Sequence[str]) -> str:
         return "".join(
-            f'<{tag} class="{"number" * (at in right)}">{escape(cell)}</{tag}>'
+            f'<{tag} class="{"number" * (at in right)}">{_breakable(cell)}</{tag}>'
             for at, cell in enumerate(cells)
         )
 
     body = "".join(f"<tr>{row('td', line)}</tr>" for line in lines)
     return f"<table><thead><tr>{row('th', titles)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _breakable(text: str) -> str:
+    """Return a text as HTML whose long names may be broken where their parts end."""
+    return _END_OF_PART.sub(r"\1<wbr>", escape(text))
 
 
 def _in_script(text: str) -> str:

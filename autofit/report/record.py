@@ -26,7 +26,6 @@ from autofit.plan import (
 from autofit.registry import resolve, strategies_of
 from autofit.shapes import (
     AMOUNT,
-    ANYTHING,
     COUNT,
     NUMBER,
     TEXT,
@@ -46,7 +45,7 @@ _DEVICES = ("cpu", "cuda")
 _MEMORY_USE: Shape = {
     "why_not?": TEXT,
     "how?": TEXT,
-    "phases?": [[ANYTHING]],
+    "phases?": [{"name": TEXT, "first": AMOUNT}],
     "bytes?": Table([AMOUNT]),
     "peak?": AMOUNT,
     "modules?": [{"name": TEXT, "class": TEXT, "count": COUNT, "bytes": Table(AMOUNT)}],
@@ -338,6 +337,8 @@ class Record:
             )
         try:
             check_shape(data, _REPORT, "the report")
+            for use in data.get("memory", {}).values():
+                _check_memory_use(use)
             record = cls._from_known(data)
             check_ran(record.best)
             return record
@@ -372,6 +373,20 @@ class Record:
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
         return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}
+
+
+def _check_memory_use(use: Mapping[str, Any]) -> None:
+    """Check that a memory use is whole, or says why there is none.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if "why_not" in use:
+        return
+    missing = {"how", "phases", "bytes", "peak", "modules"} - set(use)
+    moments = {len(held) for held in use.get("bytes", {}).values()}
+    if missing or len(moments) != 1 or use["peak"] >= min(moments) or not use["modules"]:
+        raise InvalidRequest("the memory over a step is not complete")
 
 
 def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:

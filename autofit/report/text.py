@@ -21,7 +21,9 @@ _INDENT = "    "
 _LONGEST_SETTING = 40
 
 
-def render(record: Record, width: int = WIDTH, *, verbose: bool = True, color: bool = False) -> str:
+def render(
+    record: Record, width: int = WIDTH, *, verbose: bool = False, color: bool = False
+) -> str:
     """Return the report as text of at most `width` columns; only code to paste may be wider.
 
     Args:

@@ -6,6 +6,7 @@ Promises: what a page logs, throws, is refused by its policy and asks the networ
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -126,12 +127,11 @@ class Browser:
 def opened() -> Iterator[Browser]:
     """Start a browser with a fresh profile; end it afterwards."""
     assert CHROMIUM is not None
-    read_by_it, to_it = os.pipe()
-    from_it, written_by_it = os.pipe()
+    (read_by_it, to_it), (from_it, written_by_it) = _far_pipe(), _far_pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             # It reads from descriptor 3 and writes to 4.
-            ["sh", "-c", f'exec "$0" "$@" 3<&{read_by_it} 4>&{written_by_it}', CHROMIUM, *_FLAGS,
+            ["bash", "-c", f'exec "$0" "$@" 3<&{read_by_it} 4>&{written_by_it}', CHROMIUM, *_FLAGS,
              f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(read_by_it, written_by_it),
             stdout=subprocess.DEVNULL,
@@ -146,3 +146,12 @@ def opened() -> Iterator[Browser]:
             process.wait(20)
             os.close(to_it)
             os.close(from_it)
+
+
+def _far_pipe() -> list[int]:
+    """Return both ends of a pipe, whose numbers are none that the browser wants."""
+    ends = os.pipe()
+    far = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends]
+    for end in ends:
+        os.close(end)
+    return far
