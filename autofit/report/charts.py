@@ -166,7 +166,7 @@ def _frontier(record: Record) -> Chart:
     )
 
 
-_UNCUT: Mapping[str, Any] = {"cliponaxis": False}
+_UNCUT: dict[str, Any] = {"cliponaxis": False}
 """For points on an axis."""
 
 

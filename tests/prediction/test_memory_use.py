@@ -22,7 +22,7 @@ from benchmarks.workloads import tiny_gpt, tiny_resnet
 
 def on_cpu(workload: Any, plan: Plan) -> dict[str, Any]:
     session = Session(workload, (), CpuDevice())
-    use = memory_uses(session, {"best": ResolvedPlan(plan)})["best"]
+    use: dict[str, Any] = memory_uses(session, {"best": ResolvedPlan(plan)})["best"]
     assert "why_not" not in use, use
     return use
 
@@ -117,9 +117,10 @@ def test_what_a_container_holds_itself_is_a_part_of_its_own() -> None:
 
 
 def test_a_plan_that_cannot_be_looked_at_says_why() -> None:
-    def broken() -> Workload:
-        return Workload(Twin, torch.randn(4, 8), loss_fn=lambda model, batch: 1 / 0)
+    def broken(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise ZeroDivisionError("no loss today")
 
-    session = Session(broken, (), CpuDevice())
+    workload = Workload(Twin, torch.randn(4, 8), loss_fn=broken)
+    session = Session(lambda: workload, (), CpuDevice())
     found = memory_uses(session, {"best": ResolvedPlan(Plan(4))})
-    assert found == {"best": {"why_not": "ZeroDivisionError: division by zero"}}
+    assert found == {"best": {"why_not": "ZeroDivisionError: no loss today"}}
