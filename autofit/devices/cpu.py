@@ -83,6 +83,10 @@ class TracedDevice:
         """Return 0: no other process allocates in the simulated allocator."""
         return 0
 
+    def busy_percent(self) -> int | None:
+        """Return None: nobody counts."""
+        return None
+
     def busy(self) -> str | None:
         """Return None: no other process computes on a simulated device."""
         return None

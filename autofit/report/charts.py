@@ -39,6 +39,7 @@ _MOST_LINES = 6
 """Variants that are shown at first; a touch on the legend shows the others."""
 _WIDE_BUDGET = 3.0
 """A budget so many times what any plan held is told in words, or all points lie at one edge."""
+_BUSY = "#9333ea"
 _CROSS: Mapping[str, Any] = {"symbol": "x", "size": 10, "line": {"width": 0}}
 
 
@@ -63,6 +64,8 @@ def hover_of(trial: Trial, record: Record) -> str:
         parts.append(f"{trial_speed(trial)} samples/s, {step} a step")
     if measured.held_bytes is not None:
         parts.append(f"held {format_bytes(measured.held_bytes)}")
+    if measured.busy_percent is not None:
+        parts.append(f"kernels ran for {measured.busy_percent} % of the time")
     if trial.predicted_peak_bytes is not None:
         parts.append(f"expected {format_bytes(trial.predicted_peak_bytes)}")
     return "<br>".join(parts)
@@ -346,21 +349,36 @@ def _course(record: Record) -> Chart:
         texts = [hover_of(trial, record) for trial in expected]
         traces.append(points("expected", at, INK, texts, marker=dash) | {"yaxis": "y2"})
     last = max(trial.number for trial in ran)
+    known = [trial for trial in ran if trial.measurement.busy_percent is not None]
+    lowest = 0.26 * bool(known)  # the room for utilization below
+
+    def place(low: float, high: float) -> dict[str, Any]:
+        return {"domain": [lowest + (1 - lowest) * low, lowest + (1 - lowest) * high]}
+
     arranged = layout(
-        460,
-        xaxis=title("trial") | {"range": [-0.7, last + 0.7], "anchor": "y2", "tickformat": "d"},
-        yaxis=title("samples/s") | {"rangemode": "tozero", "domain": [0.47, 1]},
-        yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end], "domain": [0, 0.39]},
+        580 if known else 460,
+        xaxis=title("trial") | {"range": [-0.7, last + 0.7], "tickformat": "d"},
+        yaxis=title("samples/s") | {"rangemode": "tozero"} | place(0.47, 1),
+        yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end]} | place(0, 0.39),
         barmode="overlay",
         bargap=0.35,
     )
+    arranged["xaxis"]["anchor"] = "y3" if known else "y2"
+    if known:
+        at = [(trial.number, float(trial.measurement.busy_percent or 0)) for trial in known]
+        texts = [hover_of(trial, record) for trial in known]
+        traces.append(points("GPU busy", at, _BUSY, texts) | {"yaxis": "y3"})
+        axis = {"range": [0, 105], "domain": [0, 0.18]}
+        arranged["yaxis3"] = arranged["yaxis2"] | title("GPU busy, %") | axis
     if held.has_budget:
         arranged["shapes"] = [line("y2", held.budget)]
     return Chart(
         "course",
         "The search as it went",
         "Above, the speed of each trial; below, what it held (bars), what was expected of it "
-        "(dashes), and the VRAM budget. Crosses did not run to their end.",
+        "(dashes), and the VRAM budget. Crosses did not run to their end."
+        + " At the bottom, the share of the time in which kernels ran."
+        * bool(known),
         {"data": traces, "layout": arranged},
     )
 

@@ -184,6 +184,24 @@ def test_a_budget_far_beyond_all_plans_does_not_squeeze_them(record: Record) -> 
     assert "1.00 TiB" in wide.figure["layout"]["annotations"][0]["text"]
 
 
+def test_utilization_is_shown_where_it_is_known(record: Record) -> None:
+    trials = tuple(
+        replace(trial, measurement=replace(trial.measurement, busy_percent=percent))
+        for trial, percent in zip(
+            record.trials, (97, None, None, 88, None, 0, 99, 100), strict=True
+        )
+    )
+    course = {chart.name: chart for chart in charts(replace(record, trials=trials))}["course"]
+    busy = next(each for each in course.figure["data"] if each["name"] == "GPU busy")
+    assert list(zip(busy["x"], busy["y"], strict=True)) == [
+        (0, 97), (3, 88), (5, 0), (6, 99), (7, 100)
+    ]  # fmt: skip
+    assert "kernels ran" in course.caption
+    plain = {chart.name: chart for chart in charts(record)}["course"]
+    assert "yaxis3" not in plain.figure["layout"]
+    assert "kernels" not in plain.caption
+
+
 def test_memory_that_could_not_be_looked_at_says_why(record: Record) -> None:
     memory = {"best": {"why_not": "the model is compiled"}}
     words = Elements(page(replace(record, memory=memory))).text
