@@ -1,26 +1,38 @@
-// cuDNN: descriptors that hold nothing yet, plans that take no workspace and compute nothing.
-#include "emulation.h"
+// cuDNN: handles, and descriptors of the API of before version 8. Its kernels compute nothing.
+#include "cudnn.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
-namespace emulation {
+namespace emulation::cudnn {
 namespace {
 
 constexpr u64 HANDLE_BYTES = 2 * MIB;
-constexpr int SUCCESS = 0, ALLOC_FAILED = 1003, INTERNAL_ERROR = 4000, EXECUTION_FAILED = 5000;
-constexpr int TYPE_INT64 = 3, TYPE_DESCRIPTOR = 15;  // cudnnBackendAttributeType_t
-constexpr int ENGINE_SHARED_MEMORY = 304;            // cudnnBackendAttributeName_t
-
-struct Handle {
-  cudaStream_t stream;
-  int physical;
-};
 
 }  // namespace
-}  // namespace emulation
+
+u64 element_bytes(int data_type) {
+  switch (data_type) {
+    case DOUBLE: return 8;
+    case HALF:
+    case BFLOAT16: return 2;
+    default: return 4;
+  }
+}
+int execute(Handle* handle) {
+  int fault = due_fault("launch");
+  if (fault == HANG) occupy_stream_forever(handle->stream);
+  else if (is_sticky(fault)) poison(fault);
+  else if (fault) return EXECUTION_FAILED;
+  advance_clock(handle->stream, 5 * LAUNCH_NS);
+  return poisoned_by() ? EXECUTION_FAILED : SUCCESS;
+}
+
+}  // namespace emulation::cudnn
 
 using namespace emulation;
+using namespace emulation::cudnn;
 
 EXPORT size_t cudnnGetVersion() { return settings().cudnn_version; }
 EXPORT size_t cudnnGetCudartVersion() { return CUDART_VERSION / 1000 * 1000; }
@@ -58,7 +70,7 @@ EXPORT int cudnnGetStream(void* handle, cudaStream_t* stream) {
 
 #define DESCRIPTOR(NAME)                          \
   EXPORT int cudnnCreate##NAME(void** out) {      \
-    *out = calloc(1, 64);                         \
+    *out = calloc(1, 128);                        \
     return SUCCESS;                               \
   }                                               \
   EXPORT int cudnnDestroy##NAME(void* made) {     \
@@ -71,8 +83,6 @@ DESCRIPTOR(ConvolutionDescriptor)
 DESCRIPTOR(ActivationDescriptor)
 DESCRIPTOR(PoolingDescriptor)
 DESCRIPTOR(DropoutDescriptor)
-DESCRIPTOR(RNNDescriptor)
-DESCRIPTOR(RNNDataDescriptor)
 DESCRIPTOR(CTCLossDescriptor)
 DESCRIPTOR(SpatialTransformerDescriptor)
 
@@ -98,34 +108,19 @@ EXPORT int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int, int, vo
   return SUCCESS;
 }
 
-// The graph API. A descriptor remembers its type alone; every engine is offered once.
-
-EXPORT int cudnnBackendCreateDescriptor(int type, void** out) {
-  auto* made = static_cast<int*>(calloc(1, 64));
-  *made = type;
-  *out = made;
+EXPORT int cudnnSetTensorNdDescriptor(void* made, int data_type, int dims, const int* sizes,
+                                      const int* strides) {
+  auto& tensor = *static_cast<cudnn::TensorDescriptor*>(made);
+  tensor = {data_type, std::min(dims, 8), {}, {}};
+  std::copy_n(sizes, tensor.dims, tensor.sizes.begin());
+  std::copy_n(strides, tensor.dims, tensor.strides.begin());
   return SUCCESS;
 }
-EXPORT int cudnnBackendDestroyDescriptor(void* made) {
-  free(made);
+EXPORT int cudnnGetTensorNdDescriptor(const void* made, int wanted, int* data_type, int* dims,
+                                      int* sizes, int* strides) {
+  const auto& tensor = *static_cast<const cudnn::TensorDescriptor*>(made);
+  *data_type = tensor.data_type, *dims = tensor.dims;
+  std::copy_n(tensor.sizes.begin(), std::min(wanted, tensor.dims), sizes);
+  std::copy_n(tensor.strides.begin(), std::min(wanted, tensor.dims), strides);
   return SUCCESS;
-}
-EXPORT int cudnnBackendSetAttribute(void*, int, int, long long, const void*) { return SUCCESS; }
-EXPORT int cudnnBackendFinalize(void*) { return SUCCESS; }
-EXPORT int cudnnBackendGetAttribute(void*, int name, int type, long long wanted, long long* count,
-                                    void* out) {
-  // One engine configuration, no numerical notes, no workspace; descriptors stay as given.
-  if (count) *count = type == TYPE_DESCRIPTOR || type == TYPE_INT64 ? 1 : 0;
-  if (type == TYPE_INT64 && out && wanted > 0) *static_cast<long long*>(out) = 0;
-  if (name == ENGINE_SHARED_MEMORY && out) *static_cast<int*>(out) = 0;
-  return SUCCESS;
-}
-EXPORT int cudnnBackendExecute(void* handle, void*, void*) {
-  cudaStream_t stream = static_cast<Handle*>(handle)->stream;
-  int fault = due_fault("launch");
-  if (fault == HANG) occupy_stream_forever(stream);
-  else if (is_sticky(fault)) poison(fault);
-  else if (fault) return EXECUTION_FAILED;
-  advance_clock(stream, 5 * LAUNCH_NS);
-  return poisoned_by() ? EXECUTION_FAILED : SUCCESS;
 }
