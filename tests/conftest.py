@@ -89,8 +89,7 @@ def _computing_as_before() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer | None]:
     """None on a machine with a GPU, unless it is emulated: what has looked at one cannot fork."""
-    is_emulated = "AUTOFIT_EMULATION_MACHINE" in os.environ
-    if (torch.cuda.is_available() and not is_emulated) or not SUPPORTED:
+    if (torch.cuda.is_available() and not EMULATED) or not SUPPORTED:
         yield None
         return
     server = ForkServer()

@@ -195,16 +195,16 @@ def _build_driver(torch: CudaTorch, sources: list[Path], out: Path) -> None:
         objects = list(pool.map(compiled, sources))
     written = {line.split()[-1] for line in _symbols("--defined-only", *objects)}
     names = sorted(_imported(libraries) - written)
-    generated = out / "not_emulated.c"
+    generated = out / "generated.c"
     generated.write_text(
         "int autofit_emulation_not_emulated(const char*);\n"
         + "".join(f'int {n}() {{ return autofit_emulation_not_emulated("{n}"); }}\n' for n in names)
     )
     flags = ("-x", "c", "-O1", "-fPIC", "-w", "-fno-builtin")
-    _run(_compiler(), *flags, "-c", generated, "-o", out / "not_emulated.o")
+    _run(_compiler(), *flags, "-c", generated, "-o", out / "generated.o")
     shared = (_compiler(), "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER)
-    _run(*shared, *objects, out / "not_emulated.o", "-ldl", "-lpthread")
-    for path in (*objects, out / "not_emulated.o"):
+    _run(*shared, *objects, out / "generated.o", "-ldl", "-lpthread")
+    for path in (*objects, out / "generated.o"):
         path.unlink()
     # Empty libraries of the names that torch, Triton and NVML's bindings ask for, which lead to it.
     empty = out / "empty.c"

@@ -85,4 +85,4 @@ def cards_setting(cards: Sequence[EmulatedCard]) -> str:
     """
     if len(cards) > MAX_CARDS:
         raise InvalidRequest(f"an emulated machine has at most {MAX_CARDS} cards, got {len(cards)}")
-    return ";".join(card.setting for card in cards) or ";"
+    return ";".join(card.setting for card in cards)

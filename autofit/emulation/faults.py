@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from autofit.emulation.errors import EmulationUnavailable
+from autofit.emulation.driver import loaded_driver
 from autofit.errors import InvalidRequest
 
 Call = Literal[
@@ -103,27 +103,7 @@ def inject(fault: Fault) -> None:
         EmulationUnavailable: this process runs on no emulated GPU.
     """
     code = HANG if fault.error is None else fault.error
-    function = _emulation().autofit_emulation_inject
+    function = loaded_driver().autofit_emulation_inject
     function.argtypes = [ctypes.c_char_p, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_int]
     function.restype = None
     function(fault.call.encode(), fault.number, fault.times, code)
-
-
-def count_calls(call: Call) -> int:
-    """Return how many calls of the kind this process has made.
-
-    Raises:
-        EmulationUnavailable: this process runs on no emulated GPU.
-    """
-    function = _emulation().autofit_emulation_count
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_ulonglong
-    return int(function(call.encode()))
-
-
-def _emulation() -> Any:
-    library: Any = ctypes.CDLL(None)
-    if not hasattr(library, "autofit_emulation_inject"):
-        raise EmulationUnavailable(
-            "this process runs on no emulated GPU: start it with `python -m autofit.emulation --`"
-        )
-    return library

@@ -63,7 +63,7 @@ def emulated_environment(
 
 
 def run_emulated(command: Sequence[str | Path], **options: Any) -> int:
-    """Run a command on a machine of its own, and return its exit status.
+    """Run a command on a machine of its own, and return its exit status, as a shell does.
 
     Args:
         command: and its arguments.
@@ -74,7 +74,8 @@ def run_emulated(command: Sequence[str | Path], **options: Any) -> int:
     machine = options.setdefault("machine", new_machine())
     environment = emulated_environment(**options)
     try:
-        return subprocess.run(list(map(str, command)), env=environment).returncode
+        status = subprocess.run(list(map(str, command)), env=environment).returncode
+        return status if status >= 0 else 128 - status
     finally:
         if own:
             machine.remove()

@@ -67,6 +67,19 @@ def test_marks_are_times_of_the_device(device: CudaDevice) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.real_gpu  # an emulated one copies at once
+def test_a_batch_that_is_let_go_while_it_is_copied_arrives_whole(device: CudaDevice) -> None:
+    staged = device.stage(torch.ones(MIB))
+    torch.cuda._sleep(10**9)
+    placed = device.place(staged)
+    del staged
+    for _ in range(4):
+        device.stage(torch.ones(MIB)).zero_()
+    device.synchronize()
+    assert placed.sum().item() == MIB
+
+
+@pytest.mark.cuda
 def test_it_says_what_it_is(device: CudaDevice) -> None:
     assert device.environment.gpu == torch.cuda.get_device_name(0)
     assert device.capabilities.device_type == "cuda"

@@ -102,3 +102,15 @@ def test_an_index_out_of_range_is_an_assert_on_the_device(run_on: Run) -> None:
 
 def test_streams_and_events_keep_order(run_on: Run) -> None:
     assert run_on(STREAMS) == "done\n"
+
+
+def test_a_guess_is_noted(run_on: Run) -> None:
+    program = """
+import torch
+from autofit.emulation.driver import estimates
+(torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")).softmax(0)
+assert estimates() == (), estimates()
+torch.fft.rfft(torch.ones(8, 8, device="cuda"))
+print(*estimates())
+"""
+    assert "cufftXtMakePlanMany" in run_on(program)

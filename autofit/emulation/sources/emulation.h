@@ -25,9 +25,9 @@ std::recursive_mutex& global_mutex();
 
 // settings.cpp
 struct Card {
-  std::string name = "NVIDIA H200";
-  u64 total_bytes = 150109011148, context_bytes = 554 * MIB, held_by_others_bytes = 0;
-  int major = 9, minor = 0, multiprocessors = 132;
+  std::string name;
+  u64 total_bytes = 0, context_bytes = 0, held_by_others_bytes = 0;
+  int major = 0, minor = 0, multiprocessors = 0;
 };
 struct Settings {
   std::vector<Card> cards;
@@ -101,7 +101,7 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
                    cudaStream_t stream);
 void advance_by_product(cudaStream_t stream, double multiplications);
 
-// estimates.cpp
+// not_emulated.cpp
 void note_estimate(const char* what);  // sizes that this process was told are not NVIDIA's
 
 }  // namespace emulation

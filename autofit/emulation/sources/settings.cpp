@@ -42,9 +42,8 @@ Card parse_card(const std::string& text) {
   return card;
 }
 
-std::vector<Card> parse_cards(const char* text) {
+std::vector<Card> parse_cards(const std::string& text) {
   std::vector<Card> cards;
-  if (!text) return {Card{}};
   std::stringstream parts(text);
   for (std::string part; std::getline(parts, part, ';') && cards.size() < MAX_DEVICES;)
     if (!part.empty()) cards.push_back(parse_card(part));
@@ -53,7 +52,7 @@ std::vector<Card> parse_cards(const char* text) {
 
 Settings read_settings() {
   Settings read;
-  read.cards = parse_cards(getenv("AUTOFIT_EMULATION_CARDS"));
+  read.cards = parse_cards(text_of("AUTOFIT_EMULATION_CARDS", ""));
   read.machine = text_of("AUTOFIT_EMULATION_MACHINE", "default");
   read.faults = text_of("AUTOFIT_EMULATION_FAULTS", "");
   read.nvml = text_of("AUTOFIT_EMULATION_NVML", "");
