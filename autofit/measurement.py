@@ -95,6 +95,7 @@ MEASUREMENT: dict[str, Any] = {
     "losses?": [NUMBER],
     "contended?": FLAG,
     "seconds?": Maybe(NUMBER),
+    "busy_percent?": Maybe(NUMBER),
 }
 """A measurement as JSON."""
 TRIAL: dict[str, Any] = MEASUREMENT | {
@@ -126,6 +127,8 @@ class Measurement:
             used memory that the budget allows. A plan that then ran out of memory is only known to
             need the bytes that it held.
         seconds: duration of the probe, building and warm-up included.
+        busy_percent: share of the time in which the device computed, as NVML has it, over the last
+            second or less of the timed steps; None: unknown.
     """
 
     outcome: Outcome
@@ -140,6 +143,7 @@ class Measurement:
     losses: Sequence[float] = ()
     contended: bool = False
     seconds: float | None = None
+    busy_percent: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))

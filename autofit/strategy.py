@@ -144,6 +144,10 @@ class Context(Protocol):
     def capabilities(self) -> Capabilities:
         """What that device can do natively."""
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step: the global batch to keep, else the sample batch's own."""
+
     def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` of a plain training of a fresh copy of the model.
 

@@ -76,8 +76,13 @@ def round_up_shown(size: float) -> int:
     return math.ceil(math.ceil(size / grain) * grain)
 
 
-def format_seconds(seconds: float | None) -> str:
-    """Format a duration: 0.0123 -> "12.3 ms"; 95 -> "1 min 35 s"; None -> "?"."""
+def format_seconds(seconds: float | None, spread: float = 0.0) -> str:
+    """Format a duration: 0.0123 -> "12.3 ms"; 95 -> "1 min 35 s"; None -> "?".
+
+    Args:
+        seconds: the duration.
+        spread: how far it is uncertain to either side, in seconds; see `rounded`.
+    """
     if seconds is None:
         return "?"
     if seconds >= 60:
@@ -87,7 +92,7 @@ def format_seconds(seconds: float | None) -> str:
         )
     for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
-            return f"{seconds / scale:.{_decimals(seconds / scale)}f} {name}"
+            return f"{rounded(seconds / scale, spread / scale)} {name}"
     return f"{seconds:.1g} s"
 
 
@@ -98,11 +103,32 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def format_rate(samples_per_second: float | None) -> str:
-    """Format a rate: 1234.5 -> "1234 samples/s"; 0.52 -> "0.52 samples/s"; None -> "?"."""
+def format_rate(samples_per_second: float | None, spread: float = 0.0) -> str:
+    """Format a rate: 1234.5 -> "1234 samples/s"; 0.52 -> "0.52 samples/s"; None -> "?".
+
+    Args:
+        samples_per_second: the rate.
+        spread: how far it is uncertain to either side, in samples/s; see `rounded`.
+    """
     if samples_per_second is None:
         return "?"
-    return f"{samples_per_second:.{_decimals(samples_per_second)}f} samples/s"
+    return f"{rounded(samples_per_second, spread)} samples/s"
+
+
+def rounded(value: float, spread: float = 0.0, decimals: int | None = None) -> str:
+    """Format a number with no digit beyond the first one that its spread leaves uncertain.
+
+    (168.34, 4.9) -> "168"; (1234.5, 60) -> "1230"; (2.113, 0.2) -> "2.1".
+
+    Args:
+        value: the number.
+        spread: how far it is uncertain to either side, in the same unit; 0: unknown.
+        decimals: the most to show; None: those of three significant digits.
+    """
+    shown = _decimals(value) if decimals is None else decimals
+    if spread > 0:
+        shown = min(shown, -math.floor(math.log10(spread)))
+    return f"{round(value, shown):.{max(shown, 0)}f}"
 
 
 def counted(count: int, noun: str) -> str:

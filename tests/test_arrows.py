@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "autofit"
 STRATEGIES = ROOT / "strategies"
 
-VOCABULARY = {"errors", "units", "shapes", "plan", "measurement", "space", "strategy"}
+VOCABULARY = {"errors", "units", "shapes", "notebook", "plan", "measurement", "space", "strategy"}
 """Every room above the vocabulary may import it."""
 TRAINING = {"training", "devices", "memory", "snapshot", "equivalence"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
+    "notebook": set(),
     "units": {"errors"},
     "shapes": {"errors"},
     "plan": {"shapes", "errors"},
@@ -69,6 +70,7 @@ OWNERS = {
     "sqlalchemy": ("searching/",),
     "pynvml": ("devices/nvml.py",),
     "pandas": ("report/",),
+    "plotly": ("report/page.py",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),
     "numpy": ("planning/",),

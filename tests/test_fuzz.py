@@ -142,7 +142,11 @@ PREDICTED: set[str] = set()
 def use(path: Path, workload: autofit.Workload) -> None:
     """Do with a report whatever can be done without running the plan."""
     report = autofit.load(path)
-    report.to_text(width=60)
+    report.to_text(width=60, verbose=True)
+    report.to_text()
+    report.to_html()
+    report.to_markdown()
+    report._repr_html_()
     repr(report)
     report.to_dict()
     report.save(path.with_name("again.json"))

@@ -32,6 +32,8 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.Report.save,
     autofit.Report.soak,
     autofit.Report.to_text,
+    autofit.Report.to_html,
+    autofit.Report.to_markdown,
     autofit.Report.to_dict,
     autofit.Report.to_dataframe,
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autofit.errors import InvalidRequest
-from autofit.units import format_bytes, format_rate, format_seconds, parse_bytes
+from autofit.units import format_bytes, format_rate, format_seconds, parse_bytes, rounded
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,27 @@ def test_seconds_as_text(seconds: float | None, text: str) -> None:
 )
 def test_rates_as_text(rate: float | None, text: str) -> None:
     assert format_rate(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "text"),
+    [
+        (168.34, 0.0, "168"),
+        (168.34, 0.004, "168"),
+        (168.34, 4.9, "168"),
+        (168.34, 12.0, "170"),
+        (1234.5, 60.0, "1230"),
+        (2.113, 0.02, "2.11"),
+        (2.113, 0.2, "2.1"),
+        (80.0, 1.6, "80"),
+        (0.052, 0.3, "0.1"),
+    ],
+)
+def test_no_digit_is_shown_that_the_spread_hides(value: float, spread: float, text: str) -> None:
+    assert rounded(value, spread) == text
+    assert format_rate(value, spread) == f"{text} samples/s"
+
+
+def test_a_duration_is_rounded_in_the_unit_that_it_is_shown_in() -> None:
+    assert format_seconds(0.2134, 0.03) == "210 ms"
+    assert format_seconds(1.5, 0.3) == "1.5 s"

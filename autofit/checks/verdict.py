@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autofit.notebook import shown
 from autofit.plan import PLAN, Plan
 from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, Shape, Table, check_shape
 from autofit.units import format_bytes
@@ -103,6 +104,10 @@ class Verdict:
         """Return the verdict and a table of required, allowed and broken-down bytes."""
         lines = [f"  {name:<16}{size:>12}" for name, size in self._rows()]
         return "\n".join([str(self), *lines])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return shown([str(self)], self._rows())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

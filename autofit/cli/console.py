@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import typer
 import typer.core
 
-from autofit.errors import AutofitError, is_users, mark_users, traceback_text
+from autofit.errors import AutofitError, InvalidRequest, is_users, mark_users, traceback_text
 from autofit.measurement import Outcome, Trial
 
 if TYPE_CHECKING:
@@ -27,14 +27,59 @@ _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcom
 """Outcomes that another device or worker would not change."""
 
 
-def show_report(report: Report, as_json: bool) -> None:
-    """Print the report as JSON, or as text as wide as the terminal."""
+def show_report(report: Report, as_json: bool, *, verbose: bool = False) -> None:
+    """Print the report as JSON, or as text that suits the terminal."""
     if as_json:
         print_result(json.dumps(report.to_dict(), indent=1))
-    elif sys.stdout.isatty():
-        print_result(report.to_text(width=min(shutil.get_terminal_size().columns, 120)))
     else:
-        print_result(str(report))
+        print_result(report.to_text(verbose=verbose, **style()))
+
+
+@contextmanager
+def saving(report: Report, paths: Iterable[Path]) -> Iterator[None]:
+    """Write the report, then show it: a full disk must cost neither the answer nor other files.
+
+    Raises:
+        InvalidRequest: some of the files could not be written.
+    """
+    lost = []
+    for path in paths:
+        try:
+            report.save(path)
+        except InvalidRequest as error:
+            lost.append(str(error))
+    yield
+    if lost:
+        raise InvalidRequest("; ".join(lost))
+
+
+def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: bool) -> None:
+    """Write and print what changed from one report to the other.
+
+    Raises:
+        InvalidRequest: a file has a suffix that changes are not written as, or cannot be written.
+    """
+    from autofit.report.changes import Changes
+    from autofit.report.report import write
+
+    changes = Changes(before.record, after.record)
+    written = json.dumps(changes.to_dict(), indent=1)
+    forms = {
+        ".json": lambda: written + "\n",
+        ".md": changes.to_markdown,
+        ".txt": changes.to_text,
+    }
+    for path in paths:
+        write(path, forms, "a comparison")
+    print_result(written if as_json else changes.to_text(**style()))
+
+
+def style() -> dict[str, Any]:
+    """Return width and color of text on standard output; a file gets no color, nor NO_COLOR."""
+    if not sys.stdout.isatty():
+        return {}
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return {"width": min(shutil.get_terminal_size().columns, 100), "color": not is_plain}
 
 
 def exit_code(outcome: Outcome) -> int:

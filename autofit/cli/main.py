@@ -22,6 +22,8 @@ from autofit.cli.console import (
     exit_codes,
     immediate_exits_refused,
     print_result,
+    saving,
+    show_changes,
     show_report,
     standard_streams,
     stdout_for_results_only,
@@ -35,12 +37,14 @@ from autofit.cli.options import (
     GlobalBatch,
     Isolation,
     MicroBatch,
+    Out,
     PlanFile,
     PlanOptions,
     Seed,
     SettingsGiven,
     StrategyNames,
     Target,
+    Verbose,
     check_writable,
     read_budget,
 )
@@ -101,9 +105,8 @@ def search(
     ] = None,
     seed: Seed = 0,
     isolation: Isolation = "process",
-    out: Annotated[
-        list[Path] | None, typer.Option(help="write the report: .json, .txt or .csv")
-    ] = None,
+    out: Out = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits, and print the report."""
@@ -152,15 +155,8 @@ def search(
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})
     )
-    lost = []
-    for path in out or ():
-        try:
-            report.save(path)
-        except InvalidRequest as error:  # a full disk must cost neither the answer nor other files
-            lost.append(str(error))
-    show_report(report, as_json)
-    if lost:
-        raise InvalidRequest("; ".join(lost))
+    with saving(report, out or ()):
+        show_report(report, as_json, verbose=verbose)
 
 
 @app.command()
@@ -205,12 +201,24 @@ def probe(
 @app.command()
 def report(
     path: Annotated[Path, typer.Argument(help="a report that a search wrote")],
+    later: Annotated[
+        Path | None, typer.Argument(help="a second one: show what changed from the first to it")
+    ] = None,
+    out: Out = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a saved report; needs no GPU and no torch."""
+    """Show a saved report, write it in other forms, or compare two; needs no GPU and no torch."""
     from autofit.report.report import load
 
-    show_report(load(path), as_json)
+    for file in out or ():
+        check_writable(file)
+    loaded = load(path)
+    if later is not None:
+        show_changes(loaded, load(later), out or (), as_json)
+        return
+    with saving(loaded, out or ()):
+        show_report(loaded, as_json, verbose=verbose)
 
 
 @app.command()

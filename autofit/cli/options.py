@@ -177,10 +177,18 @@ class PlanOptions:
         return {"plan": plan, "payloads": payloads}
 
 
+REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")
+Out = Annotated[
+    list[Path] | None, typer.Option(help="write the report: .json, .html, .md, .txt or .csv")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial, and why")]
+
+
 def check_writable(path: Path) -> None:
     """Refuse a path for a report before the search rather than after it."""
-    if path.suffix not in (".json", ".txt", ".csv"):
-        raise InvalidRequest(f"--out {path}: a report is written as .json, .txt or .csv")
+    if path.suffix not in REPORT_FORMS:
+        *forms, last = REPORT_FORMS
+        raise InvalidRequest(f"--out {path}: a report is written as {', '.join(forms)} or {last}")
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise InvalidRequest(
             f"--out {path}: give a file in a folder that exists and can be written"

@@ -118,6 +118,12 @@ class Device(Protocol):
     def foreign_bytes(self) -> int | None:
         """Return the bytes that other processes use on the device; None: unknown."""
 
+    def busy_percent(self) -> int | None:
+        """Return the share of the last second or less in which the device computed, in percent.
+
+        None: unknown.
+        """
+
     def busy(self) -> str | None:
         """Return what others do on the device while this process does nothing; None: not much."""
 

@@ -83,6 +83,10 @@ class TracedDevice:
         """Return 0: no other process allocates in the simulated allocator."""
         return 0
 
+    def busy_percent(self) -> int | None:
+        """Return None: nobody counts."""
+        return None
+
     def busy(self) -> str | None:
         """Return None: no other process computes on a simulated device."""
         return None
@@ -92,12 +96,20 @@ class TracedDevice:
 
 
 class CpuDevice(TracedDevice):
-    """The host's processor and memory, accounted for like a GPU's."""
+    """The host's processor and memory, accounted for like a GPU's.
+
+    Args:
+        record: keep every allocation in `tracer.events`.
+
+    Attributes:
+        tracer: sees every tensor under `accounting`.
+    """
 
     tracked_steps = 1
 
-    def __init__(self) -> None:
-        super().__init__(MemoryTracer(device_type="cpu"))
+    def __init__(self, *, record: bool = False) -> None:
+        self.tracer = MemoryTracer(device_type="cpu", record=record)
+        super().__init__(self.tracer)
         self.torch_device = torch.device("cpu")
         self.total_bytes, self.free_bytes = _host_memory()
 

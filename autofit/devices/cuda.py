@@ -250,6 +250,10 @@ class CudaDevice:
         """Return the bytes used on the GPU less those of this process."""
         return max(self._used_bytes() - self._own_bytes(), 0)
 
+    def busy_percent(self) -> int | None:
+        """Return NVML's utilization; None where it does not tell."""
+        return self._nvml.busy_percent()
+
     def busy(self) -> str | None:
         """Return how much other processes hold and compute on the GPU, if it is much."""
         percent, held = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nvml",
         action="append",
         default=[],
-        choices=("refuse", "noproc", "nomem", "hostpid", "nouuid"),
+        choices=("refuse", "noproc", "nomem", "hostpid", "nouuid", "mig"),
         help="how NVML is limited",
     )
     parser.add_argument("--no-values", dest="values", action="store_false", help="compute nothing")

@@ -36,7 +36,7 @@ def emulated_environment(
         cards: of the machine; None: one H200.
         machine: processes with the same machine share the memory of its cards.
         faults: calls that fail, counted in each process.
-        nvml: how NVML is limited: "refuse", "noproc", "nomem", "hostpid", "nouuid".
+        nvml: how NVML is limited: "refuse", "noproc", "nomem", "hostpid", "nouuid", "mig".
         values: whether kernels compute. Without, a training is faster and its losses mean nothing.
         base: the environment to add to; None: this process's.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,6 +47,12 @@ class StrategyContext:
     def capabilities(self) -> Capabilities:
         """The native abilities of the device."""
         return self._builder.device.capabilities
+
+    @cached_property
+    def samples_per_step(self) -> int:
+        """The global batch of the workload; without one, the samples of its sample batch."""
+        workload = self._builder.fresh_workload()
+        return workload.global_batch or workload.sample_batch_size
 
     @property
     def model(self) -> torch.nn.Module:

@@ -140,6 +140,11 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """The events recorded so far, and where steps ended."""
         return Recording(self.events, tuple(self._step_ends), self._optional)
 
+    @property
+    def last_number(self) -> int:
+        """The number of the latest allocation; 0 before the first."""
+        return self._last_number
+
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage in the events; None where it does not count."""
         for storage in storages_of(tensor):

@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -81,7 +81,13 @@ class DryRun:
         return self.trace.micro_batch_cost_on(self.gpu)
 
 
-def dry_run(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> DryRun:
+Watching = Callable[[CudaTracer, Training], AbstractContextManager[None]]
+"""What is entered around the steps of a dry run."""
+
+
+def dry_run(
+    workload: Workload, resolved: ResolvedPlan, gpu: Gpu, *, watching: Watching | None = None
+) -> DryRun:
     """Run two optimizer steps of a plan on the meta device in place of that GPU.
 
     The user's objects, random states and flags are restored afterwards.
@@ -98,7 +104,8 @@ def dry_run(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> DryRun:
         builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0)
         with builder.training(copied, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
-            trace = _steps(training, copied, plan, tracer, labels)
+            with watching(tracer, training) if watching else nullcontext():
+                trace = _steps(training, copied, plan, tracer, labels)
     return DryRun(gpu, trace, labels, tracer.answers)
 
 

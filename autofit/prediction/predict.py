@@ -13,6 +13,7 @@ from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
 from autofit.memory.replay import replay
+from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
@@ -131,6 +132,14 @@ class Prediction:
         return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
 
     def __str__(self) -> str:
+        lines = (f"  {label:<20}{text}" for label, text in self._rows().items())
+        return "\n".join([f"{self.plan} on {self.gpu.name}", *lines])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return shown([f"{self.plan} on {self.gpu.name}"], list(self._rows().items()))
+
+    def _rows(self) -> dict[str, str]:
         low, high = (format_bytes(size) for size in self.interval)
         rows = {
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
@@ -141,8 +150,7 @@ class Prediction:
         }
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they are made later, and dropped after each update)"
-        lines = (f"  {label:<20}{text}" for label, text in rows.items())
-        return "\n".join([f"{self.plan} on {self.gpu.name}", *lines])
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -76,6 +76,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
             steps.times_s += (_seconds(device, marks, scale) for marks in block)
             if not math.isfinite(steps.loss):
                 break
+        steps.busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
         run = micro_batches if training.has_split else 1  # a train_step may take all at once
@@ -91,6 +92,7 @@ class _Steps:
     end_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
+    busy_percent: int | None = None
 
 
 def _tracked_steps(device: Device, request: ProbeRequest) -> int:
@@ -184,6 +186,7 @@ def _measurement(
         loss=steps.loss if math.isfinite(steps.loss) else None,
         losses=[loss for loss in steps.losses if math.isfinite(loss)],
         micro_batches_run=micro_batches_run,
+        busy_percent=steps.busy_percent,
     )
 
 

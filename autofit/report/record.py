@@ -24,7 +24,17 @@ from autofit.plan import (
     payloads_of,
 )
 from autofit.registry import resolve, strategies_of
-from autofit.shapes import AMOUNT, COUNT, NUMBER, TEXT, Leaf, Maybe, Shape, Table, check_shape
+from autofit.shapes import (
+    AMOUNT,
+    COUNT,
+    NUMBER,
+    TEXT,
+    Leaf,
+    Maybe,
+    Shape,
+    Table,
+    check_shape,
+)
 from autofit.space import Space
 
 if TYPE_CHECKING:
@@ -32,6 +42,14 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _DEVICES = ("cpu", "cuda")
+_MEMORY_USE: Shape = {
+    "why_not?": TEXT,
+    "how?": TEXT,
+    "phases?": [{"name": TEXT, "first": AMOUNT}],
+    "bytes?": Table([AMOUNT]),
+    "peak?": AMOUNT,
+    "modules?": [{"name": TEXT, "class": TEXT, "count": COUNT, "bytes": Table(AMOUNT)}],
+}
 _REPORT: Shape = {
     "autofit": TEXT,
     "created": TEXT,
@@ -69,6 +87,7 @@ _REPORT: Shape = {
     "skipped": [{"settings": SETTINGS, "why": TEXT}],
     "notes?": [TEXT],
     "difference?": Maybe({"loss": NUMBER, "gradient": NUMBER}),
+    "memory?": Table(_MEMORY_USE),
     "calibration?": {"non_torch_bytes?": AMOUNT},
 }
 """A report as JSON; all that is not named here may be anything."""
@@ -134,6 +153,9 @@ class Record:
         notes: remarks for the reader.
         difference: relative differences of loss and gradients between the best plan and the
             baseline on the same samples; None: not compared.
+        memory: where the memory of the plans "best" and "baseline" goes over an optimizer step:
+            "bytes" by kind at moments of it, "peak", the moment of most, "phases" with their first
+            moments, "modules" at the peak, and "how" it was looked at; or "why_not". {}: unknown.
         calibration: constants of the device for later predictions.
 
     Raises:
@@ -154,6 +176,7 @@ class Record:
     paste: Mapping[int, list[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     difference: Mapping[str, Any] | None = None
+    memory: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -298,6 +321,7 @@ class Record:
             "skipped": [{"settings": dict(s.settings), "why": s.why} for s in self.skipped],
             "notes": list(self.notes),
             "difference": self.difference,
+            "memory": dict(self.memory),
         }
 
     @classmethod
@@ -313,6 +337,8 @@ class Record:
             )
         try:
             check_shape(data, _REPORT, "the report")
+            for use in data.get("memory", {}).values():
+                _check_memory_use(use)
             record = cls._from_known(data)
             check_ran(record.best)
             return record
@@ -341,11 +367,26 @@ class Record:
             paste={trial["number"]: list(trial["paste"]) for trial in data["trials"]},
             notes=tuple(data.get("notes", ())),
             difference=data.get("difference"),
+            memory=data.get("memory", {}),
             calibration=data.get("calibration", {}),
         )
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
         return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}
+
+
+def _check_memory_use(use: Mapping[str, Any]) -> None:
+    """Check that a memory use is whole, or says why there is none.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if "why_not" in use:
+        return
+    missing = {"how", "phases", "bytes", "peak", "modules"} - set(use)
+    moments = {len(held) for held in use.get("bytes", {}).values()}
+    if missing or len(moments) != 1 or use["peak"] >= min(moments) or not use["modules"]:
+        raise InvalidRequest("the memory over a step is not complete")
 
 
 def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:

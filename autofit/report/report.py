@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Trial
-from autofit.report import apply
+from autofit.notebook import shown
+from autofit.report import apply, rows
+from autofit.report.answer import headline
 from autofit.report.record import Record, frontier
-from autofit.report.text import WIDTH, headline, render
+from autofit.report.text import WIDTH, render
 from autofit.shapes import read_json
 from autofit.units import counted, kind_of
 
@@ -96,7 +98,10 @@ class Report:
         return pd.DataFrame(rows)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report as .json, .txt or .csv, by the suffix of the path.
+        """Write the report; the suffix of the path chooses the form.
+
+        .json is what `autofit.load` reads; .html a page with charts, for a browser; .md Markdown,
+        for a pull request; .txt everything as text; .csv a row for each trial.
 
         Raises:
             InvalidRequest: another suffix, or the file cannot be written.
@@ -104,15 +109,12 @@ class Report:
         target = Path(path)
         forms: dict[str, Callable[[], str]] = {
             ".json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
-            ".txt": lambda: render(self.record),
+            ".html": self.to_html,
+            ".md": self.to_markdown,
+            ".txt": lambda: self.to_text(verbose=True),
             ".csv": lambda: self.to_dataframe().to_csv(index=False),
         }
-        if target.suffix not in forms:
-            raise InvalidRequest(f"{target}: a report is written as {', '.join(forms)}")
-        try:
-            _write_whole(target, forms[target.suffix]())
-        except OSError as error:
-            raise InvalidRequest(f"cannot write the report to {target}: {error}") from error
+        write(target, forms, "a report")
         return target
 
     def apply(
@@ -197,12 +199,39 @@ class Report:
             strategies=self.strategies,
         )
 
-    def to_text(self, *, width: int = WIDTH) -> str:
-        """Return the report as text: the best plan, all trials, and skipped variants."""
-        return render(self.record, width)
+    def to_text(self, *, width: int = WIDTH, verbose: bool = False, color: bool = False) -> str:
+        """Return the report as text: the answer, its numbers and the lines to paste.
+
+        Args:
+            width: columns of a line; only code to paste may be wider.
+            verbose: also every trial, and what was skipped and why.
+            color: with the control characters of a terminal.
+        """
+        return render(self.record, width, verbose=verbose, color=color)
+
+    def to_html(self) -> str:
+        """Return the report as an HTML page that holds all it needs, charts among it."""
+        from autofit.report.page import page
+
+        return page(self.record)
+
+    def to_markdown(self) -> str:
+        """Return the report as GitHub's Markdown, for a pull request."""
+        from autofit.report.markdown import markdown
+
+        return markdown(self.record)
 
     def __str__(self) -> str:
         return self.to_text()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        record = self.record
+        return shown(
+            headline(record).splitlines()[::-1],
+            [("", "best", "baseline"), *rows.comparison(record)],
+            [*rows.apply_lines(record)],
+        )
 
     def __repr__(self) -> str:
         line = " ".join(headline(self.record).split())
@@ -227,6 +256,26 @@ def load(path: str | os.PathLike[str]) -> Report:
         return Report(Record.from_dict(data))
     except InvalidRequest as error:
         raise InvalidRequest(f"{os.fspath(path)}: {error}") from error
+
+
+def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> None:
+    """Write what the suffix of the path names, all of it or nothing.
+
+    Args:
+        target: a file.
+        forms: suffix -> what makes the text.
+        what: is written, for messages.
+
+    Raises:
+        InvalidRequest: another suffix, or the file cannot be written.
+    """
+    if target.suffix not in forms:
+        raise InvalidRequest(f"{target}: {what} is written as {', '.join(forms)}")
+    text = forms[target.suffix]()
+    try:
+        _write_whole(target, text)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {what} to {target}: {error}") from error
 
 
 def _write_whole(target: Path, text: str) -> None:

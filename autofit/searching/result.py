@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
@@ -24,6 +25,9 @@ from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from autofit.units import format_bytes, round_up_shown
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
 
 INTERRUPTED = "interrupted"
 """`stopped_because` of a search that Ctrl-C ended."""
@@ -72,6 +76,7 @@ def record_of(
     strategies: tuple[Strategy, ...],
     workload: Workload,
     difference: Mapping[str, Any] | None,
+    memory: Mapping[str, Any],
     session_seconds: Sequence[float],
 ) -> Record:
     """Return the record that a report shows.
@@ -82,6 +87,7 @@ def record_of(
         strategies: that the search was given.
         workload: that was searched.
         difference: see `difference_of`.
+        memory: see `memory_of`.
         session_seconds: duration of each session of the search, the start of the worker included.
     """
     space = result.spec.space
@@ -125,6 +131,7 @@ def record_of(
         },
         notes=(*survey.notes, *_not_split(result.best), *_not_quiet(survey)),
         difference=difference,
+        memory=memory,
         calibration=learned(survey, result.baseline),
     )
 
@@ -192,6 +199,29 @@ def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | N
         return None
     finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
     return compared if finite else None
+
+
+def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
+    """Return where the memory of the best plan and of the baseline goes; {}: nobody could look."""
+    if result.stopped_because == INTERRUPTED:
+        return {}
+    best, baseline = result.best.plan, result.baseline.plan
+    plans = {"best": best} | ({"baseline": baseline} if baseline != best else {})
+    resolved = {
+        key: resolve(plan, result.spec.space, prober.strategies) for key, plan in plans.items()
+    }
+    try:
+        return prober.run(partial(memory_use_of, plans=resolved))
+    # A picture is not worth failing a search that has its answer.
+    except (Exception, KeyboardInterrupt, SystemExit):
+        return {}
+
+
+def memory_use_of(session: Session, plans: Mapping[str, ResolvedPlan]) -> dict[str, Any]:
+    """Look in the process that holds the model; only that one imports prediction."""
+    from autofit.prediction.memory_use import memory_uses
+
+    return memory_uses(session, plans)
 
 
 def workload_failure(trial: Trial) -> AutofitError | None:

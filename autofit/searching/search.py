@@ -24,7 +24,7 @@ from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
-from autofit.searching.result import difference_of, record_of, with_measured_need
+from autofit.searching.result import difference_of, memory_of, record_of, with_measured_need
 from autofit.searching.study import Store
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -189,12 +189,13 @@ def search(
                     survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
                 on_stage("comparing the answer's gradients with the baseline's")
                 difference = difference_of(prober, result)
+                memory = memory_of(prober, result)
                 on_stage("ending the worker")
         except SearchTimedOut:
             raise allowance.too_short() from None
         on_stage("writing the report")
         sessions = (*sessions[:-1], allowance.elapsed_s)
-        record = record_of(survey, result, chosen, workload, difference, sessions)
+        record = record_of(survey, result, chosen, workload, difference, memory, sessions)
         return Report(record, strategies=chosen, workload=workload)
 
 

@@ -216,6 +216,8 @@ class Store:
         try:
             yield
         except UpdateFinishedTrialError as error:
+            if self._claim is not None:
+                self._claim.renew()  # raises where another search has the study now
             raise StudyRefused(
                 f"another program has ended a trial of the study {self.name} that this search was "
                 "running: use a study in one search at a time"

@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from autofit.equivalence.comparison import NoiseFloor, StepTrace, compare
+from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import gradients_noted, one_thread
 from autofit.equivalence.strategy_context import PlainContext
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, Settings, payloads_of
@@ -37,7 +38,8 @@ _MOST_VALUES = 5
 """Most values tried of a setting besides the first; of more, evenly spaced ones are tried."""
 
 _ROUNDING_TOLERANCE = 1e-4
-"""Largest difference of a ROUNDING strategy's losses and gradients, relative to their size."""
+"""Largest difference of a ROUNDING strategy's losses and gradients, relative to their size, where a
+rounding of the first weights makes none that is larger."""
 _EMPTIED = "_backward_hooks keys: absent became ()"
 """A tensor keeps the container of its hooks after the last one is removed."""
 
@@ -175,12 +177,21 @@ class Case:
         if not all(torch.as_tensor(trace.loss).isfinite() for trace in run):
             yield f"losses are not finite: {[trace.loss for trace in run[:-1]]}"
         elif numerics < Numerics.REDUCED_PRECISION:
-            allowed = NoiseFloor(0.0 if numerics is Numerics.EXACT else _ROUNDING_TOLERANCE)
+            allowed = NoiseFloor() if numerics is Numerics.EXACT else self._rounding
             for number, (plain, trace) in enumerate(zip(self._plain, run, strict=True), start=1):
                 if where := compare(plain, trace, allowed).differences:
                     when = f"in step {number}" if trace.gradients else "after the last step"
                     yield f"{where[0]} differs {when}"
                     return
+
+    @cached_property
+    def _rounding(self) -> NoiseFloor:
+        """What a rounding may do: a gradient that is zero but for it moves Adam by whole steps."""
+        floor = NoiseFloor(_ROUNDING_TOLERANCE, most=MOST_NOISE)
+        rounded = self._steps(self._resolved({}), is_rounded=True)
+        for plain, other in zip(self._plain, rounded, strict=True):
+            floor.learn(plain, other)
+        return floor
 
     def _leaving_problems(self, variant: ResolvedPlan) -> Iterator[str]:
         """Yield the traces left by no step at all, by one step, and by one that raised."""
@@ -207,9 +218,16 @@ class Case:
                 left.append("training.scaler: there was none before")
         return [line for line in left if not line.endswith(_EMPTIED)]
 
-    def _steps(self, variant: ResolvedPlan) -> list[StepTrace]:
-        """Return the traces of some steps, and the parameters and buffers after the last."""
+    def _steps(self, variant: ResolvedPlan, *, is_rounded: bool = False) -> list[StepTrace]:
+        """Return the traces of some steps, and the parameters and buffers after the last.
+
+        Args:
+            variant: what is trained.
+            is_rounded: begin with weights that are one rounding larger.
+        """
         workload, model = self._fresh()
+        for parameter in filter(torch.is_floating_point, model.parameters() if is_rounded else ()):
+            parameter.data.mul_(1 + torch.finfo(parameter.dtype).eps)
         make, traces = workload.build_optimizer, list[StepTrace]()
         with Training(model, make, workload.recipe, variant, device=self._device) as training:
             torch.manual_seed(1)

@@ -204,8 +204,11 @@ def searched(folder: Path) -> Ran:
 def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path) -> None:
     assert searched.code == 0, searched.err
     assert searched.out.startswith("Best plan: ")
-    assert searched.out.rstrip("\n") == (folder / "report.txt").read_text().rstrip("\n")
+    assert "samples/s" in searched.out
     assert "hello" not in searched.out
+    in_full = autofit("report", "report.json", "-v", cwd=folder)
+    assert in_full.out.rstrip("\n") == (folder / "report.txt").read_text().rstrip("\n")
+    assert len(searched.out) < len(in_full.out)
 
 
 def test_progress_and_what_user_code_prints_go_to_standard_error(searched: Ran) -> None:
@@ -260,9 +263,50 @@ def test_a_saved_report_is_shown_without_torch(searched: Ran, folder: Path) -> N
         "sys.argv = ['autofit', 'report', 'report.json']\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert end.code == 0\n"
-        "assert not {'torch', 'optuna', 'pynvml', 'pandas'} & set(sys.modules)\n"
+        "assert not {'torch', 'optuna', 'pynvml', 'pandas', 'plotly'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_saved_report_becomes_any_form_without_torch(
+    searched: Ran, folder: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import sys\n"
+        "from autofit.cli.main import main\n"
+        "sys.argv = ['autofit', 'report', 'report.json', *sys.argv[1:]]\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'optuna', 'pynvml'} & set(sys.modules)\n"
+    )
+    forms = [tmp_path / f"r{suffix}" for suffix in (".json", ".html", ".md", ".txt", ".csv")]
+    outs = [word for form in forms for word in ("--out", str(form))]
+    command = [sys.executable, "-c", program, *outs]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    assert json.loads(forms[0].read_text()) == json.loads((folder / "report.json").read_text())
+    assert forms[1].read_text().startswith("<!doctype html>")
+    assert forms[2].read_text().startswith("### Best plan: ")
+    assert forms[3].read_text() == (folder / "report.txt").read_text()
+    assert forms[4].read_text().startswith("number,role,")
+
+
+def test_two_reports_are_compared(
+    searched: Ran, forked: Callable[..., Ran], folder: Path, tmp_path: Path
+) -> None:
+    changed = json.loads((folder / "report.json").read_text())
+    changed["vram_budget_bytes"] *= 2
+    later = tmp_path / "later.json"
+    later.write_text(json.dumps(changed))
+    ran = forked("report", "report.json", str(later), "--out", str(tmp_path / "changes.md"))
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("The same plan: 1.00 times the speed")
+    assert "Another VRAM budget: 32.0 MiB before, 64.0 MiB now" in ran.out
+    assert (tmp_path / "changes.md").read_text().startswith("### The same plan: ")
+    as_json = forked("report", "report.json", str(later), "--json")
+    assert as_json.json["held_bytes_more"] == 0
+    refused = forked("report", "report.json", str(later), "--out", str(tmp_path / "changes.csv"))
+    assert refused.code == 2
+    assert "a comparison is written as .json, .md, .txt" in refused.err
 
 
 def test_a_plan_can_be_taken_from_a_report(
@@ -341,7 +385,7 @@ def test_a_search_where_nothing_fits_exits_with_1(here: Callable[..., Ran]) -> N
         (["search", "models.py:small", "--vram-bugdet", "1GiB"], "No such option: --vram-bugdet"),
         (["search", "models.py:small", "--max-probes", "0"], "Invalid value"),
         (["search", "gone.py:small"], "gone.py"),
-        (["search", "models.py:small", "--out", "report.yaml"], ".json, .txt or .csv"),
+        (["search", "models.py:small", "--out", "report.yaml"], ".html, .md, .txt or .csv"),
         (["search", "models.py:small", "--out", "no/r.json"], "no/r.json"),
         (["report", "gone.json"], "gone.json"),
         (["report", "models.py"], "autofit: models.py is not a JSON"),

@@ -75,12 +75,14 @@ def opener() -> Iterator[Opens]:
             vram_budget: str | None = "64MiB",
             shortest_s: float = 60.0,
             tamper: Callable[[Any], Any] | None = None,
+            device: str | None = "cpu",
+            sample_batch: Any = None,
         ) -> Probing:
             if tamper is not None:
                 model.tampering = Tampering(tamper)
             prober = open_prober(
-                Workload(model, torch.ones(NO_FAULT, 16)),
-                target=Target("cpu", vram_budget),
+                Workload(model, torch.ones(NO_FAULT, 16) if sample_batch is None else sample_batch),
+                target=Target(device, vram_budget),
                 deadlines=Deadlines(shortest_s=shortest_s, unknown_s=60.0),
             )
             return Probing(opened.enter_context(prober))

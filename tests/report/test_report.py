@@ -41,16 +41,18 @@ def test_a_saved_report_is_the_same_when_loaded(record: Record, tmp_path: Path) 
 
 def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
     report = Report(record)
-    for suffix in (".json", ".txt", ".csv"):
+    for suffix in (".json", ".html", ".md", ".txt", ".csv"):
         report.save(tmp_path / f"report{suffix}")
     assert json.loads((tmp_path / "report.json").read_text())["best"]["number"] == 6
-    assert (tmp_path / "report.txt").read_text() == str(report)
+    assert (tmp_path / "report.txt").read_text() == report.to_text(verbose=True)
+    assert (tmp_path / "report.md").read_text() == report.to_markdown()
+    assert (tmp_path / "report.html").read_text() == report.to_html()
     table = pd.read_csv(tmp_path / "report.csv")
     assert list(table["number"]) == list(range(8))
 
 
 def test_another_suffix_is_refused(record: Record, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"\.json, \.txt, \.csv"):
+    with pytest.raises(InvalidRequest, match=r"\.json, \.html, \.md, \.txt, \.csv"):
         Report(record).save(tmp_path / "report.yaml")
     assert list(tmp_path.iterdir()) == []
 

@@ -12,14 +12,20 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Dimension, Hint, Plan
+from autofit.report.answer import headline
 from autofit.report.record import Record, Skipped
-from autofit.report.text import headline, render
+from autofit.report.text import render as laid_out
+
+
+def render(record: Record, width: int = 120) -> str:
+    """The report in full."""
+    return laid_out(record, width, verbose=True)
 
 
 def test_the_best_plan_comes_first_and_against_the_baseline(record: Record) -> None:
     first = render(record).splitlines()[0]
     assert first.startswith("Best plan: 16 x 2, folding.level=1: 168 samples/s")
-    assert re.search(r"2\.11\b.*80\.0 samples/s", first)
+    assert re.search(r"2\.11\b.*\b80 samples/s", first)
 
 
 def test_the_parts_come_in_the_order_of_their_use(record: Record) -> None:
@@ -74,7 +80,7 @@ def test_every_trial_has_its_line_failures_included(record: Record) -> None:
         assert trial.role.value in row
         vetoed = trial.role is Role.VETOED
         assert ("not run:" if vetoed else trial.measurement.outcome.value) in row
-    assert re.search(r"baseline +4 x 8 +plain +ok +80\.0 ±\d\.\d% +26\.0 MiB +400 ms", rows[0])
+    assert re.search(r"baseline +4 x 8 +plain +ok +80 ±2% +26\.0 MiB +400 ms", rows[0])
 
 
 def test_an_outcome_that_bytes_do_not_explain_says_why_in_short(record: Record) -> None:
@@ -177,7 +183,7 @@ def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record)
     assert "Nothing better than your baseline was found: 5 plans run" in line
     assert line.endswith("finalist is 16 x 2, folding.level=1 at 78.0 samples/s, 2.4% slower")
     tied = replace(compared(record, baseline=[400, 400], best=[396]), best_number=6)
-    assert re.search(r"16 x 2.* 1\.0% faster .*tie.* baseline", headline(tied))
+    assert re.search(r"16 x 2.* 1% faster .*tie.* baseline", headline(tied))
     failures = replace(record, trials=record.trials[:3], best_number=0)
     assert headline(failures).endswith("3 plans run, and no other fits")
     alone = replace(record, trials=record.trials[:1], best_number=0)
@@ -196,10 +202,10 @@ def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record)
         (
             [390, 300, 310],
             [380, 420, 410],
-            "103 samples/s, 1.32 times the baseline's 78.0 samples/s, but their measured ranges "
+            "100 samples/s, 1.3 times the baseline's 78 samples/s, but their measured ranges "
             "overlap",
         ),
-        ([500], [400], "64.0 samples/s, 20.0% below the baseline's 80.0 samples/s"),
+        ([500], [400], "64.0 samples/s, 20% below the baseline's 80.0 samples/s"),
     ],
 )
 def test_the_factor_and_both_speeds_are_those_of_the_final_comparison(
@@ -209,12 +215,12 @@ def test_the_factor_and_both_speeds_are_those_of_the_final_comparison(
     assert headline(final).endswith(words)
     row = re.search(r"^samples/s +([\d.]+)\b.* ([\d.]+) ±", render(final), re.MULTILINE)
     assert row is not None
-    assert final.factor == pytest.approx(float(row[1]) / float(row[2]), rel=0.01)
+    assert final.factor == pytest.approx(float(row[1]) / float(row[2]), rel=0.05)
 
 
 def test_a_slower_plan_says_what_memory_it_saves(record: Record) -> None:
     lean = replace(compared(record, other=[500], baseline=[400]), best_number=6)
-    assert headline(lean).endswith("20.0% below the baseline's 80.0 samples/s, and it needs 4.00 "
+    assert headline(lean).endswith("20% below the baseline's 80.0 samples/s, and it needs 4.00 "
                                    "MiB less memory")  # fmt: skip
 
 
@@ -243,10 +249,10 @@ def test_a_plan_that_was_run_twice_says_why(record: Record) -> None:
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
-        ({"best": [270], "other": [280], "baseline": [400]}, r"3\.6% slower .*\(trial 7\)"),
+        ({"best": [270], "other": [280], "baseline": [400]}, r"4% slower .*\(trial 7\)"),
         (
             {"best": [270, 270], "other": [250, 280, 290], "baseline": [400]},
-            r"Trials 5, 8: 3\.6% slower .*\(trials 8, 9, 10\)",
+            r"Trials 5, 8: 4% slower .*\(trials 8, 9, 10\)",
         ),
         ({"best": [270], "baseline": [400]}, "Trial 5: no faster .* mean of all"),
     ],
@@ -267,3 +273,43 @@ def test_a_faster_plan_that_was_not_compared_or_did_not_fit_again(record: Record
     again = replace(slow.trials[5], number=8, role=Role.CONFIRMED, measurement=over)
     failed = render(replace(slow, trials=(*slow.trials, again)), width=400)
     assert "Trial 5: did not fit when it was run again (trial 8: over_budget)" in failed
+
+
+def test_the_short_form_is_the_answer_its_numbers_and_the_lines_to_paste(record: Record) -> None:
+    text = laid_out(replace(record, notes=("one " * 60,)))
+    pasted = {f"    {line}" for line in record.paste[6]}
+    lines = [line for line in text.splitlines() if line not in pasted]
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == headline(record)
+    numbers = [line.split(maxsplit=1) for line in lines[2:5]]
+    assert [name for name, _ in numbers] == ["speed", "memory", "step"]
+    assert numbers[0][1] == "168 samples/s, 2.11 times the baseline's"
+    assert numbers[1][1] == "44.0 MiB of 64.0 MiB allowed, 20.0 MiB headroom"
+    assert numbers[2][1] == "190 ms for 32 samples, as 16 x 2"
+    for kept in (*pasted, "loss = training.step(batch)", "float32[4, 8]", "3.6e-07"):
+        assert kept in text
+    assert any(line.startswith("Note: one one") and line.endswith(" ...") for line in lines)
+    assert "8 trials: autofit report -v" in lines[-1]
+    assert "unsupported" not in text
+
+
+def test_only_a_terminal_gets_control_characters(record: Record) -> None:
+    for verbose in (False, True):
+        colored = laid_out(record, verbose=verbose, color=True)
+        bare = laid_out(record, verbose=verbose)
+        assert "\x1b" not in bare
+        assert re.sub("\x1b\\[[0-9;]*m", "", colored) == bare
+        assert "\x1b" in colored.splitlines()[0]
+
+
+def test_noise_takes_the_digits_that_it_hides(record: Record) -> None:
+    """Half the range of a plan's blocks: 2 % leaves three digits, 10 % two, 40 % one."""
+    shown = {}
+    for low, high in ((186, 194), (171, 209), (114, 266)):
+        noisy = compared(record, best=[low, 190, high], baseline=[400, 400])
+        shown[low] = re.search(r"level=1: (\S+) samples/s, (\S+) times", headline(noisy))
+    assert {low: found and found.groups() for low, found in shown.items()} == {
+        186: ("168", "2.11"),
+        171: ("170", "2.1"),
+        114: ("170", "2.1"),
+    }

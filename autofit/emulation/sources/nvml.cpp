@@ -2,7 +2,8 @@
 //
 // AUTOFIT_EMULATION_NVML limits it as containers and drivers do: "refuse" (nvmlInit fails),
 // "noproc" (no process is listed), "nomem" (their memory is not available), "hostpid" (pids are
-// those of another pid namespace), "nouuid" (a card is not found by its UUID).
+// those of another pid namespace), "nouuid" (a card is not found by its UUID), "mig" (the cards are
+// slices of larger ones, whose memory and processes a container may not see).
 #include "emulation.h"
 
 #include <cstring>
@@ -12,11 +13,14 @@ namespace emulation {
 namespace {
 
 constexpr int SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6;
-constexpr int INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15;
+constexpr int NO_PERMISSION = 4, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15;
 constexpr u64 DRIVER_RESERVED_BYTES = 600 * MIB, NOT_AVAILABLE = ~0ull;
 constexpr unsigned FOREIGN_PIDS = 1000000, NO_INSTANCE = ~0u;
 
 bool limited_to(const char* word) { return settings().nvml.find(word) != std::string::npos; }
+std::string own_uuid(unsigned physical) {
+  return (limited_to("mig") ? "MIG-" : "GPU-") + uuid_text(physical).substr(4);
+}
 unsigned card_count() { return static_cast<unsigned>(settings().cards.size()); }
 void* handle_of(unsigned physical) { return reinterpret_cast<void*>(physical + 1ull); }
 int physical_of(void* handle) { return static_cast<int>(reinterpret_cast<u64>(handle)) - 1; }
@@ -69,6 +73,7 @@ EXPORT const char* nvmlErrorString(int code) {
     case SUCCESS: return "Success";
     case INVALID_ARGUMENT: return "Invalid Argument";
     case NOT_SUPPORTED: return "Not Supported";
+    case NO_PERMISSION: return "Insufficient Permissions";
     case NOT_FOUND: return "Not Found";
     case INSUFFICIENT_SIZE: return "Insufficient Size";
     case DRIVER_NOT_LOADED: return "Driver Not Loaded";
@@ -88,7 +93,7 @@ EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** out) {
 }
 EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, void** out) {
   for (unsigned index = 0; index < card_count() && !limited_to("nouuid"); index++)
-    if (uuid_text(index) == uuid) {
+    if (own_uuid(index) == uuid) {
       *out = handle_of(index);
       return SUCCESS;
     }
@@ -117,7 +122,7 @@ EXPORT int nvmlDeviceGetName(void* handle, char* out, unsigned length) {
   return write_text(out, length, card_of(handle).name);
 }
 EXPORT int nvmlDeviceGetUUID(void* handle, char* out, unsigned length) {
-  return write_text(out, length, uuid_text(physical_of(handle)));
+  return write_text(out, length, own_uuid(physical_of(handle)));
 }
 EXPORT int nvmlSystemGetDriverVersion(char* out, unsigned length) {
   return write_text(out, length, "580.95.05");
@@ -144,6 +149,7 @@ struct MemoryInfoV2 {
 };
 EXPORT int nvmlDeviceGetMemoryInfo_v2(void* handle, MemoryInfoV2* out) {
   if (int code = due_error("nvml")) return code;
+  if (limited_to("mig")) return NO_PERMISSION;
   u64 total = card_of(handle).total_bytes, used = used_bytes(physical_of(handle));
   out->total = total + DRIVER_RESERVED_BYTES;
   out->reserved = DRIVER_RESERVED_BYTES;
@@ -159,6 +165,7 @@ EXPORT int nvmlDeviceGetMemoryInfo(void* handle, MemoryInfo* out) {
 }
 EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void* handle, unsigned* count, ProcessInfo* out) {
   if (int code = due_error("nvml")) return code;
+  if (limited_to("mig")) return NO_PERMISSION;
   return list_processes(handle, count, out, [](const ProcessInfo& each) { return each; });
 }
 EXPORT int nvmlDeviceGetComputeRunningProcesses_v2(void* handle, unsigned* count, ProcessInfo* out) {
@@ -175,7 +182,7 @@ EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(void*, unsigned* count, void
 }
 EXPORT int nvmlDeviceGetMigMode(void*, unsigned*, unsigned*) { return NOT_SUPPORTED; }
 EXPORT int nvmlDeviceIsMigDeviceHandle(void*, unsigned* out) {
-  *out = 0;
+  *out = limited_to("mig");
   return SUCCESS;
 }
 EXPORT int nvmlDeviceGetCudaComputeCapability(void* handle, int* major, int* minor) {

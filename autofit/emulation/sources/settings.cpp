@@ -4,7 +4,7 @@
 //                              context=650117120,capability=8.9,multiprocessors=58,others=0"
 //   AUTOFIT_EMULATION_MACHINE  processes with the same name share the memory of the cards
 //   AUTOFIT_EMULATION_FAULTS   see faults.cpp
-//   AUTOFIT_EMULATION_NVML     words that limit NVML: refuse, noproc, nomem, hostpid, nouuid
+//   AUTOFIT_EMULATION_NVML     words that limit NVML: refuse, noproc, nomem, hostpid, nouuid, mig
 //   AUTOFIT_EMULATION_DRIVER   version of CUDA that the driver supports
 //   AUTOFIT_EMULATION_CUDNN    version of cuDNN, as in cudnnGetVersion
 //   AUTOFIT_EMULATION_VALUES   0: kernels write nothing

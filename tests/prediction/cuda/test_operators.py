@@ -55,7 +55,7 @@ def test_group_norm_copies_what_has_another_layout(
     monkeypatch.setattr(operators, "_GROUP_NORM_KEEPS_LAYOUT", keeps_layout)
     tracer, aten = CudaTracer(find_gpu("H200")), torch.ops.aten
     found = []
-    with stage(tracer.gpu, tracer):
+    with stage(tracer):
         weight = torch.ones(32, device="cuda")
         image = torch.randn(8, 32, 64, 64, device="cuda")
         for data in (image, image.to(memory_format=torch.channels_last)):

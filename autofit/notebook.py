@@ -1,0 +1,37 @@
+"""How objects show themselves in a notebook: a line and a table, as HTML that needs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+_CELL = "padding:2px 12px 2px 0;border:0;background:none"
+
+
+def shown(
+    lines: Iterable[str], table: Iterable[Sequence[str]] = (), code: Iterable[str] = ()
+) -> str:
+    """Return HTML for `_repr_html_`: whatever a text contains is shown as it is.
+
+    Args:
+        lines: the first one stands out.
+        table: rows of cells; all but the first of a row are right-aligned.
+        code: lines to paste.
+    """
+    first, *others = lines
+    parts = [f'<p style="font-weight:600;margin:0 0 6px">{escape(first)}</p>']
+    parts += (f'<p style="margin:0 0 4px">{escape(line)}</p>' for line in others)
+    body = "".join(f"<tr>{_cells(row)}</tr>" for row in table)
+    if body:
+        parts.append(f'<table style="border-collapse:collapse;margin:6px 0">{body}</table>')
+    if text := "\n".join(code):
+        parts.append(f'<pre style="margin:6px 0">{escape(text)}</pre>')
+    return f'<div style="max-width:60em">{"".join(parts)}</div>'
+
+
+def _cells(row: Sequence[str]) -> str:
+    sides = ("left", *("right",) * (len(row) - 1))
+    return "".join(
+        f'<td style="{_CELL};text-align:{side}">{escape(cell)}</td>'
+        for side, cell in zip(sides, row, strict=True)
+    )

@@ -1,0 +1,356 @@
+"""Where the memory of plans goes over an optimizer step: by kind and by module.
+
+On a GPU a dry run tells, which costs no device memory; on the CPU device real steps do. Two
+micro-batches stand for any number, and the second step for all later ones, as in a prediction.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from autofit.devices.cpu import CpuDevice
+from autofit.errors import CannotTell
+from autofit.memory.blocks import ROUNDING_BYTES, round_up
+from autofit.memory.tracer import MemoryTracer, tensors_in
+from autofit.plan import ResolvedPlan
+from autofit.prediction.dry_run import STEPS, dry_run, traced_sizes
+from autofit.prediction.variant_lines import gpu_of
+from autofit.training.builder import TrainingBuilder
+from autofit.training.optimizers import by_name
+from autofit.training.training import Training
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+KINDS = ("weights", "gradients", "optimizer_state", "activations", "temporaries", "rest")
+"""Activations are made in a forward and kept for its backward; temporaries are made and released
+within a phase, recomputed activations among them; the rest (workspaces) outlives its step."""
+MOMENTS = 240
+"""Moments of a step that are kept; each is the largest of its part of the step."""
+MOST_PARTS = 12
+"""Parts into which a model is divided."""
+MOST_SECONDS = 20.0
+"""No further plan is looked at after so long: a picture is not worth more."""
+
+
+def memory_uses(session: Session, plans: Mapping[str, ResolvedPlan]) -> dict[str, Any]:
+    """Return the memory use of each plan by its key, and {"why_not": ...} of one that has none.
+
+    Nothing is raised for a plan that cannot be looked at: the picture of one is no answer.
+    """
+    began, found = time.monotonic(), {}
+    for key, resolved in plans.items():
+        session.on_stage(f"looking where the memory of the {key} plan goes")
+        if time.monotonic() - began > MOST_SECONDS:
+            found[key] = {"why_not": f"it would have taken more than {MOST_SECONDS:.0f} s"}
+            continue
+        try:
+            found[key] = _memory_use(session, resolved)
+        except CannotTell as error:
+            found[key] = {"why_not": str(error)}
+        except Exception as error:
+            found[key] = {"why_not": f"{type(error).__name__}: {error}"}
+        finally:
+            session.builder.reclaim_or_not()
+    return found
+
+
+def _memory_use(session: Session, resolved: ResolvedPlan) -> dict[str, Any]:
+    gpu = gpu_of(session.builder.device.environment)
+    if gpu is None:
+        return _in_real_steps(session.builder, resolved).to_dict("real steps")
+    owners: list[Owners] = []
+    dry_run(
+        session.builder.fresh_workload(),
+        resolved,
+        gpu,
+        watching=lambda tracer, training: _noted(owners, tracer).watching(training),
+    )
+    return owners[0].to_dict("dry run")
+
+
+def _noted(owners: list[Owners], tracer: MemoryTracer) -> Owners:
+    owners.append(Owners(tracer))
+    return owners[0]
+
+
+def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
+    """Run the steps on a CPU device of their own, whose budget has no end."""
+    device = CpuDevice(record=True)
+    own = TrainingBuilder(builder.fresh_workload, device, builder.seed)
+    workload, owners = own.fresh_workload(), Owners(device.tracer)
+    batch = workload.batch(sum(traced_sizes(resolved.plan, workload)))
+    with (
+        device.accounting(),
+        own.training(workload, resolved) as training,
+        owners.watching(training),
+    ):
+        for _ in range(STEPS):
+            training.step(batch)
+            device.tracer.end_step()
+    return owners
+
+
+@dataclass
+class _Scopes:
+    """Which module was running, and in which phase, from a certain allocation on."""
+
+    first_numbers: list[int] = field(default_factory=lambda: [0])
+    owners: list[tuple[str, str]] = field(default_factory=lambda: [("", FORWARD)])
+
+    def add(self, first_number: int, module: str, phase: str) -> None:
+        self.first_numbers.append(first_number)
+        self.owners.append((module, phase))
+
+    def of(self, number: int) -> tuple[str, str]:
+        return self.owners[bisect_right(self.first_numbers, number) - 1]
+
+
+class Owners:
+    """Finds out, while a training runs, kind and module of each of the tracer's allocations."""
+
+    def __init__(self, tracer: MemoryTracer) -> None:
+        self._tracer = tracer
+        self._known: dict[int, tuple[str, str]] = {}
+        self._classes: dict[str, str] = {}
+        self._running: list[str] = []
+        self._phase = FORWARD
+        self._phases: list[tuple[int, str]] = [(0, FORWARD)]
+        self._scopes = _Scopes()
+
+    @contextmanager
+    def watching(self, training: Training) -> Iterator[None]:
+        """Note weights now, gradients and optimizer state as they appear, and what runs when."""
+        model = training.model
+        self._classes = {name: type(module).__name__ for name, module in model.named_modules()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._note("weights", name.rpartition(".")[0], tensor)
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                enter = module.register_forward_pre_hook(partial(self._enter, name))
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    note = partial(self._note_gradient, name.rpartition(".")[0])
+                    hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
+                    stack.callback(hook.remove)
+            # A train_step calls these itself, so they are wrapped rather than called from here.
+            stack.enter_context(self._phase_around(training, "backward", BACKWARD))
+            stack.enter_context(self._phase_around(training, "optimizer_step", UPDATE))
+            yield
+
+    @contextmanager
+    def _phase_around(self, training: Training, name: str, phase: str) -> Iterator[None]:
+        method = getattr(training, name)
+
+        def run(*given: Any, **named: Any) -> None:
+            self._begin(phase)
+            try:
+                method(*given, **named)
+            finally:
+                if phase == UPDATE:
+                    self._note_state(training)
+                self._begin(FORWARD)
+
+        setattr(training, name, run)
+        try:
+            yield
+        finally:
+            delattr(training, name)
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        self._phases.append((len(self._tracer.events), phase))
+        self._mark()
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._running.append(name)
+        self._mark()
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        running = self._running[-1] if self._running else ""
+        self._scopes.add(self._tracer.last_number + 1, running, self._phase)
+
+    def _note_gradient(self, module: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._note("gradients", module, parameter.grad)
+
+    def _note_state(self, training: Training) -> None:
+        owner = {id(p): name for name, p in training.model.named_parameters()}
+        for optimizer in by_name(training.optimizer).values():
+            for parameter, state in optimizer.state.items():
+                for tensor in tensors_in(dict(state) if isinstance(state, Mapping) else state):
+                    module = owner.get(id(parameter), "").rpartition(".")[0]
+                    self._note("optimizer_state", module, tensor)
+
+    def _note(self, kind: str, module: str, tensor: torch.Tensor) -> None:
+        number = self._tracer.number_of(tensor)
+        if number is not None:
+            self._known.setdefault(number, (kind, module))
+
+    def to_dict(self, how: str) -> dict[str, Any]:
+        """Return the memory over the last step, as a report holds it.
+
+        Args:
+            how: "dry run" or "real steps".
+        """
+        events, ends = self._tracer.events, self._tracer.recording.step_ends
+        begin, end = ends[-2], ends[-1]
+        owner = self._owners(end)
+        held = dict.fromkeys(KINDS, 0)
+        live: dict[int, int] = {}
+        moments: list[tuple[int, dict[str, int]]] = []
+        most, at_peak, peak = -1, dict(live), 0
+        for index, (event, size) in enumerate(events[:end]):
+            number = abs(event)
+            if event > 0:
+                live[number] = round_up(size, ROUNDING_BYTES)
+                held[owner[number][0]] += live[number]
+            else:
+                held[owner[number][0]] -= live.pop(number)
+            if index < begin:
+                continue
+            total, part = sum(held.values()), (index - begin) * MOMENTS // (end - begin)
+            if part == len(moments):
+                moments.append((total, dict(held)))
+            elif total > moments[-1][0]:
+                moments[-1] = total, dict(held)
+            if total > most:
+                most, at_peak, peak = total, dict(live), len(moments) - 1
+        by_module: dict[tuple[str, str], int] = {}
+        for number, size in at_peak.items():
+            kind, module = owner[number]
+            by_module[module, kind] = by_module.get((module, kind), 0) + size
+        return {
+            "how": how,
+            "phases": self._phases_of(begin, end, len(moments)),
+            "bytes": {kind: [each[kind] for _, each in moments] for kind in KINDS},
+            "peak": peak,
+            "modules": divided(by_module, self._classes),
+        }
+
+    def _owners(self, end: int) -> dict[int, tuple[str, str]]:
+        """Return kind and module of every allocation."""
+        ends = self._tracer.recording.step_ends
+        backwards = [at for at, phase in self._phases if phase == BACKWARD]
+        released = {-event: at for at, (event, _) in enumerate(self._tracer.events) if event < 0}
+        owners: dict[int, tuple[str, str]] = {}
+        for at, (event, _) in enumerate(self._tracer.events[:end]):
+            if event < 0:
+                continue
+            module, phase = self._scopes.of(event)
+            later = backwards[bisect_right(backwards, at) :]
+            until = released.get(event, end)
+            kind = "temporaries"
+            if until >= min((each for each in ends if each > at), default=end):
+                kind = "rest"
+            elif phase == FORWARD and later and until > later[0]:
+                kind = "activations"
+            owners[event] = self._known.get(event, (kind, module))
+        return owners
+
+    def _phases_of(self, begin: int, end: int, moments: int) -> list[dict[str, Any]]:
+        """Return the phases of the step that have any moment, with the first of each."""
+        inside = [(max(at, begin), phase) for at, phase in self._phases if at < end]
+        if inside[-1][1] == FORWARD:  # what follows the last update
+            inside.pop()
+        starts: dict[int, str] = {}
+        for at, phase in inside:
+            starts[(at - begin) * moments // (end - begin)] = (
+                phase  # the last one that begins there
+            )
+        return [{"name": phase, "first": at} for at, phase in sorted(starts.items())]
+
+
+# The model in parts: modules in a list that are of one class are one part.
+
+Path: TypeAlias = tuple[str, ...]
+"""The name of a module in parts; "*Block" stands for all numbers whose modules are Blocks."""
+_ITSELF = "\0"
+"""The end of the path of what a container holds itself, beside its children."""
+
+
+def divided(
+    by_module: Mapping[tuple[str, str], int], classes: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return the model in parts with their bytes by kind, the largest first.
+
+    The part that holds most is opened as long as there are no more than `MOST_PARTS`.
+
+    Args:
+        by_module: (name of a module, kind) -> bytes that it holds itself.
+        classes: name of a module -> its class.
+    """
+    paths = {name: _path(name, classes) for name in classes}
+    inclusive: dict[Path, dict[str, int]] = {}
+    for (module, kind), size in by_module.items():
+        path = paths[module]
+        for of in (inclusive.setdefault(path[:end], {}) for end in range(len(path) + 1)):
+            of[kind] = of.get(kind, 0) + size
+    parts: list[Path] = [()] if inclusive else []
+    while True:
+        inside = {
+            part: [path for path in inclusive if path[:-1] == part and path] for part in parts
+        }
+        containers = [part for part in parts if inside[part]]
+        if not containers:
+            break
+        largest = max(containers, key=lambda part: sum(inclusive[part].values()))
+        if len(parts) + len(inside[largest]) > MOST_PARTS:
+            break
+        itself = (*largest, _ITSELF)
+        rest = _less(inclusive[largest], [inclusive[path] for path in inside[largest]])
+        parts = [part for part in parts if part != largest] + inside[largest]
+        if any(rest.values()):
+            inclusive[itself] = rest
+            parts.append(itself)
+    names: dict[Path, list[str]] = {}
+    for name, path in paths.items():
+        names.setdefault(path, []).append(name)
+    return sorted(
+        (_row(part, inclusive[part], names, classes) for part in parts),
+        key=lambda row: -sum(row["bytes"].values()),
+    )
+
+
+def _row(
+    part: Path,
+    held: Mapping[str, int],
+    names: Mapping[Path, Sequence[str]],
+    classes: Mapping[str, str],
+) -> dict[str, Any]:
+    path = part[:-1] if part[-1:] == (_ITSELF,) else part
+    return {
+        "name": ".".join("*" if each.startswith("*") else each for each in path),
+        "class": classes[names[path][0]],
+        "count": len(names[path]),
+        "bytes": {kind: held[kind] for kind in KINDS if held.get(kind)},
+    }
+
+
+def _path(name: str, classes: Mapping[str, str]) -> Path:
+    path: list[str] = []
+    parts = name.split(".") if name else []
+    for at, part in enumerate(parts):
+        own = classes.get(".".join(parts[: at + 1]), "")
+        path.append(f"*{own}" if part.isdecimal() else part)
+    return tuple(path)
+
+
+def _less(whole: Mapping[str, int], parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {kind: size - sum(part.get(kind, 0) for part in parts) for kind, size in whole.items()}

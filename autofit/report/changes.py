@@ -1,0 +1,138 @@
+"""Two reports compared: what changed in plan, speed and bytes, and whether they may be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.report import rows
+from autofit.report.answer import describe, ranges_overlap, speed_words, spread_of
+from autofit.report.markdown import bullets, plain, table as markdown_table
+from autofit.report.record import Record
+from autofit.report.text import WIDTH, laid_out, table
+from autofit.units import format_bytes, format_seconds, rounded
+
+_SAME = {"device": "device", "gpu": "GPU", "torch": "torch", "driver": "driver"}
+"""Key of the environment -> its name, where a difference makes speeds hard to compare."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed from one report to another.
+
+    Attributes:
+        before, after: records of the two.
+    """
+
+    before: Record
+    after: Record
+
+    @property
+    def speed_factor(self) -> float | None:
+        """The best plan's samples/s of the later report over the earlier one's; None: unknown."""
+        before, after = (record.speed_of(record.best) for record in (self.before, self.after))
+        return after / before if before and after else None
+
+    @property
+    def held_bytes_more(self) -> int | None:
+        """Bytes that the later best plan holds more; negative: less; None: unknown."""
+        before, after = (r.best.measurement.held_bytes for r in (self.before, self.after))
+        return None if before is None or after is None else after - before
+
+    def headline(self) -> str:
+        """Return a sentence about plan, speed and memory."""
+        plans = [describe(record.best.plan, record) for record in (self.before, self.after)]
+        plan = "The same plan" if plans[0] == plans[1] else f"{plans[0]} became {plans[1]}"
+        return f"{plan}: {self._speed()}, {self._memory()}"
+
+    def _speed(self) -> str:
+        factor = self.speed_factor
+        if factor is None:
+            return "its speed is unknown"
+        ranges = [record.speed_range(record.best) for record in (self.before, self.after)]
+        spread = factor * math.hypot(*(spread_of(*each) for each in ranges))
+        words = f"{rounded(factor, spread, 2)} times the speed"
+        return f"{words} (their measured ranges overlap)" if ranges_overlap(*ranges) else words
+
+    def _memory(self) -> str:
+        more = self.held_bytes_more
+        if not more:
+            return "as much memory held" if more == 0 else "its memory is unknown"
+        return f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory held"
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (what, before, after) of each figure; equal ones of the plan are left out."""
+        before, after = _figures(self.before), _figures(self.after)
+        kept = ("samples/s", "held")
+        return [
+            (label, figure, after[label])
+            for label, figure in before.items()
+            if figure != after[label] or label in kept
+        ]
+
+    def cautions(self) -> Iterator[str]:
+        """Yield why the two may not be compared like for like."""
+        before, after = self.before, self.after
+        if before.workload["fingerprint"] != after.workload["fingerprint"]:
+            yield "Another workload: model, batch, loss or optimizer differ"
+        for key, name in _SAME.items():
+            was, is_now = before.environment.get(key), after.environment.get(key)
+            if was != is_now:
+                yield f"Another {name}: {was} before, {is_now} now"
+        sizes = [record.best.plan.samples_per_step for record in (before, after)]
+        if sizes[0] != sizes[1]:
+            yield f"Another global batch: {sizes[0]} samples before, {sizes[1]} now"
+        if before.vram_budget_bytes != after.vram_budget_bytes:
+            budgets = [format_bytes(each.vram_budget_bytes) for each in (before, after)]
+            yield f"Another VRAM budget: {budgets[0]} before, {budgets[1]} now"
+        for name, record in (("earlier", before), ("later", after)):
+            if not record.is_confirmed:
+                yield f"The {name} report's best plan is not confirmed"
+
+    def to_text(self, *, width: int = WIDTH, color: bool = False) -> str:
+        """Return the changes as text of at most `width` columns."""
+        lines = table(("", "before", "after"), self.rows())
+        cautions = [f"Note: {line}" for line in self.cautions()]
+        gap = [""] if cautions else []
+        return laid_out([self.headline(), "", lines, *gap, *cautions], width, color=color)
+
+    def to_markdown(self) -> str:
+        """Return the changes as GitHub's Markdown."""
+        lines = [f"### {plain(self.headline())}\n"]
+        lines += markdown_table(("", "before", "after"), self.rows())
+        lines += ["", *bullets(self.cautions())]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the changes as JSON has them."""
+        return {
+            "before": self.before.best.plan.to_dict(),
+            "after": self.after.best.plan.to_dict(),
+            "speed_factor": self.speed_factor,
+            "held_bytes_more": self.held_bytes_more,
+            "changes": [
+                {"what": what, "before": was, "after": is_now} for what, was, is_now in self.rows()
+            ],
+            "cautions": list(self.cautions()),
+        }
+
+
+def _figures(record: Record) -> dict[str, str]:
+    best, baseline = record.best, record.baseline_beside_best
+    plan, speed, search = best.plan, record.speed_of(best), record.search
+    return {
+        "micro-batch": str(plan.micro_batch),
+        "accumulation steps": str(plan.accumulation_steps),
+        "settings": rows.settings_words(plan.settings, record),
+        "samples/s": speed_words(best, record).removesuffix(" samples/s"),
+        "optimizer step": format_seconds(plan.samples_per_step / speed if speed else None),
+        "held": format_bytes(best.measurement.held_bytes),
+        "peak allocated": format_bytes(best.measurement.peak_allocated_bytes),
+        "baseline's samples/s": speed_words(baseline, record).removesuffix(" samples/s"),
+        "baseline's held": format_bytes(baseline.measurement.held_bytes),
+        "VRAM budget": format_bytes(record.vram_budget_bytes),
+        "probes": f"{search.probes}, {search.oom_probes} out of memory",
+        "search": format_seconds(search.seconds),
+    }

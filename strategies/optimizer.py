@@ -1,0 +1,280 @@
+"""Which of torch's implementations the user's own optimizer steps with.
+
+`optimizer.implementation` starts at "as_is". "for_loop" updates one parameter after another,
+"foreach" many at once, with temporaries as large as the parameters, and "fused" all in one kernel
+without temporaries. The optimizer, its hyperparameters and its state stay the same objects; only
+the flags of its groups change, as `foreach=` and `fused=` would set them where it is made.
+
+What an update costs depends on no other setting, so it is measured before the search: an
+implementation that saves next to nothing is not offered, and costs no probes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.errors import release_exception
+from autofit.plan import Dimension, Hint, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+SETTING = "optimizer.implementation"
+FLAGS = {
+    "for_loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+"""Value -> the flags of a parameter group that choose it."""
+
+WORTH = 0.01
+"""Least share of a step's time that an implementation must save to be offered."""
+_SAMPLES = 8
+_STEPS = 3
+_KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+"""What constructor and step of a fused optimizer set on it."""
+_ABSENT = object()
+_SAME_ACTIVATIONS = Hint(bytes_per_sample=1.0, seconds_per_sample=1.0)
+
+
+class OptimizerImplementation:
+    """How the optimizer's update is computed: one parameter at a time, in lists, or fused."""
+
+    name = "optimizer"
+    phase = Phase.OPTIMIZER
+    numerics = Numerics.ROUNDING
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the implementations that the optimizer has on this device, found by stepping it.
+
+        Without "foreach" where torch would not choose it itself: there (on a CPU) its functions
+        loop over the tensors. Without what saves neither time nor temporaries, except on the meta
+        device, where that cannot be measured.
+        """
+        found: Mapping[str, Sequence[str]] = context.profile(_found, 1)
+        if found and context.device.type != "meta" and "for_loop" not in found:
+            samples = min(_SAMPLES, context.samples_per_step)
+            micro_batches = context.samples_per_step / samples
+            tried = list(found)
+            with suppress(torch.OutOfMemoryError):
+                found = context.profile(partial(_worth_it, found, micro_batches), samples)
+            if left_out := [value for value in tried if value not in found]:
+                context.note(
+                    f"{SETTING}: {', '.join(left_out)} left out, for less than {WORTH:.0%} of an "
+                    "optimizer step's time is saved by it"
+                )
+        return {
+            SETTING: Dimension(
+                ["as_is", *found],
+                payloads={value: {"optimizers": names} for value, names in found.items()},
+                hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
+            )
+        }
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Have the optimizer step so; leaving the context undoes it."""
+        value = str(settings.get(SETTING, "as_is"))
+        if value == "as_is":
+            return nullcontext()
+        names = payloads[SETTING]["optimizers"]
+        return implemented([each for name, each in _named(training) if name in names], value)
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script."""
+        value = str(settings.get(SETTING, "as_is"))
+        if value == "as_is":
+            return []
+        names = payloads[SETTING]["optimizers"]
+        chosen = "[optimizer]" if names == [""] else f"[optimizer[name] for name in {names}]"
+        flags = ", ".join(f"{name}={flag}" for name, flag in FLAGS[value].items())
+        return [
+            f"for each in {chosen}:  # before its first step, or give these where it is made",
+            "    for group in each.param_groups:",
+            f"        group.update({flags})",
+        ]
+
+
+@contextmanager
+def implemented(optimizers: Iterable[Optimizer], value: str) -> Iterator[None]:
+    """Have these optimizers step by another implementation, for as long as this is entered.
+
+    Args:
+        optimizers: they have the flags `foreach`, and `fused` for that.
+        value: a key of `FLAGS`.
+    """
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_one_implemented(optimizer, FLAGS[value]))
+        yield
+
+
+@contextmanager
+def _one_implemented(optimizer: Optimizer, flags: Mapping[str, bool]) -> Iterator[None]:
+    groups = [
+        (group, {name: group[name] for name in flags if name in group})
+        for group in optimizer.param_groups
+    ]
+    attributes = {name: vars(optimizer).get(name, _ABSENT) for name in _KEPT}
+    try:
+        for group, before in groups:
+            group.update({name: flags[name] for name in before})
+        if flags["fused"] or attributes[_KEPT[0]] is not _ABSENT:
+            setattr(optimizer, _KEPT[0], flags["fused"])
+        _place_step_counts(optimizer)
+        yield
+    finally:
+        for group, before in groups:
+            group.update(before)
+        for name, value in attributes.items():
+            if value is not _ABSENT:
+                setattr(optimizer, name, value)
+            elif name in vars(optimizer):
+                delattr(optimizer, name)
+        _place_step_counts(optimizer)
+
+
+def _place_step_counts(optimizer: Optimizer) -> None:
+    """Move the counts of steps to where torch keeps them for the groups' flags.
+
+    Fused and capturable kernels read them on the device, the others on the host.
+    """
+    for group in optimizer.param_groups:
+        fused = bool(group.get("fused"))
+        is_double = torch.get_default_dtype() == torch.float64 and not fused
+        dtype = torch.float64 if is_double else torch.float32
+        for parameter in group["params"]:
+            on_device = fused or group.get("capturable")
+            device = parameter.device if on_device else torch.device("cpu")
+            state = optimizer.state.get(parameter, {})
+            steps = state.get("step")
+            if isinstance(steps, torch.Tensor) and steps.is_meta:  # any count, in a dry run
+                state["step"] = torch.ones_like(steps, device=device, dtype=dtype)
+            elif isinstance(steps, torch.Tensor):
+                state["step"] = steps.to(device, dtype)
+
+
+def _found(training: TrainingView, batch: Any) -> dict[str, list[str]]:
+    """Return each implementation that some optimizer has, and is not stepped by already."""
+    found: dict[str, list[str]] = {}
+    for name, optimizer in _named(training):
+        plain = _ran(optimizer) if "foreach" in optimizer.defaults else None
+        if plain is None:
+            continue
+        for value in FLAGS:
+            if value == plain or (value == "fused" and "fused" not in optimizer.defaults):
+                continue
+            if value == "foreach" and not _torch_chooses_lists(optimizer):
+                continue
+            with implemented([optimizer], value):
+                if _ran(optimizer) == value:
+                    found.setdefault(value, []).append(name)
+    return {value: found[value] for value in FLAGS if value in found}
+
+
+def _worth_it(
+    found: Mapping[str, Sequence[str]], micro_batches: float, training: TrainingView, batch: Any
+) -> dict[str, Sequence[str]]:
+    """Return what saves enough of a step with so many micro-batches; all where that is hidden."""
+    training.step(batch)  # makes the optimizer's state
+    plain_s, step_s = _timed(training, batch)
+    if not plain_s:  # the user's own train_step updates by itself
+        return dict(found)
+    least_s = WORTH * (plain_s + micro_batches * (step_s - plain_s))
+    worth: dict[str, Sequence[str]] = {}
+    for value, names in found.items():
+        with implemented([each for name, each in _named(training) if name in names], value):
+            if plain_s - _timed(training, batch)[0] > least_s:
+                worth[value] = names
+    return worth
+
+
+def _timed(training: TrainingView, batch: Any) -> tuple[float, float]:
+    """Return the least seconds of the updates in a step, and of a whole step."""
+    updates, steps = [], []
+    spent = 0.0
+
+    def timed(update: Callable[[], None]) -> None:
+        nonlocal spent
+        began = _now(training.device)
+        update()
+        spent += _now(training.device) - began
+
+    undo = training.wrap_optimizer_step(timed)
+    try:
+        for _ in range(_STEPS):
+            spent, began = 0.0, _now(training.device)
+            training.step(batch)
+            steps.append(_now(training.device) - began)
+            updates.append(spent)
+    finally:
+        undo()
+    return min(updates), min(steps)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _named(training: TrainingView) -> Iterable[tuple[str, Optimizer]]:
+    given = training.optimizer
+    return given.items() if isinstance(given, Mapping) else [("", given)]
+
+
+def _ran(optimizer: Optimizer) -> str | None:
+    """Return by which implementation a step of the smallest parameters ran; None: it raised.
+
+    Their gradients are zero. The optimizer is one to be thrown away.
+    """
+    try:
+        for parameter in _smallest(optimizer):
+            parameter.grad = torch.zeros_like(parameter)
+        ran = _Operators()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        with ran:
+            optimizer.step()
+    except Exception as error:  # whatever it raises, it does not work
+        release_exception(error)
+        return None
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+    return ran.implementation
+
+
+def _smallest(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the smallest parameter of each group, type and device."""
+    smallest: dict[Any, torch.Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            kind = number, parameter.dtype, parameter.device
+            if parameter.requires_grad:
+                smallest[kind] = min(parameter, smallest.get(kind, parameter), key=torch.numel)
+    return list(smallest.values())
+
+
+def _torch_chooses_lists(optimizer: Optimizer) -> bool:
+    """Return whether torch, left to itself, steps such parameters in lists."""
+    alike = [torch.nn.Parameter(torch.zeros_like(p)) for p in _smallest(optimizer)]
+    return _ran(torch.optim.SGD(alike)) == "foreach"
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Notes by which implementation an optimizer steps."""
+
+    implementation: str = "for_loop"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("aten::_fused_"):
+            self.implementation = "fused"
+        elif name.startswith("aten::_foreach_") and self.implementation != "fused":
+            self.implementation = "foreach"
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,454 @@
+"""Faults of the driver, injected into an emulated GPU: what a real one does when it is ill.
+
+In each case the outcome says what happened, nothing hangs, no process holds memory of the card
+afterwards, and the next probe runs. The test process itself computes on another machine.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.emulation.card import EmulatedCard, cards_setting, emulated_card
+from autofit.emulation.faults import Call, Fault, inject
+from autofit.emulation.launch import PREFIX, new_machine
+from autofit.emulation.machine import Machine
+from autofit.errors import DeviceUnavailable, WorkerFailed
+from autofit.measurement import Outcome
+from autofit.probing import worker_channel
+from autofit.searching import events
+from autofit.units import GIB, MIB
+from tests.faulty_model import NO_FAULT, FaultyModel
+
+pytestmark = pytest.mark.cuda
+
+Model = Any
+FULL = "1GiB"
+"""The budget of most tests: what takes it nearly all comes to the end of memory."""
+LEAST_SECONDS = 3.0
+"""After so long, an impatient probe has hung."""
+
+
+@contextmanager
+def machine_of_workers() -> Iterator[Machine]:
+    """A machine on which workers run that are started meanwhile, seen from outside."""
+    if f"{PREFIX}MACHINE" not in os.environ:
+        pytest.skip("faults of the driver are injected into an emulated GPU alone")
+    machine = new_machine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(f"{PREFIX}MACHINE", machine.name)
+        yield machine
+    machine.remove()
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    """The machine of a test's workers."""
+    with machine_of_workers() as machine:
+        yield machine
+
+
+def strikes(call: Call, error: int | None = None, times: int = 1) -> Callable[..., None]:
+    """A model's fault: the next such call of its process fails, or hangs."""
+
+    def fault(model: Model, output: torch.Tensor) -> None:
+        inject(Fault(call, error=error, times=times))
+
+    return fault
+
+
+def then(fault: Callable[..., None], act: Callable[[torch.Tensor], object]) -> Callable[..., None]:
+    """A model's fault, followed by what meets it."""
+
+    def both(model: Model, output: torch.Tensor) -> None:
+        fault(model, output)
+        act(output)
+
+    return both
+
+
+def once(fault: Callable[..., None]) -> Callable[..., None]:
+    """A fault that a process meets once, however many steps it trains."""
+
+    def first(model: Model, output: torch.Tensor) -> None:
+        if not hasattr(builtins, "met"):
+            vars(builtins)["met"] = True
+            fault(model, output)
+
+    return first
+
+
+def allocates(output: torch.Tensor) -> None:
+    output.new_empty(256 * MIB // 4)
+
+
+def pins(output: torch.Tensor) -> None:
+    torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
+
+
+def convolves(output: torch.Tensor) -> None:
+    nn.functional.conv1d(output.detach().T[None], output.detach()[:, :, None])
+
+
+def multiplies_in_a_new_thread(output: torch.Tensor) -> None:
+    """Where a handle of cuBLAS must be made."""
+    errors: list[BaseException] = []
+
+    def multiply() -> None:
+        try:
+            torch.mm(output.detach(), output.detach().T)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def fills_memory(act: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
+    """The same, with hardly anything left of the budget."""
+
+    def filled(output: torch.Tensor) -> None:
+        held = []
+        try:
+            while True:
+                held.append(output.new_empty(MIB))
+        except torch.OutOfMemoryError:
+            del held[-4:]
+        act(output)
+
+    return filled
+
+
+# What kills the context: the code of the next kernel, or of the next wait, and its words.
+DEADLY: dict[str, tuple[Call, int, str]] = {
+    "illegal address": ("launch", 700, "an illegal memory access"),
+    "device-side assert": ("launch", 710, "device-side assert"),
+    "misaligned address": ("launch", 716, "misaligned address"),
+    "launch failure": ("launch", 719, "unspecified launch failure"),
+    "ECC error": ("sync", 214, "uncorrectable ECC error"),
+    "unknown error": ("sync", 999, "unknown error"),
+}
+HANGS = {
+    "kernel": strikes("launch"),
+    "synchronize": strikes("sync"),
+    "allocation": then(strikes("malloc"), allocates),
+}
+ENDS: dict[str, tuple[Outcome, Callable[..., None]]] = {
+    "cuBLAS with room left": (
+        Outcome.SIZE_LIMIT,
+        then(strikes("cublas", 3), multiplies_in_a_new_thread),
+    ),
+    "cuBLAS at the end of memory": (
+        Outcome.OOM,
+        then(strikes("cublas", 3), fills_memory(multiplies_in_a_new_thread)),
+    ),
+    "cuDNN with room left": (Outcome.SIZE_LIMIT, then(strikes("cudnn", 1), convolves)),
+    "cuDNN at the end of memory": (
+        Outcome.OOM,
+        then(strikes("cudnn", 1), fills_memory(convolves)),
+    ),
+    "pinned memory": (Outcome.HOST_OOM, then(strikes("host_malloc", 2), pins)),
+    "no kernel image": (Outcome.UNSUPPORTED, strikes("launch", 209)),
+    "allocation that fails once": (Outcome.OK, once(then(strikes("malloc", 2), allocates))),
+    "allocation that fails to the end": (
+        Outcome.OK,
+        once(then(strikes("malloc", 2, times=3), allocates)),
+    ),
+}
+FAULTS: dict[str, Callable[..., None]] = {
+    **{name: strikes(call, code) for name, (call, code, _) in DEADLY.items()},
+    **HANGS,
+    **{name: fault for name, (_, fault) in ENDS.items()},
+}
+SIZES = {name: size for size, name in enumerate(FAULTS, start=10)}
+
+
+@pytest.fixture(scope="module")
+def shared(open_module_probing: Any) -> Iterator[tuple[Any, Machine]]:
+    """One model for all faults, and one worker as long as they leave it alive."""
+    faults = {SIZES[name]: fault for name, fault in FAULTS.items()}
+    with machine_of_workers() as machine:
+        yield (
+            open_module_probing(
+                FaultyModel(faults), device="cuda", vram_budget=FULL, shortest_s=LEAST_SECONDS
+            ),
+            machine,
+        )
+
+
+def assert_recovered(probing: Any, machine: Machine) -> None:
+    """Nobody holds memory, and the next probe runs in a fresh worker."""
+    assert probing.worker is None
+    assert machine.held_bytes() == {}
+    assert probing.at(NO_FAULT).ok
+    assert list(machine.held_bytes()) == [probing.worker]
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_a_dead_context_costs_one_probe_and_its_worker(
+    shared: tuple[Any, Machine], name: str
+) -> None:
+    probing, machine = shared
+    assert probing.at(NO_FAULT).ok
+    measurement = probing.at(SIZES[name])
+    assert measurement.outcome is Outcome.POISONED
+    assert DEADLY[name][2] in measurement.detail
+    assert_recovered(probing, machine)
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_in_the_driver_costs_one_probe_and_says_where(
+    shared: tuple[Any, Machine], name: str
+) -> None:
+    probing, machine = shared
+    assert probing.at(NO_FAULT).ok
+    measurement = probing.at(SIZES[name], patient=False)
+    assert measurement.outcome is Outcome.TIMEOUT
+    assert "it hung here:\n  File" in measurement.detail
+    assert_recovered(probing, machine)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_a_call_cannot_have_is_named_and_the_worker_lives_on(
+    shared: tuple[Any, Machine], name: str
+) -> None:
+    probing, machine = shared
+    before = probing.at(NO_FAULT)
+    worker = probing.worker
+    measurement = probing.at(SIZES[name])
+    assert measurement.outcome is ENDS[name][0], measurement.detail
+    after = probing.at(NO_FAULT)
+    assert after.ok
+    assert after.peak_allocated_bytes == before.peak_allocated_bytes, "something was left behind"
+    assert probing.worker == worker
+    assert list(machine.held_bytes()) == [worker]
+
+
+def makes_batches_that_cannot_be_pinned(samples: int) -> torch.Tensor:
+    inject(Fault("host_malloc", error=2))
+    return torch.ones(samples, 16)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_batch_that_cannot_be_pinned_is_copied_from_other_memory(open_probing: Any) -> None:
+    probing = open_probing(
+        FaultyModel(),
+        device="cuda",
+        vram_budget=FULL,
+        sample_batch=makes_batches_that_cannot_be_pinned,
+    )
+    assert probing.at(NO_FAULT).ok
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("DRIVER", "12000", "driver on your system is too old"),
+        ("FAULTS", "init@1=35", "driver on your system is too old"),
+        ("FAULTS", "init@1=999", "CUDA unknown error"),
+        ("CARDS", ";", "No CUDA GPUs are available"),
+        ("FAULTS", "context@1=46", "busy or unavailable"),
+        ("FAULTS", "launch@1=209", "has no kernels for it"),
+        ("FAULTS", "sync@1=214", "uncorrectable ECC error"),
+        ("FAULTS", "host_malloc@1=2", "gives no pinned host memory"),
+        ("FAULTS", "malloc@1x9=2", "has no room for a worker"),
+        ("FAULTS", "context@1x9=2", "has no room for a worker"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_said_with_the_reason(
+    open_probing: Any,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    value: str,
+    words: str,
+) -> None:
+    monkeypatch.setenv(PREFIX + setting, value)
+    with pytest.raises(DeviceUnavailable, match=words) as refusal:
+        open_probing(FaultyModel(), device="cuda")
+    assert "user" not in str(refusal.value)
+    assert machine.held_bytes() == {}
+
+
+def test_a_driver_that_hangs_at_first_is_ended(
+    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}FAULTS", "context@1=hang")
+    monkeypatch.setattr(worker_channel, "START_TIMEOUT_S", LEAST_SECONDS)
+    with pytest.raises(WorkerFailed, match="it hung here"):
+        open_probing(FaultyModel(), device="cuda")
+    assert machine.held_bytes() == {}
+
+
+def test_where_nobody_named_a_device_a_note_says_why_it_is_the_cpu(
+    open_probing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}DRIVER", "12000")
+    probing = open_probing(FaultyModel(), device=None)
+    survey = probing.prober.survey()
+    assert survey.environment.device == "cpu"
+    assert any("driver on your system is too old" in note for note in survey.notes)
+
+
+def needs_two_gib(model: Model, output: torch.Tensor) -> None:
+    output.new_empty(2 * GIB // 4)
+
+
+def test_a_neighbour_comes_between_two_probes_and_leaves(
+    open_probing: Any, machine: Machine
+) -> None:
+    probing = open_probing(FaultyModel({10: needs_two_gib}), device="cuda", vram_budget=None)
+    assert probing.at(10).ok
+    free = emulated_card().total_bytes - sum(machine.held_bytes().values())
+    machine.hold(free - GIB)
+    measurement = probing.at(10)
+    assert measurement.outcome is Outcome.OOM
+    assert measurement.contended
+    assert probing.at(NO_FAULT).ok
+    machine.hold(0)
+    measurement = probing.at(10)
+    assert measurement.ok
+    assert not measurement.contended
+
+
+def holds_much(model: Model, output: torch.Tensor) -> None:
+    model.held = output.new_empty(2 * GIB // 4)
+    threading.Event().wait()
+
+
+def test_a_worker_that_is_killed_gives_its_memory_back(open_probing: Any, machine: Machine) -> None:
+    probing = open_probing(FaultyModel({10: holds_much}), device="cuda", vram_budget="4GiB")
+
+    def kill_when_it_holds() -> None:
+        end = time.monotonic() + 20
+        while sum(machine.held_bytes().values()) < 2 * GIB and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(probing.worker, signal.SIGKILL)
+
+    threading.Thread(target=kill_when_it_holds).start()
+    measurement = probing.at(10)
+    assert measurement.outcome in (Outcome.CRASHED, Outcome.HOST_OOM)  # another may be out of it
+    assert "SIGKILL" in measurement.detail
+    assert_recovered(probing, machine)
+
+
+# NVML tells less than all in containers, under MIG and with drivers of another age.
+
+OF_OTHERS = 2 * GIB
+UNTOLD = {"refuse": GIB, "nouuid": GIB, "mig": GIB}
+"""Where NVML does not even tell what others held before, our context may be counted so much larger:
+see `autofit.devices.nvml.CONTEXT_BYTES`."""
+
+
+@pytest.mark.parametrize("limits", ["", "refuse", "noproc", "nomem", "hostpid", "nouuid", "mig"])
+def test_the_budget_holds_whatever_nvml_tells(
+    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch, limits: str
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}NVML", limits)
+    machine.hold(OF_OTHERS)
+    probing = open_probing(FaultyModel({10: needs_two_gib}), device="cuda", vram_budget="2GiB")
+    measurement = probing.at(NO_FAULT)
+    assert measurement.ok
+    assert not measurement.contended
+    held = machine.held_bytes()[probing.worker]
+    assert held <= measurement.held_bytes <= held + 64 * MIB + UNTOLD.get(limits, 0)
+    too_large = probing.at(10)  # torch's own message asks NVML, and asserts where it refuses
+    assert too_large.outcome is Outcome.OOM
+    assert probing.at(NO_FAULT).ok
+
+
+@pytest.mark.usefixtures("machine")
+def test_nvml_that_loses_the_gpu_amid_a_search_changes_nothing(open_probing: Any) -> None:
+    probing = open_probing(
+        FaultyModel({10: strikes("nvml", 15, times=10**6)}), device="cuda", vram_budget=FULL
+    )
+    assert probing.at(10).ok
+    assert probing.at(NO_FAULT).ok
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_slice_of_a_gpu_is_a_gpu_with_less(
+    open_probing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an H100 80GB in seven, seen from a container."""
+    card = EmulatedCard("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_900_000_000, (9, 0), 16, 400 * MIB)
+    monkeypatch.setenv(f"{PREFIX}CARDS", cards_setting([card]))
+    monkeypatch.setenv(f"{PREFIX}NVML", "mig")
+    probing = open_probing(FaultyModel({10: needs_two_gib}), device="cuda", vram_budget=None)
+    survey = probing.prober.survey()
+    assert survey.environment.total_bytes == card.total_bytes
+    assert 0.8 * card.total_bytes < survey.vram_budget_bytes < card.total_bytes
+    assert probing.at(10).ok
+    measurement = probing.at(NO_FAULT)
+    assert measurement.held_bytes < GIB, measurement
+
+
+def test_two_gpus_are_two(
+    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}CARDS", cards_setting([emulated_card("L4"), emulated_card()]))
+    first, second = (
+        open_probing(FaultyModel(), device=name, vram_budget=FULL) for name in ("cuda:0", "cuda:1")
+    )
+    for probing, own, gpu in ((first, 0, "L4"), (second, 1, "H200")):
+        assert probing.at(NO_FAULT).ok
+        assert gpu in probing.prober.survey().environment.gpu
+        assert list(machine.held_bytes(own)) == [probing.worker]
+        assert probing.worker not in machine.held_bytes(1 - own)
+    with pytest.raises(DeviceUnavailable, match="torch sees 2 CUDA device"):
+        open_probing(FaultyModel(), device="cuda:2")
+
+
+# Whole searches.
+
+
+def searched(model: nn.Module, on_event: Any = None) -> autofit.Report:
+    return autofit.search(
+        model,
+        torch.ones(NO_FAULT, 16),
+        device="cuda",
+        vram_budget=FULL,
+        strategies=[],
+        max_micro_batch=16,
+        max_probes=8,
+        progress=on_event,
+    )
+
+
+def test_a_search_goes_on_without_the_plans_that_kill_the_device(machine: Machine) -> None:
+    report = searched(FaultyModel({size: strikes("launch", 719) for size in range(8, 17)}))
+    assert report.best.measurement.ok
+    assert report.best.plan.micro_batch < 8
+    outcomes = {t.measurement.outcome for t in report.trials if t.plan.micro_batch >= 8}
+    assert outcomes == {Outcome.POISONED}
+    assert machine.held_bytes() == {}
+
+
+def test_a_search_ends_with_what_it_has_where_the_gpu_is_lost(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It falls off the bus: this process's calls fail, and it is there for no other."""
+
+    def lose(event: object) -> None:
+        if isinstance(event, events.ProbeFinished):
+            monkeypatch.setenv(f"{PREFIX}FAULTS", "init@1=999")
+
+    model = FaultyModel({size: strikes("launch", 999) for size in range(3, 17)})
+    report = searched(model, lose)
+    assert report.best.plan.micro_batch == NO_FAULT
+    assert "CUDA unknown error" in str(report.record.search.stopped_because)
+    assert machine.held_bytes() == {}
