@@ -91,7 +91,8 @@ def test_every_package_of_the_repository_is_in_the_wheel_and_nothing_else(wheel:
     assert modules == core | strategies
     tops = {path.parts[0] for path in names}
     assert tops == {"autofit", next(top for top in tops if top.endswith(".dist-info"))}
-    assert Path("autofit/py.typed") in names
+    data = ("py.typed", "report/page.css", "report/page.js")
+    assert {Path("autofit", name) for name in data} <= names
 
 
 def test_its_metadata_say_what_it_is(wheel: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -39,18 +40,30 @@ MOMENTS = 240
 MOST_PARTS = 12
 """Parts into which a model is divided."""
 MOST_SECONDS = 20.0
-"""No further plan is looked at after so long: a picture is not worth more."""
+"""What would take longer is left out: a picture is not worth more."""
 
 
-def memory_uses(session: Session, plans: Mapping[str, ResolvedPlan]) -> dict[str, Any]:
+def memory_uses(
+    session: Session,
+    plans: Mapping[str, ResolvedPlan],
+    step_seconds: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the memory use of each plan by its key, and {"why_not": ...} of one that has none.
 
     Nothing is raised for a plan that cannot be looked at: the picture of one is no answer.
+
+    Args:
+        session: of the search.
+        plans: by key.
+        step_seconds: how long a step of the plan takes on the device, where that is known.
     """
     began, found = time.monotonic(), {}
+    on_cpu = session.builder.device.environment.gpu is None
     for key, resolved in plans.items():
         session.on_stage(f"looking where the memory of the {key} plan goes")
-        if time.monotonic() - began > MOST_SECONDS:
+        run = len(traced_sizes(resolved.plan, session.builder.fresh_workload()))
+        step_s = step_seconds.get(key, 0.0) * run / resolved.plan.accumulation_steps
+        if time.monotonic() - began + STEPS * step_s * on_cpu > MOST_SECONDS:
             found[key] = {"why_not": f"it would have taken more than {MOST_SECONDS:.0f} s"}
             continue
         try:
@@ -84,8 +97,13 @@ def _noted(owners: list[Owners], tracer: MemoryTracer) -> Owners:
 
 
 def _in_real_steps(builder: TrainingBuilder, resolved: ResolvedPlan) -> Owners:
-    """Run the steps on a CPU device of their own, whose budget has no end."""
+    """Run the steps on a CPU device of their own, within all that the host has free.
+
+    Raises:
+        OutOfMemoryError: the plan needs more.
+    """
     device = CpuDevice(record=True)
+    device.limit(device.free_bytes)
     own = TrainingBuilder(builder.fresh_workload, device, builder.seed)
     workload, owners = own.fresh_workload(), Owners(device.tracer)
     batch = workload.batch(sum(traced_sizes(resolved.plan, workload)))

@@ -210,18 +210,22 @@ def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
     resolved = {
         key: resolve(plan, result.spec.space, prober.strategies) for key, plan in plans.items()
     }
+    trials = {"best": result.best, "baseline": result.baseline}
+    seconds = {key: trial.measurement.step_time_s or 0.0 for key, trial in trials.items()}
     try:
-        return prober.run(partial(memory_use_of, plans=resolved))
+        return prober.run(partial(memory_use_of, plans=resolved, step_seconds=seconds))
     # A picture is not worth failing a search that has its answer.
     except (Exception, KeyboardInterrupt, SystemExit):
         return {}
 
 
-def memory_use_of(session: Session, plans: Mapping[str, ResolvedPlan]) -> dict[str, Any]:
+def memory_use_of(
+    session: Session, plans: Mapping[str, ResolvedPlan], step_seconds: Mapping[str, float]
+) -> dict[str, Any]:
     """Look in the process that holds the model; only that one imports prediction."""
     from autofit.prediction.memory_use import memory_uses
 
-    return memory_uses(session, plans)
+    return memory_uses(session, plans, step_seconds)
 
 
 def workload_failure(trial: Trial) -> AutofitError | None:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from autofit import Workload
+from autofit.devices.base import Environment
 from autofit.devices.cpu import CpuDevice
 from autofit.devices.gpus import find_gpu
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.dry_run import dry_run
-from autofit.prediction.memory_use import KINDS, MOMENTS, MOST_PARTS, Owners, divided, memory_uses
+from autofit.prediction.memory_use import KINDS, MOMENTS, MOST_PARTS, divided, memory_uses
 from autofit.prediction.predict import predict
-from autofit.probing.probe import probe
+from autofit.probing.messages import ProbeRequest
 from autofit.probing.session import Session
 from benchmarks.workloads import tiny_gpt, tiny_resnet
 
@@ -34,10 +34,10 @@ def totals(use: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("make", [tiny_gpt, tiny_resnet])
 def test_on_the_cpu_the_peak_is_the_probes(make: Any) -> None:
     """A probe keeps one scalar more: 512 bytes."""
-    workload = make()
-    plan = workload.plan()
+    plan = make().plan()
     use = on_cpu(make, plan)
-    measured = probe(workload, device="cpu", vram_budget="1GiB", isolation="inprocess").measurement
+    session = Session(make, (), CpuDevice())
+    measured = session.probe(ProbeRequest(ResolvedPlan(plan), 2**30, steps=1)).value
     assert measured.peak_allocated_bytes is not None
     assert 0 <= measured.peak_allocated_bytes - max(totals(use)) <= 512
     assert max(totals(use)) == totals(use)[use["peak"]]
@@ -47,16 +47,20 @@ def test_on_the_cpu_the_peak_is_the_probes(make: Any) -> None:
     assert by_kind == at_peak
 
 
+class SaysItIsAnL4(CpuDevice):
+    """The CPU, with the environment of a GPU: where memory goes is then told by a dry run."""
+
+    @property
+    def environment(self) -> Environment:
+        gpu = find_gpu("L4")
+        return Environment("cuda", "NVIDIA L4", "8.9", gpu.total_bytes)
+
+
 def test_on_a_gpu_the_peak_is_that_of_the_prediction() -> None:
     workload = tiny_gpt()
-    owners: list[Owners] = []
-
-    def watching(tracer: Any, training: Any) -> Any:
-        owners.append(Owners(tracer))
-        return owners[0].watching(training)
-
-    dry_run(workload, ResolvedPlan(workload.plan()), find_gpu("L4"), watching=watching)
-    use = owners[0].to_dict("dry run")
+    session = Session(tiny_gpt, (), SaysItIsAnL4())
+    use = memory_uses(session, {"best": ResolvedPlan(workload.plan())}, {"best": 1e9})["best"]
+    assert use["how"] == "dry run"
     predicted = predict(workload, gpu="L4")
     assert max(totals(use)) == predicted.peak_allocated_bytes
     at_peak = {kind: held[use["peak"]] for kind, held in use["bytes"].items()}
@@ -114,6 +118,17 @@ def test_what_a_container_holds_itself_is_a_part_of_its_own() -> None:
         ("a.y", "Linear", {"weights": 2}),
         ("", "Net", {"rest": 1}),
     ]
+
+
+def test_real_steps_that_take_long_are_not_run() -> None:
+    def never() -> Workload:
+        return Workload(Twin, torch.randn(4, 8), global_batch=4 * 8)
+
+    session = Session(never, (), CpuDevice())
+    plans = {"best": ResolvedPlan(Plan(4, accumulation_steps=8))}
+    for step_s, is_run in ((35.0, True), (45.0, False)):  # two of eight micro-batches, two steps
+        found = memory_uses(session, plans, {"best": step_s})["best"]
+        assert ("why_not" in found) is not is_run
 
 
 def test_a_plan_that_cannot_be_looked_at_says_why() -> None:
