@@ -383,10 +383,10 @@ def test_a_resumed_search_says_so_and_counts_the_seconds_of_all_sessions(
     study = tmp_path / "search.log"
     first = search_here(max_probes=2, study=study, progress=True)
     assert "resuming" not in capsys.readouterr().err
-    assert "sessions" not in str(first)
+    assert "sessions" not in first.to_text(verbose=True)
     second = search_here(max_probes=3, study=study, progress=True)
     assert re.search(r"resuming .*search\.log, with 2 trials", capsys.readouterr().err)
-    assert "in 2 sessions" in str(second)
+    assert "in 2 sessions" in second.to_text(verbose=True)
     summary = second.to_dict()["search"]
     assert summary["sessions"] == 2
     assert summary["seconds"] > sum(trial.measurement.seconds or 0.0 for trial in second.trials)
