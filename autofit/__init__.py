@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autofit.checks.card_table import Cards as Cards
+    from autofit.checks.cards import cards as cards
     from autofit.checks.check import check as check
     from autofit.checks.soak import Endurance as Endurance
     from autofit.checks.verdict import Verdict as Verdict
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from autofit.training.workload import Workload as Workload
 
 _HOMES = {
+    "autofit.checks.card_table": ("Cards",),
+    "autofit.checks.cards": ("cards",),
     "autofit.checks.check": ("check",),
     "autofit.checks.soak": ("Endurance",),
     "autofit.errors": (

@@ -22,6 +22,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.probe,
     autofit.predict,
     autofit.check,
+    autofit.cards,
     autofit.load,
     autofit.Workload,
     autofit.Plan,
@@ -36,6 +37,9 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.Report.to_markdown,
     autofit.Report.to_dict,
     autofit.Report.to_dataframe,
+    autofit.Cards.save,
+    autofit.Cards.to_dict,
+    autofit.Cards.to_csv,
 ]
 
 

@@ -1,4 +1,4 @@
-"""The commands `predict` and `check`: required bytes, and whether they fit a budget."""
+"""The commands `predict`, `check` and `cards`: required bytes, and where they fit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from autofit.cli.options import (
     DeviceName,
     GlobalBatch,
     MicroBatch,
+    NumericsName,
     PlanFile,
     PlanOptions,
     SettingsGiven,
     StrategyNames,
     Target,
+    check_writable,
     one_of,
     read_budget,
 )
@@ -44,6 +46,12 @@ def _check_gpu(name: str | None) -> str | None:
     if name is not None:
         find_gpu(name)
     return name
+
+
+def _check_gpus(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        _check_gpu(name)
+    return names
 
 
 def _check_earlier(path: Path | None) -> Path | None:
@@ -161,9 +169,61 @@ def check(
     raise typer.Exit(_exit_code(verdict, regression))
 
 
+def cards(
+    target: Target,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="L4, A100-80GB, or a size (may be repeated); default: all known",
+            callback=_check_gpus,
+        ),
+    ] = None,
+    vram_budget: Budget = None,
+    micro_batch: MicroBatch = None,
+    accumulation_steps: AccumulationSteps = None,
+    global_batch: GlobalBatch = None,
+    setting: SettingsGiven = None,
+    plan_file: PlanFile = None,
+    strategies: StrategyNames = None,
+    numerics: NumericsName = "reduced_precision",
+    out: Annotated[
+        list[Path] | None, typer.Option(help="write the table: .json, .txt or .csv")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict which GPUs a plan fits, and the largest micro-batch on each (exit code 1: none)."""
+    from autofit.checks.card_table import FORMS
+    from autofit.registry import numerics_level
+
+    for path in out or ():
+        check_writable(path, FORMS, "a table of cards")
+    numerics_level(numerics)
+    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
+    with stdout_for_results_only():
+        workload = load_target(target)
+        from autofit.checks.cards import cards as run
+
+        chosen = options.plan_and_payloads(workload)
+        with users_code():
+            table = run(
+                workload,
+                gpus=gpu,
+                vram_budget=read_budget(vram_budget),
+                strategies=strategies,
+                numerics=numerics,
+                progress=lambda line: typer.echo(f"autofit: predicting {line}", err=True),
+                **chosen,
+            )
+    for path in out or ():
+        table.save(path)
+    print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))
+    if not any(fit.fits for card in table.cards for fit in card.fits):
+        raise typer.Exit(1)
+
+
 def register(app: typer.Typer) -> None:
-    """Add both commands to the command line."""
-    commands: list[Callable[..., Any]] = [predict, check]
+    """Add the commands to the command line."""
+    commands: list[Callable[..., Any]] = [predict, check, cards]
     for command in commands:
         app.command()(command)
 

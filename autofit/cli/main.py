@@ -37,6 +37,7 @@ from autofit.cli.options import (
     GlobalBatch,
     Isolation,
     MicroBatch,
+    NumericsName,
     Out,
     PlanFile,
     PlanOptions,
@@ -87,10 +88,7 @@ def search(
     global_batch: GlobalBatch = None,
     device: DeviceName = None,
     strategies: StrategyNames = None,
-    numerics: Annotated[
-        str,
-        typer.Option(help="exact, rounding or reduced_precision: how far plans may go"),
-    ] = "reduced_precision",
+    numerics: NumericsName = "reduced_precision",
     allow_resplit: Annotated[
         bool, typer.Option(help="change the accumulation even where that changes the gradients")
     ] = False,

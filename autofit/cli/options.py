@@ -103,6 +103,10 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of everything ran
 Isolation = Annotated[
     str, typer.Option(help="process or inprocess", callback=one_of("process", "inprocess"))
 ]
+NumericsName = Annotated[
+    str,
+    typer.Option("--numerics", help="exact, rounding or reduced_precision: how far plans may go"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="samples in one forward and backward")]
 AccumulationSteps = Annotated[
@@ -184,11 +188,11 @@ Out = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial, and why")]
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a path for a report before the search rather than after it."""
-    if path.suffix not in REPORT_FORMS:
-        *forms, last = REPORT_FORMS
-        raise InvalidRequest(f"--out {path}: a report is written as {', '.join(forms)} or {last}")
+def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = "a report") -> None:
+    """Refuse a path of `--out` before the work rather than after it."""
+    if path.suffix not in forms:
+        *others, last = forms
+        raise InvalidRequest(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise InvalidRequest(
             f"--out {path}: give a file in a folder that exists and can be written"

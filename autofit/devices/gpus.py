@@ -253,6 +253,11 @@ _BY_KEY = {
 _BY_KEY |= {alias: _BY_KEY[_key(name)] for alias, name in _ALIASES.items()}
 
 
+def known_gpus() -> list[Gpu]:
+    """Return all GPUs of the table."""
+    return [_BY_KEY[_key(entry.name)] for entry in _TABLE]
+
+
 def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
     """Return the GPU of that name, or one like the H200 with that much memory.
 

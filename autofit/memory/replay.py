@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
@@ -40,6 +41,11 @@ class Recording:
     step_ends: Sequence[int]
     optional: Mapping[int, Hashable] = field(default_factory=dict)
 
+    @cached_property
+    def replayed(self) -> list[Sequence[Event]]:
+        """The events of the steps of a replay."""
+        return list(self.steps(STEPS))
+
     def steps(self, count: int) -> Iterator[Sequence[Event]]:
         """Yield the events of `count` steps; the first includes those of building.
 
@@ -53,7 +59,7 @@ class Recording:
         if count > len(self.step_ends):
             yield from self._repetitions(count - len(self.step_ends))
 
-    @property
+    @cached_property
     def largest_number(self) -> int:
         """The largest id; ids of repeated steps continue from it."""
         return max((event for event, _ in self.events), default=0)
@@ -103,7 +109,7 @@ def replay(
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable_segments=expandable_segments)
     run = _Run(allocator, recording)
     retries = []
-    for events in recording.steps(STEPS):
+    for events in recording.replayed:
         run.step(events)
         retries.append(allocator.retries)
     return Replay(

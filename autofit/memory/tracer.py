@@ -24,16 +24,22 @@ from autofit.memory.blocks import Block
 from autofit.memory.replay import Event, Recording
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value and in its lists, tuples and dicts."""
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value and in its lists, tuples and dicts."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -88,18 +94,22 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._aside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.trace(func, types, args, kwargs or {})
+
+    def trace(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator and account for it; the body of `__torch_dispatch__`."""
         if types and any(map(_unwraps_itself, types)):
             return NotImplemented  # its inner tensors follow one by one, and those count
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         if func is not _LIFT_FRESH:
             self._meet(given)
-        result = self.compute(func, args, kwargs or {})
+        result = self.compute(func, args, kwargs)
         if self._aside:
             self._meet(tensors_in(result))
             return result
         try:
             self._settle(given)
-            self.account(func, args, kwargs or {}, result)
+            self.account(func, args, kwargs, result)
         except OutOfBudget as refusal:
             # The traceback must not keep alive what did not fit.
             del given, result

@@ -116,15 +116,15 @@ def _steps(
     batch = meta_batch(workload, sum(sizes), tracer)
     work: list[Operation] = []
     update_work: list[Operation] = []
-    for _ in range(STEPS):
-        tracer.operations = work = []
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        tracer.operations = work if is_last else None
         if is_users_own:
             training.step(batch)
-            tracer.operations = update_work = []
         else:  # what `step` does
             training.zero_grad()
             training.accumulate(batch)
-            tracer.operations = update_work = []
+            tracer.operations = update_work if is_last else None
             training.optimizer_step()
         labels.note_state(training)
         tracer.end_step()
@@ -189,7 +189,11 @@ def _cannot_tell(unsupported: Unsupported) -> CannotTell:
 
 
 def meta_dimensions(
-    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu
+    strategy: Strategy,
+    settings: Settings,
+    workload: Workload,
+    gpu: Gpu,
+    notes: list[str] | None = None,
 ) -> dict[str, Dimension]:
     """Return the dimensions that a strategy offers on the meta device.
 
@@ -200,6 +204,7 @@ def meta_dimensions(
         settings: its settings in the plan.
         workload: model, sample batch, loss and optimizer.
         gpu: the GPU that the meta device stands for.
+        notes: where the strategy's notes are appended.
 
     Raises:
         InvalidRequest: the strategy has no such setting or value on that GPU.
@@ -207,7 +212,7 @@ def meta_dimensions(
     """
     tracer = CudaTracer(gpu)
     builder = TrainingBuilder(lambda: meta_copy(workload, tracer), MetaDevice(tracer), seed=0)
-    context = StrategyContext(builder, [])
+    context = StrategyContext(builder, [] if notes is None else notes)
     try:
         with stage(tracer, _not_copied(workload)):
             dimensions = collect_dimensions([strategy], context)

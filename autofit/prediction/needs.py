@@ -15,7 +15,7 @@ from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.replay import Recording, required_bytes
 from autofit.plan import ResolvedPlan
 from autofit.prediction.dry_run import dry_run, traced_sizes
-from autofit.prediction.trace import Trace, between
+from autofit.prediction.trace import Trace, on_line
 from autofit.training.workload import Workload
 
 MARGIN = 0.05
@@ -65,6 +65,8 @@ def expandable_segments() -> bool:
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
+_ALONE = 1
+"""A micro-batch in which PyTorch skips copies that others take."""
 _Run: TypeAlias = tuple[Trace, Mapping[str, object]]
 """A trace, and what the GPU in whose place it ran was asked and answered."""
 
@@ -72,9 +74,9 @@ _Run: TypeAlias = tuple[Trace, Mapping[str, object]]
 class SharedRuns:
     """Traces and needs of the plans of a workload, from as few dry runs as possible.
 
-    A dry run serves each GPU that would have answered its questions alike. Between the smallest
-    and the largest micro-batch that ran, a trace is interpolated where three dry runs lie on one
-    line (`autofit.prediction.trace`), so it pays to ask for the largest GPU first.
+    A dry run serves each GPU that would have answered its questions alike. Where three dry runs of
+    one variant lie on a line (`autofit.prediction.trace`), two of each variant tell the traces of
+    all micro-batches between, unless a third one departs. So ask for the largest GPU first.
 
     Args:
         workload: model, sample batch, loss and optimizer.
@@ -88,7 +90,9 @@ class SharedRuns:
         self._workload = workload
         self._runs: dict[Hashable, list[_Run]] = {}
         self._failures: dict[Hashable, CannotTell] = {}
-        self._interpolated: dict[Hashable, Trace | None] = {}
+        self._lines: dict[Hashable, Trace | None] = {}
+        self._straight = range(0)
+        self._bent: set[Hashable] = set()
         self._needs: dict[Hashable, tuple[Trace, Need]] = {}
 
     def trace(self, resolved: ResolvedPlan, gpu: Gpu) -> Trace:
@@ -106,8 +110,10 @@ class SharedRuns:
         known = {trace.micro_batch: trace for trace, answers in runs if answers_alike(gpu, answers)}
         if sizes[0] in known:
             return known[sizes[0]]
-        if is_even and (found := self._between(known, sizes[0])) is not None:
-            return found
+        if is_even and alike not in self._bent:
+            found = self._on_line(known, sizes[0])
+            if found is not None:
+                return found
         if (failure := self._failures.get((alike, sizes[0]))) is not None:
             raise failure
         try:
@@ -117,6 +123,8 @@ class SharedRuns:
             raise
         self.dry_runs += 1
         runs.append((run.trace, run.answers))
+        if is_even:
+            self._compare(alike, known, run.trace)
         return run.trace
 
     def need(self, resolved: ResolvedPlan, gpu: Gpu) -> Need:
@@ -128,22 +136,28 @@ class SharedRuns:
             self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu)
         return self._needs[key][1]
 
-    def _between(self, known: Mapping[int, Trace], micro_batch: int) -> Trace | None:
-        """Return the trace between the two nearest, if a third one lies on their line."""
-        below = max((at for at in known if at < micro_batch), default=None)
-        above = min((at for at in known if at > micro_batch), default=None)
-        if below is None or above is None or len(known) < 3:
+    def _on_line(self, known: Mapping[int, Trace], micro_batch: int) -> Trace | None:
+        """Return the trace on the line of the two known ones nearest, where lines hold."""
+        near = sorted(known.keys() - {_ALONE}, key=lambda at: abs(at - micro_batch))[:2]
+        if len(near) < 2 or micro_batch not in self._straight:
             return None
-        one, other = known[below], known[above]
+        one, other = (known[at] for at in near)
         key = id(one), id(other), micro_batch
-        if key not in self._interpolated:
-            third = max(
-                (at for at in known if at not in (below, above)),
-                key=lambda at: abs(at - micro_batch),
-            )
-            is_straight = between(one, other, third) == known[third]
-            self._interpolated[key] = between(one, other, micro_batch) if is_straight else None
-        return self._interpolated[key]
+        if key not in self._lines:
+            self._lines[key] = on_line(one, other, micro_batch)
+        return self._lines[key]
+
+    def _compare(self, alike: Hashable, known: Mapping[int, Trace], made: Trace) -> None:
+        """Note where lines hold, or that they do not, by a trace beside two that are known."""
+        others = sorted(known.keys() - {_ALONE})
+        if len(others) < 2 or made.micro_batch == _ALONE:
+            return
+        if on_line(known[others[0]], known[others[-1]], made.micro_batch) != made:
+            self._bent.add(alike)
+            return
+        held = [self._straight.start, self._straight.stop - 1] if self._straight else []
+        ends = [others[0], others[-1], made.micro_batch, *held]
+        self._straight = range(min(ends), max(ends) + 1)
 
 
 # Search for the largest micro-batch within a budget in few evaluations.
@@ -191,7 +205,9 @@ def largest_that_fits(
         if fits == 0 or fails - fits <= max(1, fits // _FINE):
             break
         at = _crossing(looked, budget)
-        if fails > most:
+        if fails > most and len(looked) == 1 and most < MOST:
+            at = most
+        elif fails > most:
             at = min(max(at, 2 * fits), _STRIDE * fits)
         elif sides[-2:] in ([True, True], [False, False]):
             at = _middle(fits, fails)
@@ -201,8 +217,17 @@ def largest_that_fits(
     return max((at for at, needed in looked.items() if needed <= budget), default=None)
 
 
-def _crossing(looked: dict[int, int], budget: int) -> int:
-    """Return where the line through the two points nearest the budget meets it."""
+def guess_from(looked: Mapping[int, int], budget: int) -> int:
+    """Return about the largest micro-batch that fits, from what some need on another GPU."""
+    fits = max((at for at, needed in looked.items() if needed <= budget), default=None)
+    fails = min((at for at, needed in looked.items() if needed > budget), default=None)
+    if fits is not None and fails is not None:
+        looked = {at: looked[at] for at in (fits, fails)}
+    return _crossing(looked, budget)
+
+
+def _crossing(looked: Mapping[int, int], budget: int) -> int:
+    """Return the micro-batch where the line through the two points nearest the budget meets it."""
     if len(looked) == 1:
         return 2 * next(iter(looked))
     (one, here), (other, there) = sorted(looked.items(), key=lambda look: abs(look[1] - budget))[:2]

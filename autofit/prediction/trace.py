@@ -2,9 +2,9 @@
 
 A dry run asks its GPU few questions; where two GPUs give the same answers, only the sizes that the
 GPU decides differ (`ByCard`), and `Trace.recording_on` puts those in. As long as a training makes
-the same allocations in the same order, their sizes lie on straight lines in the micro-batch: each
-is a multiple of the samples, or fixed. `between` draws these lines number for number; where a
-third dry run lies on the lines of two others, so does what is between them.
+the same allocations in the same order, their sizes lie on straight lines in the micro-batch: a part
+is fixed, and each sample adds as much. `on_line` draws these lines number for number; where a third
+dry run lies on the lines of two others, so does what is between them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Trace:
         """Return the cost of a micro-batch with its share of the update; None: unknown rates."""
         return cost_on(gpu, [*self.work, *self.update_work], self.micro_batches)
 
-    def step_seconds_on(self, gpu: Gpu, micro_batches: int) -> float | None:
-        """Return the estimated time of an optimizer step of so many micro-batches alike.
+    def step_seconds_on(self, gpu: Gpu, repeats: float = 1.0) -> float | None:
+        """Return the estimated time of an optimizer step that repeats these micro-batches.
 
         It is good for ratios between plans of one training alone; None where the rates of the GPU
         are unknown.
@@ -57,10 +57,9 @@ class Trace:
         step, update = cost_on(gpu, self.work), cost_on(gpu, self.update_work)
         if step is None or update is None:
             return None
-        repeated = micro_batches / self.micro_batches
         return max(
-            repeated * step.kernel_seconds + update.kernel_seconds,
-            repeated * step.launch_seconds + update.launch_seconds,
+            repeats * step.kernel_seconds + update.kernel_seconds,
+            repeats * step.launch_seconds + update.launch_seconds,
         )
 
 
@@ -72,12 +71,13 @@ class _NotStraight(Exception):
     """Two traces do not differ in sizes alone, or the sizes have no whole number between."""
 
 
-def between(one: Trace, other: Trace, micro_batch: int) -> Trace | None:
+def on_line(one: Trace, other: Trace, micro_batch: int) -> Trace | None:
     """Return the trace of another micro-batch, with each size on the line through those of two.
 
-    None where the two differ in more than sizes, or a size would be no whole number.
+    None where the two differ in more than sizes, or a size is no fixed part and a whole number for
+    each sample.
     """
-    line = partial(_on_line, one.micro_batch, other.micro_batch, micro_batch)
+    line = partial(_at, one.micro_batch, other.micro_batch, micro_batch)
     sizes = tuple(one.by_card.values()), tuple(other.by_card.values())
     try:
         _same(list(one.by_card), list(other.by_card))
@@ -93,9 +93,11 @@ def between(one: Trace, other: Trace, micro_batch: int) -> Trace | None:
         return None
 
 
-def _on_line(first: int, last: int, at: int, here: int, there: int) -> int:
+def _at(first: int, last: int, at: int, here: int, there: int) -> int:
     if here == there:
         return here
+    if (here * last - there * first) * (last - first) < 0:
+        raise _NotStraight  # no samples would take less than nothing, as where sizes are squares
     size, rest = divmod((there - here) * (at - first), last - first)
     if rest:
         raise _NotStraight

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autofit.checks.card_table import ERROR_90TH, MEDIAN_ERROR
 from autofit.measurement import Outcome
 from autofit.plan import ResolvedPlan, variant_key
 from autofit.probing.messages import ProbeRequest
@@ -74,6 +75,13 @@ def test_the_written_times_are_those_of_a_dry_run() -> None:
     assert dict(lines(one))[variant] == pytest.approx(
         world.spec(times=True).predicted_times[variant], rel=0.01
     )
+
+
+def test_the_error_that_a_table_of_cards_states_is_that_of_the_worse_grid() -> None:
+    worlds = [grid_world(name) for name in WORKLOADS]
+    found = [standing(world, world.spec(times=True).predicted_times) for world in worlds]
+    for stated, name in ((MEDIAN_ERROR, "error_median"), (ERROR_90TH, "error_90th")):
+        assert stated - 0.01 < max(each[name] for each in found) <= stated
 
 
 def test_a_standing_compares_ratios_alone() -> None:

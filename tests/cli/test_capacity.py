@@ -211,3 +211,45 @@ def test_an_error_of_the_users_code_is_in_the_junit_file_too(
     assert error is not None
     assert error.get("message") == "ValueError: no ? loss"
     assert "loss_fn" in str(error.text)
+
+
+def test_cards_is_a_table_of_gpus(target: str, tmp_path: Path) -> None:
+    files = [tmp_path / f"cards.{suffix}" for suffix in ("json", "csv", "txt")]
+    out = [word for file in files for word in ("--out", str(file))]
+    code, said = run("cards", target, "--gpu", "L4", "--gpu", "T4", *out)
+    assert code == 0
+    assert re.search(r"^T4 .*plain.*yes", said, re.MULTILINE)
+    assert re.search(r"^L4 .*precision\.dtype=bfloat16.*yes", said, re.MULTILINE)
+    assert files[2].read_text().strip() == said.strip()
+    told = json.loads(run("cards", target, "--gpu", "L4", "--gpu", "T4", "--json")[1])
+    assert told == json.loads(files[0].read_text())
+    assert [card["gpu"] for card in told["cards"]] == ["T4", "L4"]
+    assert files[1].read_text().startswith("gpu,total_bytes,")
+
+
+def test_cards_exits_with_1_where_nothing_fits(target: str) -> None:
+    code, said = run("cards", target, "--gpu", "L4", "--micro-batch", "100000000")
+    assert code == 1
+    assert re.search(r"^L4 .*plain.*no ", said, re.MULTILINE)
+
+
+def test_cards_says_what_cannot_be_told_and_what_failed(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, code, words in (("branching", 5, ".item()"), ("broken", 3, "no ")):
+        monkeypatch.setattr(
+            sys, "argv", ["autofit", "cards", target.replace(":make", f":{name}"), "--gpu", "L4"]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--gpu", "Voodoo 2"], ["--out", "cards.xml"], ["--numerics", "sloppy"]]
+)
+def test_cards_refuses_what_it_does_not_know(target: str, words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["cards", target, *words])
+    assert isinstance(result.exception, InvalidRequest)
+    assert words[1].partition(".")[0] in str(result.exception)

@@ -13,7 +13,7 @@ from autofit.devices.gpus import find_gpu
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import SharedRuns, need_of
-from autofit.prediction.trace import between
+from autofit.prediction.trace import on_line
 from autofit.registry import load_strategies
 from autofit.training.workload import Workload
 from benchmarks.workloads import GPT, resnet
@@ -41,8 +41,8 @@ def plan(micro_batch: int, dtype: str = "as_is", steps: int = 2) -> ResolvedPlan
 def test_between_two_micro_batches_sizes_lie_on_lines(make: Any) -> None:
     workload, gpu = make(), find_gpu("L4")
     runs = {size: dry_run(workload, plan(size), gpu).trace for size in (4, 7, 32)}
-    assert between(runs[4], runs[32], 7) == runs[7]
-    assert between(runs[32], runs[4], 7) == runs[7]
+    assert on_line(runs[4], runs[32], 7) == runs[7]
+    assert on_line(runs[32], runs[4], 7) == runs[7]
 
 
 def test_a_loss_over_pairs_of_samples_is_on_no_line() -> None:
@@ -53,7 +53,7 @@ def test_a_loss_over_pairs_of_samples_is_on_no_line() -> None:
     workload = Workload(nn.Linear(16, 8), torch.randn(4, 16), loss_fn=loss_fn)
     gpu = find_gpu("L4")
     runs = {size: dry_run(workload, ResolvedPlan(Plan(size)), gpu).trace for size in (64, 256, 512)}
-    assert between(runs[64], runs[512], 256) != runs[256]
+    assert on_line(runs[64], runs[512], 256) is None
     shared = SharedRuns(workload)
     for size in (64, 512, 256, 300):
         found = shared.need(ResolvedPlan(Plan(size)), gpu)
@@ -101,6 +101,32 @@ def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
     )
     assert shared.dry_runs == 2
     assert nine > seven
+
+
+def test_two_dry_runs_of_another_variant_tell_what_lies_between() -> None:
+    workload, gpu = decoder(), find_gpu("L4")
+    shared = SharedRuns(workload)
+    for size, dtype in ((4, "as_is"), (40, "as_is"), (12, "as_is"), (4, "tf32"), (40, "tf32")):
+        shared.need(plan(size, dtype), gpu)
+    run = dry_run(workload, plan(23, "tf32"), gpu)
+    assert shared.need(plan(23, "tf32"), gpu) == need_of(run.recording, gpu)
+    assert shared.dry_runs == 5
+
+
+def test_what_departs_from_a_line_is_run() -> None:
+    """Up to 16 samples a table of ten is made, above one of twenty rows, and both are fixed."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        rows = 10 if len(batch) <= 16 else 20
+        table = torch.zeros(rows * 2**20, device=batch.device)
+        return model(batch).square().mean() + table.sum()  # type: ignore[no-any-return]  # modules are untyped
+
+    workload = Workload(nn.Linear(256, 256), torch.randn(4, 256), loss_fn=loss_fn)
+    shared, gpu = SharedRuns(workload), find_gpu("L4")
+    for size in (4, 32, 16, 12, 20, 15):
+        run = dry_run(workload, ResolvedPlan(Plan(size)), gpu)
+        assert shared.need(ResolvedPlan(Plan(size)), gpu) == need_of(run.recording, gpu)
+    assert shared.dry_runs == 6
 
 
 def test_uneven_micro_batches_run_themselves() -> None:

@@ -96,11 +96,16 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self._has_workspace: set[tuple[str, bool]] = set()
         self._order: list[int | torch.Tensor | None] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled in a dry run, and skipping it costs each operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Devices were translated above. Shape functions of meta are Python, and much faster when
         # no function mode sees what they ask of tensors.
         with torch._C.DisableTorchFunction():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.trace(func, types, args, kwargs or {})
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on meta tensors, or stand in for it; note what can be done neither way.

@@ -1,0 +1,318 @@
+"""`autofit.cards`: which GPU does this training need?
+
+For every GPU and each main variant: the bytes that one plan needs, and the largest micro-batch that
+fits. All of it is predicted, from dry runs that serve as many GPUs as they hold for. The variant
+that prediction alone would choose is the one with the least estimated time by a roofline: an
+estimate with a known error, good for an order and never a speed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autofit.checks.card_table import Card, Cards, Fit
+from autofit.devices.gpus import Gpu, find_gpu, known_gpus
+from autofit.devices.request import budget_bytes, check_budget
+from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
+from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
+from autofit.prediction.dry_run import meta_dimensions, traced_sizes
+from autofit.prediction.needs import MOST, Need, SharedRuns, guess_from, largest_that_fits
+from autofit.registry import load_strategies, numerics_level, resolve, strategies_of
+from autofit.space import Space
+from autofit.strategy import Numerics, Strategy
+from autofit.training.workload import Workload, check_arguments
+from autofit.units import counted
+
+MOST_VARIANTS = 16
+TIE = 0.02
+"""Estimated times that differ by no more are equal."""
+
+
+@hides_own_frames
+def cards(
+    workload: Workload,
+    *,
+    gpus: Iterable[str | int | Gpu] | None = None,
+    plan: Plan | None = None,
+    vram_budget: str | float | None = None,
+    strategies: Iterable[str | Strategy] | None = None,
+    numerics: Numerics | str = "reduced_precision",
+    payloads: Mapping[str, Any] | None = None,
+    progress: Callable[[str], object] | None = None,
+) -> Cards:
+    """Predict for many GPUs what a plan needs there, and the largest micro-batch that fits.
+
+    No GPU is needed, and none is used. Settings that the plan has keep their values. The others
+    take all values, except where these are costly to try, change nothing for each sample, or can
+    only be found by measuring (for the last, pass a report's plan and payloads).
+
+    Args:
+        workload: model, sample batch, loss and optimizer.
+        gpus: names such as "L4", sizes such as "24GiB", or bytes; None: all that are known.
+        plan: None: the baseline. Other micro-batches keep its global batch by accumulation; where
+            it has none, they keep its accumulation steps.
+        vram_budget: of each GPU, if less than all its memory: "20GiB", bytes, or a fraction.
+        strategies, numerics: as for `autofit.search`.
+        payloads: by setting, as in a report's dimensions.
+        progress: called with a line about each GPU.
+
+    Raises:
+        InvalidRequest: an argument is not valid, or there is no such GPU.
+        CannotTell: no variant can be predicted; the message names the user's line.
+        Exception: raised by the user's own code.
+    """
+    check_arguments(workload, plan, payloads)
+    check_budget(vram_budget)
+    chosen = _find(gpus)
+    varied = load_strategies(strategies, numerics=numerics_level(numerics))
+    table = _Table(workload, plan or workload.plan(), vram_budget, varied, payloads or {})
+    found: list[Card] = []
+    for gpu in sorted(chosen, key=lambda gpu: -gpu.total_bytes):
+        # The largest first: what the others need lies between its micro-batches.
+        if progress is not None:
+            progress(f"{gpu.name} ({len(found) + 1} of {len(chosen)})")
+        found.append(table.card(gpu))
+    if all(fit.fits is None for card in found for fit in card.fits):
+        raise table.failure or CannotTell(f"no GPU was predicted: {found[0].detail}")
+    return Cards(table.asked, tuple(reversed(found)), tuple(table.notes))
+
+
+def _find(gpus: Iterable[str | int | Gpu] | None) -> list[Gpu]:
+    if gpus is None:
+        return known_gpus()
+    given = [gpus] if isinstance(gpus, (str, int, Gpu)) else list(gpus)
+    if not given:
+        raise InvalidRequest("gpus is empty: name some, or leave it out for all that are known")
+    return list({gpu.name: gpu for gpu in map(find_gpu, given)}.values())
+
+
+def _budget(vram_budget: str | float | None, gpu: Gpu) -> int:
+    """Return a budget on a GPU, at most all its memory."""
+    total = gpu.total_bytes
+    if vram_budget is None:
+        return total
+    if isinstance(vram_budget, float):
+        return budget_bytes(vram_budget, total_bytes=total, free_bytes=total)
+    return min(budget_bytes(vram_budget, total_bytes=sys.maxsize, free_bytes=total), total)
+
+
+class _Table:
+    """Predicts the variants of a plan on one GPU after the other.
+
+    Attributes:
+        asked: the plan.
+        notes: what a reader should know besides, each once.
+        failure: why the first variant that could not be predicted could not.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        asked: Plan,
+        vram_budget: str | float | None,
+        varied: Sequence[Strategy],
+        payloads: Mapping[str, Any],
+    ) -> None:
+        self.asked = asked
+        self.notes: dict[str, None] = {}
+        self.failure: CannotTell | None = None
+        self._workload, self._vram_budget, self._payloads = workload, vram_budget, payloads
+        self._varied = {strategy.name for strategy in varied}
+        self._strategies = strategies_of(asked, varied, varied)
+        self._runs = SharedRuns(workload)
+        self._offered: dict[tuple[str, tuple[int, int]], Mapping[str, Dimension]] = {}
+        self._looks: dict[VariantKey, dict[int, int]] = {}
+        self._note(
+            "the samples of an optimizer step are free: the largest micro-batch changes them, "
+            "unless a global batch is given"
+            if asked.global_batch is None
+            else "that another accumulation gives the same gradients is assumed; a search compares"
+        )
+
+    def card(self, gpu: Gpu) -> Card:
+        """Predict all variants on a GPU."""
+        card = Card(gpu.name, gpu.total_bytes, _budget(self._vram_budget, gpu), ())
+        try:
+            space = self._space(gpu)
+        except (InvalidRequest, CannotTell) as error:
+            return replace(card, detail=str(error))
+        here = _Here(gpu, space, card.vram_budget_bytes)
+        variants = sorted(space.variants(), key=lambda settings: len(here.changed(settings)))
+        if (left_out := len(variants) - MOST_VARIANTS) > 0:
+            self._note(f"{counted(left_out, 'variant')} with the most settings left out")
+        fits = tuple(self._fit(settings, here) for settings in variants[:MOST_VARIANTS])
+        return replace(card, fits=fits, chosen=self._choose(fits, here))
+
+    def _note(self, text: str) -> None:
+        self.notes[text] = None
+
+    def _space(self, gpu: Gpu) -> Space:
+        """Return the variants on a GPU.
+
+        Raises:
+            InvalidRequest: the GPU lacks a setting or a value of the plan.
+            CannotTell: the meaning of one can only be found by running the model.
+        """
+        dimensions: dict[str, Dimension] = {}
+        for strategy in self._strategies:
+            dimensions |= self._dimensions(strategy, gpu)
+        return Space(dimensions, self._workload.sample_batch_size)
+
+    def _dimensions(self, strategy: Strategy, gpu: Gpu) -> Mapping[str, Dimension]:
+        own = settings_of(strategy.name, self.asked.settings)
+        if settings_of(strategy.name, self._payloads):
+            return {setting: Dimension([value]) for setting, value in own.items()}
+        key = strategy.name, gpu.capability
+        if key not in self._offered:
+            notes: list[str] = []
+            try:
+                self._offered[key] = meta_dimensions(strategy, own, self._workload, gpu, notes)
+            except CannotTell as error:
+                if own:
+                    raise
+                self._offered[key], notes = {}, [f"{strategy.name} was left out: {error}"]
+            for note in notes:
+                self._note(note)
+        return {
+            setting: self._narrowed(setting, dimension, strategy)
+            for setting, dimension in self._offered[key].items()
+        }
+
+    def _narrowed(self, setting: str, dimension: Dimension, strategy: Strategy) -> Dimension:
+        """Return a dimension with the values to predict: that of the plan, or all."""
+        values = list(dimension.values)
+        if setting in self.asked.settings:
+            values = [self.asked.settings[setting]]
+        elif strategy.name not in self._varied:
+            values = values[:1]
+        elif len(values) > 1 and (why := _minor(dimension)):
+            self._note(f"{setting} was left at {values[0]}: {why}; give it in the plan to see")
+            values = values[:1]
+        payloads = {value: load for value, load in dimension.payloads.items() if value in values}
+        return Dimension(values, payloads=payloads, when=dimension.when)
+
+    def _fit(self, settings: Settings, here: _Here) -> Fit:
+        plan = replace(self.asked, settings=here.shown(settings, self.asked.settings))
+        try:
+            need = self._need(plan, here)
+        except CannotTell as error:
+            self.failure = self.failure or error
+            return Fit(plan, detail=str(error))
+        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.high_bytes <= here.budget)
+        largest = self._largest(plan, here, need)
+        if largest is None:
+            return fit
+        return replace(
+            fit,
+            largest=largest,
+            largest_required_bytes=self._need(largest, here).required_bytes,
+            relative_time=self._relative_time(largest, here),
+        )
+
+    def _largest(self, plan: Plan, here: _Here, need: Need) -> Plan | None:
+        """Return the plan with the largest micro-batch that fits, given what this one needs."""
+        looks = self._looks.setdefault(plan.variant, {})
+
+        def high_bytes(micro_batch: int) -> int:
+            sized = _of_size(plan, micro_batch)
+            try:
+                looks[sized.micro_batch] = self._need(sized, here).high_bytes
+            except CannotTell:
+                return sys.maxsize
+            return looks[sized.micro_batch]
+
+        most = plan.global_batch or MOST
+        start = plan.micro_batch
+        if len(looks) > 1:  # of another GPU, which needs almost the same
+            start = min(max(guess_from(looks, here.budget), 1), most)
+        found = largest_that_fits(
+            high_bytes,
+            here.budget,
+            start=start,
+            known={plan.micro_batch: need.high_bytes},
+            most=most,
+        )
+        return None if found is None else _of_size(plan, found)
+
+    def _need(self, plan: Plan, here: _Here) -> Need:
+        return self._runs.need(self._resolved(plan, here), here.gpu)
+
+    def _resolved(self, plan: Plan, here: _Here) -> ResolvedPlan:
+        return resolve(plan, here.space, self._strategies, self._payloads)
+
+    def _relative_time(self, plan: Plan, here: _Here) -> float | None:
+        """Return a sample's estimated time over that with the plan asked for, settings plain."""
+        plain = here.shown(here.space.plain_settings, self.asked.settings)
+        try:
+            own, of_asked = (
+                self._sample_seconds(each, here)
+                for each in (plan, replace(self.asked, settings=plain))
+            )
+        except CannotTell:
+            return None
+        return own / of_asked if own and of_asked else None
+
+    def _sample_seconds(self, plan: Plan, here: _Here) -> float | None:
+        """Return the estimated time of a sample; None: the GPU's speed is unknown."""
+        trace = self._runs.trace(self._resolved(plan, here), here.gpu)
+        samples = plan.samples_per_step
+        repeats = samples / sum(traced_sizes(plan, self._workload))
+        seconds = trace.step_seconds_on(here.gpu, repeats)
+        return seconds / samples if seconds else None
+
+    def _choose(self, fits: Sequence[Fit], here: _Here) -> Fit | None:
+        """Return the fit with the least estimated time; of equal ones, the most faithful."""
+        levels = {strategy.name: strategy.numerics for strategy in self._strategies}
+
+        def fidelity(fit: Fit) -> tuple[int, int]:
+            changed = here.changed(fit.plan.settings)
+            return max((levels[name.partition(".")[0]] for name in changed), default=0), len(
+                changed
+            )
+
+        times = {fit: time for fit in fits if (time := fit.relative_time) is not None}
+        least = min(times.values(), default=0.0)
+        tied = [fit for fit, time in times.items() if time <= least * (1 + TIE)]
+        return min(tied, key=fidelity, default=None)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A GPU, the variants there, and the bytes that they may take."""
+
+    gpu: Gpu
+    space: Space
+    budget: int
+
+    def changed(self, settings: Settings) -> Settings:
+        """Return the settings that are not plain."""
+        return unlike(settings, self.space.plain_settings)
+
+    def shown(self, settings: Settings, asked: Settings) -> Settings:
+        """Return the settings that vary, and those that were asked for."""
+        return {
+            setting: value
+            for setting, value in settings.items()
+            if len(self.space.dimensions[setting].values) > 1 or setting in asked
+        }
+
+
+def _minor(dimension: Dimension) -> str | None:
+    """Return why the values of a dimension make no main variants; None: they do."""
+    if dimension.trial_cost_s:
+        return "other values are costly to try"
+    hints = [dimension.hints.get(value) for value in dimension.values[1:]]
+    per_sample = [(hint.bytes_per_sample, hint.seconds_per_sample) for hint in hints if hint]
+    if len(per_sample) == len(hints) and set(per_sample) == {(1.0, 1.0)}:
+        return "other values change nothing for each sample"
+    return None
+
+
+def _of_size(plan: Plan, micro_batch: int) -> Plan:
+    """Return the plan with micro-batches of at most that size."""
+    if plan.global_batch is not None:
+        return Plan.split(plan.global_batch, micro_batch, plan.settings)
+    return replace(plan, micro_batch=micro_batch)
