@@ -254,8 +254,14 @@ def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: It
 
 
 def _breakable(text: str) -> str:
-    """Return a text as HTML whose long names may be broken where their parts end."""
-    return _END_OF_PART.sub(r"\1<wbr>", escape(text))
+    """Return a text as HTML: settings are broken between each other, or where a part ends."""
+    if "=" not in text:
+        return escape(text)
+    *parts, last = text.split(", ")
+    units = (
+        _END_OF_PART.sub(r"\1<wbr>", escape(unit)) for unit in (*(f"{p}," for p in parts), last)
+    )
+    return " ".join(f'<span class="whole">{unit}</span>' for unit in units)
 
 
 def _in_script(text: str) -> str:
