@@ -70,7 +70,7 @@ def test_marks_are_times_of_the_device(device: CudaDevice) -> None:
 @pytest.mark.real_gpu  # an emulated one copies at once
 def test_a_batch_that_is_let_go_while_it_is_copied_arrives_whole(device: CudaDevice) -> None:
     staged = device.stage(torch.ones(MIB))
-    torch.cuda._sleep(10**9)
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # torch left it so
     placed = device.place(staged)
     del staged
     for _ in range(4):
