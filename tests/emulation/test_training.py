@@ -60,6 +60,23 @@ assert abs(first.mean()) < 0.2 and 0.8 < first.std() < 1.2
 print("done")
 """
 
+PACKED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+layer, x = nn.LSTM(8, 12, batch_first=True), torch.randn(4, 5, 8)
+found = []
+for device in ("cpu", "cuda"):
+    layer.to(device).zero_grad()
+    packed = nn.utils.rnn.pack_padded_sequence(x.to(device), [5, 4, 3, 2], batch_first=True)
+    output, (state, _) = layer(packed)
+    (output.data.square().sum() + state.sum()).backward()
+    found.append([output.data, state, *(p.grad.clone() for p in layer.parameters())])
+for host, card in zip(*found):
+    assert torch.allclose(host, card.cpu(), atol=1e-4)
+print("done")
+"""
+
 STREAMS = """
 import torch
 first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -94,6 +111,10 @@ def test_losses_and_gradients_agree_with_the_cpu(run_on: Run) -> None:
 
 def test_operators_have_the_values_of_the_cpu(run_on: Run) -> None:
     assert run_on(OPERATORS, values=True) == "done\n"
+
+
+def test_a_packed_sequence_has_the_values_of_the_cpu(run_on: Run) -> None:
+    assert run_on(PACKED, values=True) == "done\n"
 
 
 def test_an_index_out_of_range_is_an_assert_on_the_device(run_on: Run) -> None:

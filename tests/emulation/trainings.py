@@ -76,12 +76,24 @@ def convolutional() -> tuple[nn.Module, Tensor]:
     ), torch.randn(4, 3, 32, 32)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(16, 32, num_layers=2, batch_first=True, bidirectional=True)
+        self.second, self.head = nn.GRU(64, 32, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.second(self.first(x)[0])[0][:, -1])
+        return result
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "perceptron": perceptron,
     "decoder": lambda: (Decoder(), torch.randint(0, 100, (8, 32))),
     "checkpointed": lambda: (Decoder(checkpointed=True), torch.randint(0, 100, (8, 32))),
     "encoder": encoder,
     "convolutional": convolutional,
+    "recurrent": lambda: (Recurrent(), torch.randn(4, 7, 16)),
 }
 
 

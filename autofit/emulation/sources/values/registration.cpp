@@ -18,7 +18,7 @@ const char* const WITHOUT_VALUES[] = {
     "is_set_to",   "record_stream", "is_pinned",  "_pin_memory", "_local_scalar_dense",
     "_nested",     "_sparse",       "sparse_",    "_to_sparse",  "_coalesce",
     "_cslt",       "_fill_mem",     "_use_",      "_to_copy",    "_efficientzerotensor",
-    "_cudnn_init", "_cudnn_rnn",    "cudnn_is_acceptable",       "miopen",
+    "_cudnn_init", "_cudnn_rnn_fl", "cudnn_is_acceptable",       "miopen",
     "_make_per",   "q_",            "int_repr",   "dequantize",  "_masked_scale"};
 
 const std::unordered_set<std::string> COMPOSITE = {  // no CUDA kernel of their own, and yet one unit
@@ -42,6 +42,12 @@ bool has_values(const Schema& schema) {
   return !returns_a_view(schema);
 }
 
+const Kernel* own_kernel(const std::string& name) {
+  for (const auto* kernels : {&special_kernels(), &recurrent_kernels()})
+    if (auto found = kernels->find(name); found != kernels->end()) return &found->second;
+  return nullptr;
+}
+
 struct Quiet : c10::WarningHandler {  // about operators that have a kernel already
   void process(const c10::Warning&) override {}
 };
@@ -57,8 +63,7 @@ bool register_operators() {
     if (!op || !op->hasSchema() || !has_values(op->schema())) continue;
     std::string full = c10::toString(name);
     if (!op->hasKernelForDispatchKey(DispatchKey::CUDA) && !COMPOSITE.count(full)) continue;
-    auto special = special_kernels().find(full);
-    const Kernel* kernel = special == special_kernels().end() ? nullptr : &special->second;
+    const Kernel* kernel = own_kernel(full);
     if (!kernel && !op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) continue;
     add_operator(op->schema(), {op->getComputedKernelForDispatchKey(DispatchKey::CUDA),
                                 op->hasTag(at::Tag::nondeterministic_seeded),

@@ -2,9 +2,8 @@
 #include "values.h"
 
 namespace emulation {
-namespace {
 
-c10::IValue argument(const Schema& schema, const Values& values, const char* name) {
+c10::IValue named_argument(const Schema& schema, const Values& values, const char* name) {
   auto index = schema.argumentIndexWithName(name);
   return index ? values[*index] : c10::IValue();
 }
@@ -12,6 +11,9 @@ std::optional<at::Tensor> optional_tensor(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) return value.toTensor();
   return std::nullopt;
 }
+
+namespace {
+
 at::Tensor in_float(const c10::IValue& value) { return value.toTensor().to(at::kFloat); }
 
 struct Attention {
@@ -20,15 +22,15 @@ struct Attention {
   double scale;
 
   Attention(const Schema& schema, const Values& values)
-      : query(in_float(argument(schema, values, "query"))),
-        key(in_float(argument(schema, values, "key"))),
-        value(in_float(argument(schema, values, "value"))),
-        bias(optional_tensor(argument(schema, values, "attn_bias"))) {
-    c10::IValue given = argument(schema, values, "scale");
+      : query(in_float(named_argument(schema, values, "query"))),
+        key(in_float(named_argument(schema, values, "key"))),
+        value(in_float(named_argument(schema, values, "value"))),
+        bias(optional_tensor(named_argument(schema, values, "attn_bias"))) {
+    c10::IValue given = named_argument(schema, values, "scale");
     scale = given.isNone() ? 1 / std::sqrt(static_cast<double>(query.size(-1))) : given.toDouble();
     at::Tensor scores = at::matmul(query, key.transpose(-2, -1)) * scale;
     if (bias) scores = scores + bias->to(at::kFloat);
-    if (argument(schema, values, "is_causal").toBool()) {
+    if (named_argument(schema, values, "is_causal").toBool()) {
       at::Tensor seen = at::ones({query.size(-2), key.size(-2)}, at::kBool).tril();
       scores = scores.masked_fill(seen.logical_not(), -INFINITY);
     }
@@ -43,8 +45,8 @@ Values attention(const Schema& schema, Values& values) {
 
 Values attention_backward(const Schema& schema, Values& values) {
   Attention made(schema, values);
-  c10::IValue given = argument(schema, values, "grad_out");
-  at::Tensor gradient = in_float(given.isTensor() ? given : argument(schema, values, "grad_out_"));
+  c10::IValue given = named_argument(schema, values, "grad_out");
+  at::Tensor gradient = in_float(given.isTensor() ? given : named_argument(schema, values, "grad_out_"));
   at::Tensor of_weights = at::matmul(gradient, made.value.transpose(-2, -1));
   at::Tensor of_scores =
       made.weights * (of_weights - (of_weights * made.weights).sum(-1, /*keepdim=*/true));
@@ -65,7 +67,7 @@ Values batch_norm(const Schema&, Values& values) {
 }
 
 Values batch_norm_backward(const Schema& schema, Values& values) {
-  auto get = [&](const char* name) { return argument(schema, values, name); };
+  auto get = [&](const char* name) { return named_argument(schema, values, name); };
   auto [input, weight, bias] = at::native_batch_norm_backward(
       get("grad_output").toTensor(), get("input").toTensor(), optional_tensor(get("weight")),
       optional_tensor(get("running_mean")), optional_tensor(get("running_var")),
@@ -81,7 +83,7 @@ Values softmax(const Schema& schema, Values& values) {  // half_to_float is CUDA
   int64_t dimension = values[1].toInt();
   at::Tensor made = logarithm ? at::_log_softmax(input, dimension, false)
                               : at::_softmax(input, dimension, false);
-  if (auto out = optional_tensor(argument(schema, values, "out")))
+  if (auto out = optional_tensor(named_argument(schema, values, "out")))
     out->resize_(made.sizes()).copy_(made);
   return {made};
 }

@@ -35,7 +35,10 @@ struct Operator {
 void add_operator(const Schema& schema, const Operator& added);
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
-// special_kernels.cpp: operators that have no kernel for CPUs, by full name.
+// special_kernels.cpp, recurrent.cpp: operators that have no kernel for CPUs, by full name.
 const std::unordered_map<std::string, Kernel>& special_kernels();
+const std::unordered_map<std::string, Kernel>& recurrent_kernels();
+c10::IValue named_argument(const Schema& schema, const Values& values, const char* name);
+std::optional<at::Tensor> optional_tensor(const c10::IValue& value);
 
 }  // namespace emulation
