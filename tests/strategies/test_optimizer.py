@@ -77,8 +77,7 @@ def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
 def test_in_a_dry_run_of_a_gpu_all_that_cuda_has_is_offered(
     optimizer: Any, values: list[str]
 ) -> None:
-    from autofit.prediction.gpus import find_gpu
-
+    from autofit.devices.gpus import find_gpu
     from autofit.prediction.dry_run import meta_dimensions
 
     plain = {SETTING: "as_is"}
