@@ -20,6 +20,7 @@ from autofit.shapes import (
     FLAG,
     NUMBER,
     SCALAR,
+    TEXT,
     Leaf,
     Maybe,
     Shape,
@@ -51,6 +52,7 @@ DIMENSION: Shape = {
     "when?": Maybe(Table([SCALAR])),
     "trial_cost_s?": NUMBER,
     "fresh_worker?": FLAG,
+    "addresses?": [TEXT],
 }
 """A dimension as JSON."""
 
@@ -245,6 +247,11 @@ class ResolvedPlan:
                 yield strategy, settings, settings_of(strategy.name, self.payloads)
 
 
+BOUNDS = ("arithmetic", "memory traffic", "launches", "optimizer")
+"""What takes the time of an optimizer step: products, convolutions and attention; the other
+operators; time in which no operator works; the update."""
+
+
 @dataclass(frozen=True)
 class Hint:
     """The expected effect of a value, before anything is measured.
@@ -277,6 +284,8 @@ class Dimension:
         trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
             a dimension with a cost are tried last, on the leading plans only.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
+        addresses: which of `BOUNDS` its values shorten; a report names the dimension where that
+            takes most of a step's time.
     """
 
     values: Sequence[Scalar]
@@ -285,9 +294,15 @@ class Dimension:
     when: Mapping[str, Sequence[Scalar]] | None = field(default=None, kw_only=True)
     trial_cost_s: float = field(default=0.0, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
+    addresses: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
+        object.__setattr__(self, "addresses", tuple(self.addresses))
+        if strange := set(self.addresses) - set(BOUNDS):
+            raise InvalidRequest(
+                f"a dimension addresses some of {', '.join(BOUNDS)}, got {sorted(strange)}"
+            )
         if not self.values:
             raise InvalidRequest("a dimension needs at least one value, the one of plain PyTorch")
         if len(set(self.values)) != len(self.values):
@@ -319,6 +334,7 @@ class Dimension:
             "when": {name: list(allowed) for name, allowed in (self.when or {}).items()},
             "trial_cost_s": self.trial_cost_s,
             "fresh_worker": self.fresh_worker,
+            "addresses": list(self.addresses),
         }
 
     @classmethod
@@ -339,6 +355,7 @@ class Dimension:
             when=data.get("when") or None,
             trial_cost_s=data.get("trial_cost_s", 0.0),
             fresh_worker=data.get("fresh_worker", False),
+            addresses=[each for each in data.get("addresses", ()) if each in BOUNDS],
         )
 
 

@@ -33,7 +33,7 @@ class MemoryFormat:
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return two layouts where the model has 2-d or 3-d convolutions in the default one."""
         others = ["channels_last"] if _convolution_weights(context.model) else []
-        return {SETTING: Dimension(["as_is", *others])}
+        return {SETTING: Dimension(["as_is", *others], addresses=("arithmetic", "memory traffic"))}
 
     def apply(
         self,

@@ -74,6 +74,7 @@ class OptimizerImplementation:
                 ["as_is", *found],
                 payloads={value: {"optimizers": names} for value, names in found.items()},
                 hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
+                addresses=("optimizer", "launches"),
             )
         }
 

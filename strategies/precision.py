@@ -34,7 +34,7 @@ class Precision:
         values = ["as_is", *_native(context.capabilities)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
-        return {SETTING: Dimension(values)}
+        return {SETTING: Dimension(values, addresses=("arithmetic", "memory traffic"))}
 
     def apply(
         self,

@@ -107,6 +107,7 @@ def test_dimensions_survive_json_and_pickling() -> None:
         when={"precision.dtype": ["bfloat16"]},
         trial_cost_s=20.0,
         fresh_worker=True,
+        addresses=("arithmetic", "launches"),
     )
     assert Dimension.from_dict(json.loads(json.dumps(dimension.to_dict()))) == dimension
     assert pickle.loads(pickle.dumps(dimension)) == copy.deepcopy(dimension) == dimension
@@ -138,6 +139,14 @@ def test_values_of_a_dimension_differ_and_there_is_one() -> None:
         Dimension(["a", "a"])
     with pytest.raises(InvalidRequest, match=r"hints.*'3'"):
         Dimension([1, 2], hints={3: Hint(0.5)})
+
+
+def test_a_dimension_addresses_what_bounds_a_step() -> None:
+    with pytest.raises(InvalidRequest, match=r"arithmetic.*launches.*'weather'"):
+        Dimension([1, 2], addresses=("weather",))
+    later = Dimension([1, 2], addresses=("optimizer",)).to_dict()
+    read = Dimension.from_dict(later | {"addresses": ["optimizer", "of a later version"]})
+    assert read.addresses == ("optimizer",)
 
 
 def test_when_limits_a_dimension_to_settings_of_others() -> None:

@@ -104,6 +104,10 @@ def search(
     seed: Seed = 0,
     isolation: Isolation = "process",
     out: Out = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="write a trace of the best plan in torch's format: .json or .json.gz"),
+    ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -122,6 +126,7 @@ def search(
         study=study,
         sampler=None,
         progress=None,
+        profile=profile,
     )
     from autofit.cli.progress import ProgressLine
 
@@ -149,6 +154,7 @@ def search(
                 seed=seed,
                 isolation=isolation,
                 progress=progress,
+                profile=profile,
             )
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})

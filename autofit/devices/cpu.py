@@ -19,6 +19,7 @@ import torch
 from autofit.devices.base import Environment, MemoryReading
 from autofit.errors import DeviceUnavailable
 from autofit.memory.allocator import CachingAllocator
+from autofit.memory.expandable import expandable_segments
 from autofit.memory.tracer import MemoryTracer
 from autofit.strategy import Capabilities
 
@@ -108,10 +109,11 @@ class CpuDevice(TracedDevice):
     tracked_steps = 1
 
     def __init__(self, *, record: bool = False) -> None:
-        self.tracer = MemoryTracer(device_type="cpu", record=record)
+        allocator = CachingAllocator(expandable_segments=expandable_segments())
+        self.tracer = MemoryTracer(allocator, device_type="cpu", record=record)
         super().__init__(self.tracer)
         self.torch_device = torch.device("cpu")
-        self.total_bytes, self.free_bytes = _host_memory()
+        self.total_bytes, self.free_bytes = host_memory()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -161,7 +163,7 @@ def load_of_others(own: float = 0.0) -> str | None:
     return f"load {load:.1f} on {cores} cores" if load - own > BUSY * cores else None
 
 
-def _host_memory(
+def host_memory(
     proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int]:
     """Return (total, available) bytes of host memory, within the control group's limit.

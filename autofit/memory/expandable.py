@@ -7,11 +7,20 @@ unmapped and mapped again where a large request needs it in one piece.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES, Block, Pool, round_up
 
+CONFIGURED_BY = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the allocator's options; torch reads the first that is set."""
 _ADDRESSES_PER_SEGMENT = LARGE_SEGMENT_BYTES << 24  # whole pages of either pool
+
+
+def expandable_segments() -> bool:
+    """Return whether the environment enables expandable segments of the allocator."""
+    options = next((os.environ[name] for name in CONFIGURED_BY if name in os.environ), "")
+    return "expandable_segments:true" in options.lower()
 
 
 class ExpandableSegments:

@@ -323,7 +323,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
 def _not_copied(workload: Workload) -> dict[str, object]:
     """Return the live objects that a dry run may change because it does not copy them."""
     copied = [name for name in _COPIED if isinstance(getattr(workload, name), _STATEFUL)]
-    return live_objects(workload, but=copied)
+    return live_objects(workload, but=[*copied, "loader"])
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:

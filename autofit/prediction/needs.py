@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from typing import TypeAlias
 from autofit.devices.gpus import Gpu, answers_alike
 from autofit.errors import CannotTell
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
+from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import Recording, required_bytes
 from autofit.plan import ResolvedPlan
 from autofit.prediction.dry_run import dry_run, traced_sizes
@@ -57,12 +57,6 @@ def margin_bytes(recording: Recording, required: int) -> float:
     workspaces = (size for number, size in recording.events if number in recording.optional)
     largest = round_up(max(workspaces, default=0), ROUNDING_BYTES)
     return MARGIN * required + min(WORKSPACE_MARGIN * required, largest)
-
-
-def expandable_segments() -> bool:
-    """Return whether the environment enables expandable segments of the allocator."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
 _ALONE = 1

@@ -12,6 +12,7 @@ from typing import Any
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
+from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import replay
 from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
@@ -20,7 +21,6 @@ from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run, meta_dimensions
 from autofit.prediction.needs import (
     SharedRuns,
-    expandable_segments,
     largest_that_fits,
     need_of,
 )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -39,6 +40,7 @@ class InProcessChannel:
 
     is_replaceable = False
     pid = None
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class InProcessChannel:
         try:
             self._facts = DeviceFacts.of(opened)
             self._borrowed.enter_context(_plain_modes())
-            self._snapshot = Snapshot(live_objects(workload))
+            self._snapshot = Snapshot(live_objects(workload, but=("loader",)))
             notes = notes_on_choice(device)
             self._session = Session(self._restored, strategies, opened, seed=seed, notes=notes)
             self._spares_collections = gc.get_freeze_count() == 0  # else thawing undoes the user's

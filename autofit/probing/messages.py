@@ -220,7 +220,10 @@ class Channel(Protocol):
         is_replaceable: whether it is a process of its own (or several), which `drop` ends and
             `open` starts anew.
         pid: the process id; None where there is none now, or it is this process.
+        environment: variables that the next process has besides those of this one.
     """
+
+    environment: Mapping[str, str]
 
     @property
     def is_replaceable(self) -> bool: ...

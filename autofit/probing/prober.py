@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -181,6 +181,11 @@ class Prober(AbstractContextManager["Prober"]):
         self.close()
 
     @property
+    def has_workers(self) -> bool:
+        """Whether plans run in processes of their own, which can be replaced."""
+        return self._channel.is_replaceable
+
+    @property
     def worker_pid(self) -> int | None:
         """Process id of the worker; None where there is none."""
         return self._channel.pid
@@ -311,6 +316,20 @@ class Prober(AbstractContextManager["Prober"]):
         """Have the next request answered by a fresh worker; return whether there are workers."""
         self._channel.drop()
         return self._channel.is_replaceable
+
+    @contextmanager
+    def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
+        """Have what is asked inside answered by fresh workers with these environment variables.
+
+        There have to be workers.
+        """
+        self._channel.drop()
+        self._channel.environment = variables
+        try:
+            yield
+        finally:
+            self._channel.drop()
+            self._channel.environment = {}
 
     def close(self) -> None:
         """End the worker, and give the device back."""

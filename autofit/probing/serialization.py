@@ -1,5 +1,8 @@
 """The workload as a file: written once by the parent, read anew by the worker for each probe.
 
+Its loader is a file of its own, which is read only where the loader is made: a probe does not wait
+for the user's dataset.
+
 Tensors are stored once and read through a memory map, so that a large model is never in host memory
 twice. Classes and functions from `__main__`, notebooks and local scopes travel by value, importable
 ones by name. cloudpickle writes, with the additions below; plain pickle reads.
@@ -14,9 +17,10 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import IO, Any
@@ -24,11 +28,13 @@ from typing import IO, Any
 import cloudpickle
 import torch
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from autofit.errors import InvalidRequest, WorkerFailed, chain_of, mark_users
 from autofit.snapshot import process
 from autofit.strategy import Strategy
-from autofit.training.batch import map_tensors
+from autofit.training.batch import Batch, map_tensors
+from autofit.training.loader import Loader, LoaderSettings, make_loader, own_settings
 from autofit.training.workload import Workload
 
 _ALWAYS_REACHABLE = {"__main__", "autofit", *sys.builtin_module_names}
@@ -162,10 +168,15 @@ def dumps(value: Any, names: Mapping[int, str] = MappingProxyType({})) -> bytes:
 PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
 """A pickle module for `torch.save`."""
 
-_WAYS_OUT = (
-    "Either pass a function that builds the model instead of the model, or use "
+_IN_PROCESS = (
     'isolation="inprocess", which runs in this process and cannot survive hangs and device faults'
 )
+_WAYS_OUT = {
+    "workload": "Either pass a function that builds the model instead of the model, or use "
+    + _IN_PROCESS,
+    "loader": "Either pass a function that makes the dataset and the DataLoader, or use "
+    + _IN_PROCESS,
+}
 
 
 @dataclass(frozen=True)
@@ -208,18 +219,68 @@ def beyond_standard(descriptor: int) -> int:
     return moved
 
 
-def write_payload(payload: Payload, path: Path) -> None:
+@dataclass(frozen=True)
+class SentLoader:
+    """The user's loader in the worker: a function like the one it was sent for.
+
+    Attributes:
+        path: of the file that `write_payload` wrote.
+    """
+
+    path: str
+
+    def __call__(
+        self,
+        *,
+        batch_size: int,
+        num_workers: int,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+    ) -> Iterable[Batch]:
+        """Make a loader with these settings; the file is read the first time."""
+        settings = LoaderSettings(batch_size, num_workers, pin_memory, prefetch_factor)
+        return make_loader(_read_loader(self.path), settings)
+
+
+def _at_rest(loader: Loader | None) -> Any:
+    """Return a loader that is not being iterated, since one that is cannot be pickled."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    return make_loader(loader, own_settings(loader, loader.batch_size or 1))
+
+
+@lru_cache(maxsize=1)
+def _read_loader(path: str) -> Loader:
+    loader: Loader = _read(Path(path), "loader")
+    return loader
+
+
+def write_payload(payload: Payload, path: Path, loader_path: Path | None = None) -> None:
     """Write a payload.
+
+    Args:
+        payload: its workload may have a loader.
+        path: of the payload's file.
+        loader_path: of the loader's file; None: the loader is left out.
 
     Raises:
         InvalidRequest: something in it cannot be pickled; the message names the ways out.
         WorkerFailed: the disk is full, or the file may not be written.
     """
-    workload = payload.workload
+    workload, loader = payload.workload, payload.workload.loader
+    if loader_path is None:
+        workload = replace(workload, loader=None)
+    else:
+        _write(_at_rest(loader), loader_path, "loader")
+        workload = replace(workload, loader=SentLoader(str(loader_path)))
     if not workload.makes_batches:
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
+    contents = replace(payload, workload=workload, strategies=tuple(payload.strategies))
+    _write(contents, path, "workload")
+
+
+def _write(contents: Any, path: Path, what: str) -> None:
     try:
-        contents = replace(payload, workload=workload, strategies=tuple(payload.strategies))
         with path.open("wb") as file, unreachable_by_value():
             torch.save(contents, file, pickle_module=PICKLE)
     except MemoryError:
@@ -232,7 +293,7 @@ def write_payload(payload: Payload, path: Path) -> None:
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise _no_room(path, disk) from error
         raise InvalidRequest(
-            f"the workload cannot be sent to a worker process ({_words(error)}). {_WAYS_OUT}"
+            f"the {what} cannot be sent to a worker process ({_words(error)}). {_WAYS_OUT[what]}"
         ) from error
 
 
@@ -254,22 +315,26 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
         InvalidRequest: something in it cannot be unpickled here; the message names the ways out.
     """
 
+    payload: Payload = _read(path, "workload", device)
+    return payload
+
+
+def _read(path: Path, what: str, device: torch.device | None = None) -> Any:
     def place(storage: Any, location: str) -> Any:
         stays = location == "cpu" or device is None or device.type == "cpu"
         return storage if stays else storage.to(device=device)
 
     try:
         # The file is the parent's own, written a moment ago: it runs only the user's code.
-        payload: Payload = torch.load(
+        return torch.load(
             path, map_location=place, pickle_module=pickle, weights_only=False, mmap=True
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise InvalidRequest(
-            f"the workload cannot be read in the worker process ({_words(error)}). {_WAYS_OUT}"
+            f"the {what} cannot be read in the worker process ({_words(error)}). {_WAYS_OUT[what]}"
         ) from error
-    return payload
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:

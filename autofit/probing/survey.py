@@ -228,7 +228,7 @@ class _OneModel:
         if self.model is not workload.model:
             workload = replace(workload, model=self._built)
         self._workload, self._random_states = workload, process.random_states()
-        others = live_objects(workload, but=("model",))
+        others = live_objects(workload, but=("model", "loader"))
         self._snapshot = Snapshot({"model": self.model, **others})
 
     def workload(self) -> Workload:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from autofit.errors import SearchTimedOut, WorkerFailed, mark_users
@@ -61,6 +62,7 @@ class WorkerChannel:
 
     Attributes:
         payload: path of the workload's file, which vanishes with the channel.
+        environment: variables that the next worker has besides those of this process.
 
     Raises:
         InvalidRequest: the workload cannot be pickled.
@@ -80,15 +82,19 @@ class WorkerChannel:
         self._process: WorkerProcess | None = None
         self._device: DeviceFacts | None = None
         self._strategies = strategies
-        self._file = nameless_file()
-        self.payload = Path(f"/dev/fd/{self._file.fileno()}")
+        self.environment: Mapping[str, str] = {}
+        self._files = [nameless_file()]
+        self.payload, loader = _path_of(self._files[0]), None
         self._opening = {
             "payload": str(self.payload),
             "device": str(device) if device else None,  # a torch.device cannot be sent as JSON
             "seed": seed,
         }
         try:
-            write_payload(Payload(workload, strategies), self.payload)
+            if workload.loader is not None:
+                self._files.append(nameless_file())
+                loader = _path_of(self._files[1])
+            write_payload(Payload(workload, strategies), self.payload, loader)
         except BaseException:
             self.close()
             raise
@@ -101,7 +107,8 @@ class WorkerChannel:
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self._process is None or self._device is None:
-            self._process = WorkerProcess(self._file.fileno())
+            inherited = [file.fileno() for file in self._files]
+            self._process = WorkerProcess(inherited, self.environment)
             try:
                 opened = self._exchange(
                     {"open": self._opening}, Deadline.after(START_TIMEOUT_S, ends_at)
@@ -130,10 +137,11 @@ class WorkerChannel:
             process.kill()
 
     def close(self) -> None:
-        """End the worker, and let the workload's file go."""
+        """End the worker, and let the workload's files go."""
         with interrupts_deferred():
             self.drop()
-            self._file.close()
+            for file in self._files:
+                file.close()
 
     def _exchange(
         self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
@@ -144,6 +152,10 @@ class WorkerChannel:
         except BaseException:  # after a Ctrl-C it may answer later, to nobody
             self.drop()
             raise
+
+
+def _path_of(file: IO[bytes]) -> Path:
+    return Path(f"/dev/fd/{file.fileno()}")
 
 
 def _full(detail: str) -> DeviceFull:
@@ -191,6 +203,7 @@ def _pipe() -> tuple[int, int]:
     return beyond_standard(read), beyond_standard(write)
 
 
+_QUIET = {"KINETO_LOG_LEVEL": "6"}  # else torch's profiler announces itself in the last words
 _TAIL_BYTES = 64 * 2**10
 _REAP_SECONDS = 10.0
 _STACK_SECONDS = 2.0
@@ -202,13 +215,18 @@ class WorkerProcess:
     """A worker process with pipes for requests, replies and its life.
 
     Args:
-        payload: descriptor of a file that the worker may open as `/dev/fd/N`; None: none.
+        files: descriptors of files that the worker may open as `/dev/fd/N`.
+        environment: variables that it has besides those of this process.
 
     Raises:
         WorkerFailed: it could not be started.
     """
 
-    def __init__(self, payload: int | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[int] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         requests_read, requests_write = _pipe()
         replies_read, replies_write = _pipe()
         lifeline_read, self._lifeline = _pipe()
@@ -221,9 +239,9 @@ class WorkerProcess:
             "pipes": [requests_read, replies_write],
         }
         self._mark = new_mark()
-        kept = inherited if payload is None else (*inherited, payload)
+        variables = {**_QUIET, **os.environ, **environment, **self._mark}
         try:
-            self._process = start_worker(given, kept, os.environ | self._mark)
+            self._process = start_worker(given, (*inherited, *files), variables)
         except OSError as error:
             for descriptor in (requests_write, replies_read, self._lifeline):
                 os.close(descriptor)

@@ -24,6 +24,7 @@ from autofit.plan import (
     payloads_of,
 )
 from autofit.registry import resolve, strategies_of
+from autofit.report.findings import FINDINGS
 from autofit.shapes import (
     AMOUNT,
     COUNT,
@@ -89,6 +90,7 @@ _REPORT: Shape = {
     "difference?": Maybe({"loss": NUMBER, "gradient": NUMBER}),
     "memory?": Table(_MEMORY_USE),
     "calibration?": {"non_torch_bytes?": AMOUNT},
+    "findings?": FINDINGS,
 }
 """A report as JSON; all that is not named here may be anything."""
 
@@ -157,6 +159,7 @@ class Record:
             "bytes" by kind at moments of it, "peak", the moment of most, "phases" with their first
             moments, "modules" at the peak, and "how" it was looked at; or "why_not". {}: unknown.
         calibration: constants of the device for later predictions.
+        findings: what was found beside the answer; see `autofit.report.findings`.
 
     Raises:
         InvalidRequest: the best trial or the baseline is not among the trials.
@@ -178,6 +181,7 @@ class Record:
     difference: Mapping[str, Any] | None = None
     memory: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    findings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = {trial.number for trial in self.trials}
@@ -322,6 +326,7 @@ class Record:
             "notes": list(self.notes),
             "difference": self.difference,
             "memory": dict(self.memory),
+            "findings": dict(self.findings),
         }
 
     @classmethod
@@ -369,6 +374,7 @@ class Record:
             difference=data.get("difference"),
             memory=data.get("memory", {}),
             calibration=data.get("calibration", {}),
+            findings=data.get("findings", {}),
         )
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from textwrap import shorten
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, Scalar, Settings, unlike
 from autofit.report.answer import factor_words, share_words, speed_words, spread_of
+from autofit.report.findings import findings_lines
 from autofit.report.record import Record, Skipped
 from autofit.units import counted, format_bytes, format_seconds, rounded
 
@@ -133,6 +134,7 @@ def conditions(record: Record) -> Iterator[str]:
             f"Noise: repeated blocks of one plan scatter by {record.scatter:.0%} (standard "
             "deviation), so smaller differences between plans were not looked for"
         )
+    yield from findings_lines(record)
 
 
 @dataclass(frozen=True)

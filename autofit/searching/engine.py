@@ -61,6 +61,7 @@ def run_search(
     veto: bool = True,
     clock: Callable[[], float] = time.monotonic,
     began: float | None = None,
+    kept_s: float = 0.0,
 ) -> SearchResult:
     """Search for the fastest plan that fits.
 
@@ -76,6 +77,7 @@ def run_search(
         veto: refuse the proposals of another sampler that are expected not to fit.
         clock: tells the time in seconds.
         began: when the time began to count, by the clock; None: now.
+        kept_s: seconds of `timeout_s` that are left for what comes after.
 
     Returns:
         The result; also after Ctrl-C, or where the machine became ill or no worker can be started
@@ -97,7 +99,7 @@ def run_search(
             spec,
             opened,
             None if isinstance(sampler, PlannerSampler) else sampler,
-            Allowance(max_probes, timeout_s, clock, clock() if began is None else began),
+            Allowance(max_probes, timeout_s, clock, clock() if began is None else began, kept_s),
             on_event or (lambda event: None),
             may_veto=veto,
         )

@@ -34,12 +34,14 @@ class Allowance:
         timeout_s: seconds from `began`; None: unlimited.
         clock: tells the time in seconds.
         began: when the run began, by the clock.
+        kept_s: seconds of `timeout_s` that it leaves for what comes after it.
     """
 
     max_probes: int | None
     timeout_s: float | None
     clock: Callable[[], float] = time.monotonic
     began: float = field(default_factory=time.monotonic)
+    kept_s: float = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -48,8 +50,10 @@ class Allowance:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the timeout; None: unlimited."""
-        return None if self.timeout_s is None else max(0.0, self.timeout_s - self.elapsed_s)
+        """Seconds until the timeout, less those kept; None: unlimited."""
+        if self.timeout_s is None:
+            return None
+        return max(0.0, self.timeout_s - self.kept_s - self.elapsed_s)
 
     def probes_left(self, trials: Sequence[Trial], reserved: int = 0) -> int | None:
         """Return the probes left after those trials, less the reserved ones; None: unlimited."""
@@ -126,6 +130,7 @@ def check_search_arguments(
     sampler: Any,
     progress: Any,
     effort: Any,
+    profile: Any,
 ) -> None:
     """Check the arguments of `autofit.search` that say how to search.
 
@@ -148,7 +153,23 @@ def check_search_arguments(
         raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
     if sampler is not None and not isinstance(sampler, BaseSampler):
         raise InvalidRequest(f"sampler must be an Optuna sampler object, got {sampler!r}")
+    if profile is not None:
+        _check_profile(profile)
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise InvalidRequest(
             f"progress must be True or a function that is called with each event, got {progress!r}"
+        )
+
+
+def _check_profile(profile: Any) -> None:
+    """Refuse a file for the trace before the search rather than after it."""
+    is_path = isinstance(profile, (str, os.PathLike)) and bool(os.fspath(profile))
+    if not is_path or not os.fspath(profile).endswith((".json", ".json.gz")):
+        raise InvalidRequest(
+            f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
+        )
+    folder = os.path.dirname(os.path.abspath(profile))
+    if os.path.isdir(profile) or not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidRequest(
+            f"profile={os.fspath(profile)!r}: give a file in a folder that can be written"
         )

@@ -22,12 +22,20 @@ from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
+from autofit.searching.findings import SHARE_FOR_LOADER, findings_of
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
-from autofit.searching.result import difference_of, memory_of, record_of, with_measured_need
+from autofit.searching.result import (
+    INTERRUPTED,
+    difference_of,
+    memory_of,
+    record_of,
+    with_measured_need,
+)
 from autofit.searching.study import Store
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
+from autofit.training.loader import Loader
 from autofit.training.workload import Workload
 from autofit.units import counted
 
@@ -46,6 +54,7 @@ def search(
     train_step: Callable[..., torch.Tensor] | None = None,
     global_batch: int | None = None,
     allow_resplit: bool = False,
+    loader: Loader | None = None,
     vram_budget: str | float | None = None,
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
@@ -59,6 +68,7 @@ def search(
     seed: int = 0,
     isolation: str = "process",
     progress: OnEvent | bool | None = None,
+    profile: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Find, by running it, the fastest way to train a model within a VRAM budget.
 
@@ -78,6 +88,9 @@ def search(
         train_step: (training, batch) -> loss, the whole optimizer step.
         global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
         allow_resplit: change the accumulation count even where that changes the gradients.
+        loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many of
+            them as it takes) that makes a `DataLoader`; or a live one, made again with other
+            numbers of workers. What it delivers is measured against what the best plan consumes.
         vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
         device: "cuda", "cuda:1", "cpu"; None: cuda where there is one.
         strategies: names or Strategy objects; None: all that `numerics` allows.
@@ -95,6 +108,8 @@ def search(
             cannot be pickled. It cannot survive hangs and device faults.
         progress: True shows it on standard error; or what is called with each event of
             `autofit.searching.events`.
+        profile: a file for a trace of the best plan's steps, in torch's own format (.json or
+            .json.gz).
 
     Returns:
         The report. After Ctrl-C or a timeout it holds what had been measured by then.
@@ -117,6 +132,7 @@ def search(
         sampler=sampler,
         progress=progress,
         effort=effort,
+        profile=profile,
     )
     level = numerics_level(numerics)
     chosen = load_strategies(strategies, numerics=level)
@@ -132,7 +148,9 @@ def search(
         train_step=train_step,
         global_batch=global_batch,
         allow_resplit=allow_resplit,
+        loader=loader,
     )
+    kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
     with _shown(progress) as on_event:
 
         def on_stage(stage: str) -> None:
@@ -181,6 +199,7 @@ def search(
                             timeout_s=timeout,
                             on_event=on_event,
                             began=allowance.began,
+                            kept_s=kept_s,
                         )
                     except NoFeasiblePlan as error:
                         raise with_measured_need(error, prober, spec) from None
@@ -190,12 +209,24 @@ def search(
                 on_stage("comparing the answer's gradients with the baseline's")
                 difference = difference_of(prober, result)
                 memory = memory_of(prober, result)
+                record = record_of(survey, result, chosen, workload, difference, memory, sessions)
+                if result.stopped_because != INTERRUPTED:
+                    findings = findings_of(
+                        prober,
+                        result.spec,
+                        record,
+                        loader=workload.loader,
+                        trace=None if profile is None else os.path.abspath(profile),
+                        probes_left=allowance.probes_left(result.trials),
+                        on_stage=on_stage,
+                    )
+                    record = replace(record, findings=findings)
                 on_stage("ending the worker")
         except SearchTimedOut:
             raise allowance.too_short() from None
         on_stage("writing the report")
-        sessions = (*sessions[:-1], allowance.elapsed_s)
-        record = record_of(survey, result, chosen, workload, difference, memory, sessions)
+        seconds = sum(sessions[:-1]) + allowance.elapsed_s
+        record = replace(record, search=replace(record.search, seconds=seconds))
         return Report(record, strategies=chosen, workload=workload)
 
 

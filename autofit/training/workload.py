@@ -18,6 +18,7 @@ from autofit.training.batch import (
     check_batched_dimension,
     resize,
 )
+from autofit.training.loader import Loader, check_loader
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import (
     OptimizerChoice,
@@ -51,6 +52,9 @@ class Workload:
         global_batch: samples per optimizer step to keep; None: free.
         allow_resplit: let the accumulation count change even where split and whole gradients
             differ.
+        loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many
+            of them as it takes) that makes a `DataLoader`, or a live one. A search measures what it
+            delivers against what its answer consumes.
 
     Raises:
         InvalidRequest: arguments that contradict each other or cannot mean anything.
@@ -68,6 +72,7 @@ class Workload:
     train_step: Callable[[Training, Batch], torch.Tensor] | None = None
     global_batch: int | None = None
     allow_resplit: bool = False
+    loader: Loader | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -82,6 +87,8 @@ class Workload:
             check_batched_dimension(self.sample_batch)
         if self.global_batch is not None:
             _check_steps(self.global_batch, self.sample_batch_size)
+        if self.loader is not None:
+            check_loader(self.loader)
         check_optimizer(self.optimizer, self.model, has_train_step=self.train_step is not None)
         self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
 

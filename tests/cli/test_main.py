@@ -196,7 +196,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def searched(folder: Path) -> Ran:
     """One search through a worker process; it left report.json, report.txt and study.log."""
-    outs = ("--out", "report.json", "--out", "report.txt", "--study", "study.log")
+    outs = (
+        "--out", "report.json", "--out", "report.txt", "--study", "study.log",
+        "--profile", "trace.json",
+    )  # fmt: skip
     limits = ("--device", "cpu", "--vram-budget", "32MiB", "--max-probes", "3", "--timeout", "300")
     return autofit("search", "models.py:small", *limits, *outs, cwd=folder)
 
@@ -233,7 +236,8 @@ def test_progress_names_the_stage_from_the_first_to_the_last(searched: Ran) -> N
 
 def test_files_are_written_only_where_it_was_said(searched: Ran, folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} - {"__pycache__"}
-    assert names == {"models.py", "report.json", "report.txt", "study.log"}
+    assert names == {"models.py", "report.json", "report.txt", "study.log", "trace.json"}
+    assert "traceEvents" in json.loads((folder / "trace.json").read_text())
     assert json.loads((folder / "report.json").read_text())["schema"] == 1
 
 

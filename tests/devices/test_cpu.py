@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.devices.cpu import CpuDevice, _host_memory
+from autofit.devices.cpu import CpuDevice, host_memory
 
 MIB = 2**20
 
@@ -187,4 +187,4 @@ def test_of_a_groups_memory_only_what_is_left_is_available(
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text(f"{used}\n")
     (tmp_path / "memory.stat").write_text(f"anon 4096\ninactive_file {cached}\n")
-    assert _host_memory(tmp_path, tmp_path) == (seen[0] * MIB, seen[1] * MIB)
+    assert host_memory(tmp_path, tmp_path) == (seen[0] * MIB, seen[1] * MIB)

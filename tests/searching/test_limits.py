@@ -72,6 +72,7 @@ GOOD: dict[str, Any] = {
     "sampler": RandomSampler(),
     "progress": print,
     "effort": "quick",
+    "profile": Path("trace.json"),
 }
 
 
@@ -100,6 +101,9 @@ def test_valid_arguments_pass() -> None:
         ("progress", 3),
         ("effort", "hasty"),
         ("effort", None),
+        ("profile", 3),
+        ("profile", "trace.txt"),
+        ("profile", "/no/such/folder/trace.json"),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:

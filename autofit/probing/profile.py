@@ -1,0 +1,182 @@
+"""Where the time of an optimizer step goes, by torch's own profiler.
+
+Each operator counts by itself, without those it calls, and on a GPU by its kernels: as arithmetic
+(products, convolutions, attention), as memory traffic (every other operator that touches data), or
+for the optimizer. What is left is launches: Python, dispatch and autograd on a CPU; on a GPU, where
+they may run beside the kernels, the time in which it idles.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autofit.plan import BOUNDS, ResolvedPlan
+from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH, WARM_UP_STEPS
+from autofit.training.batch import Batch, map_tensors
+from autofit.training.training import Training
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
+
+ARITHMETIC, TRAFFIC, LAUNCHES, OPTIMIZER = BOUNDS
+MOST_STEPS = 9
+PROFILED_S = 0.5
+"""Steps are profiled for about so long, but at least one and at most `MOST_STEPS`."""
+_STEP, _UPDATE = "autofit: step", "autofit: update"
+_UPDATES = (_UPDATE, "Optimizer.step#")  # the second is torch's own mark
+_PRODUCT = re.compile(
+    r"conv|gem[mv]|(add|\bb?|baddb|scaled_|grouped_|group_|triton_)mm\b|matmul|einsum|attention|"
+    r"attn|flash|fmha|rnn|lstm|gru_cell|xmma|cutlass|triton_tem|slow_conv",
+    re.IGNORECASE,
+)
+_NO_DATA = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::resize_"})
+_FUSED = re.compile(r"compiled|inductor|triton|fused", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Median seconds of an optimizer step of a plan, at full accumulation.
+
+    Attributes:
+        seconds: by the names of `autofit.plan.BOUNDS`; "launches" only where `on_gpu` is false.
+        operators: how many operators ran that touch data.
+        on_gpu: whether the seconds are those of kernels; they do not add up to the step then.
+    """
+
+    seconds: dict[str, float]
+    operators: int
+    on_gpu: bool
+
+    def shares(self, step_time_s: float) -> dict[str, float]:
+        """Return the share of each in the step; they add up to one.
+
+        Args:
+            step_time_s: of the step when nothing watched it. On a GPU, what its kernels do not fill
+                is launches.
+        """
+        busy = sum(self.seconds.values())
+        whole = max(busy, step_time_s) if self.on_gpu else busy
+        shares = {name: self.seconds.get(name, 0.0) / whole for name in BOUNDS}
+        return shares | {LAUNCHES: shares[LAUNCHES] + (whole - busy) / whole}
+
+
+def profile_plan(
+    session: Session, *, resolved: ResolvedPlan, trace: str | None = None
+) -> StepProfile | None:
+    """Run a plan for a few steps, and profile the last of them; None: there was nothing to see.
+
+    Args:
+        session: of the worker.
+        resolved: the plan.
+        trace: file to write a trace of these steps to, in torch's own format (.json or .json.gz).
+
+    Raises:
+        OSError: the trace cannot be written.
+        Exception: what the user's code or the device raised.
+    """
+    builder, plan = session.builder, resolved.plan
+    device, workload = builder.device, builder.fresh_workload()
+    builder.reclaim()
+    run = plan.accumulation_steps
+    if workload.train_step is None:
+        run = min(run, MICRO_BATCHES_OF_A_SEARCH)
+    on_gpu = device.torch_device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    batch = map_tensors(device.stage, workload.batch(sum(plan.micro_batch_sizes[:run])))
+    with builder.training(workload, resolved) as training:
+        for _ in range(WARM_UP_STEPS):
+            began = time.perf_counter()
+            _step(training, batch)
+            device.synchronize()
+        steps = min(max(1, int(PROFILED_S / (time.perf_counter() - began))), MOST_STEPS)
+        with profile(activities=activities) as profiler:
+            for _ in range(steps):
+                with record_function(_STEP):
+                    _step(training, batch)
+            device.synchronize()
+        if trace is not None:
+            profiler.export_chrome_trace(trace)
+    builder.reclaim_or_not()
+    events = [each for each in profiler.events() or () if each.device_type.name == "CPU"]
+    begins = sorted(event.time_range.start for event in events if event.name == _STEP)
+    found = {name: [0.0] * steps for name in BOUNDS}
+    operators = 0
+    for event in events:
+        at = bisect_right(begins, event.time_range.start) - 1
+        for kind, seconds in _times(event, on_gpu=on_gpu):
+            found[kind][at] += seconds
+            operators += kind != LAUNCHES
+    if not operators:
+        return None
+    scale = plan.accumulation_steps / run
+    seconds_of = {name: median(times) for name, times in found.items()}
+    scaled = {name: s if name == OPTIMIZER else s * scale for name, s in seconds_of.items()}
+    return StepProfile(scaled, operators // steps, on_gpu)
+
+
+def _step(training: Training, batch: Batch) -> None:
+    if training.recipe.train_step is not None:
+        training.step(batch)
+        return
+    training.zero_grad()
+    training.accumulate(batch)
+    with record_function(_UPDATE):
+        training.optimizer_step()
+
+
+def _times(event: Any, *, on_gpu: bool) -> Iterator[tuple[str, float]]:
+    """Yield what an operator, or each of its kernels on a GPU, counts as, and its seconds."""
+    lineage = list(_lineage(event))
+    if not on_gpu:
+        yield _kind(lineage, event.name), event.self_cpu_time_total * 1e-6
+        return
+    for kernel in event.kernels:
+        # Marks of ranges are shown on the device too, as long as all that lies in them
+        if kernel.name != event.name:
+            kind = _kind(lineage, kernel.name)
+            yield TRAFFIC if kind == LAUNCHES else kind, kernel.duration * 1e-6
+
+
+def _lineage(event: Any) -> Iterator[str]:
+    """Yield the names of an event and of those that it is part of, itself first."""
+    while event is not None:
+        yield event.name
+        event = event.cpu_parent
+
+
+def _kind(lineage: list[str], kernel: str) -> str:
+    if any(name.startswith(_UPDATES) for name in lineage):
+        return OPTIMIZER
+    name = lineage[0]
+    if _moves_data(name):
+        is_product = any(_moves_data(each) and _PRODUCT.search(each) for each in lineage)
+        return ARITHMETIC if is_product else TRAFFIC
+    if _FUSED.search(name) or _FUSED.search(kernel):
+        return ARITHMETIC if _PRODUCT.search(kernel) else TRAFFIC
+    return LAUNCHES
+
+
+@cache
+def _moves_data(name: str) -> bool:
+    """Return whether an operator works on data by itself: no view, and no sum of others."""
+    namespace, separator, operator = name.partition("::")
+    if not separator or namespace in ("autograd", "torch") or name in _NO_DATA:
+        return False
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    if packet is None:  # such as mkldnn's own marks
+        return True
+    overload = getattr(packet, packet.overloads()[0])
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        overload.name(), "CompositeImplicitAutograd"
+    )
+    return not (overload.is_view or composite)

@@ -1,0 +1,170 @@
+"""What a search found beside its answer, in sentences, and the shape of it in a report file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autofit.plan import BOUNDS, PLAN, Plan
+from autofit.shapes import AMOUNT, COUNT, FLAG, NUMBER, TEXT, Leaf, Maybe, Shape, Table
+from autofit.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from autofit.report.record import Record
+
+_BOTTLENECKS = {
+    "device": "the device is the bottleneck",
+    "loader": "the loader, not the device, is the bottleneck",
+    "cores": "the loader alone would keep up, but takes the host's cores from the training",
+}
+_LOADER_SETTINGS: Shape = {
+    "batch_size": COUNT,
+    "num_workers": AMOUNT,
+    "pin_memory": FLAG,
+    "prefetch_factor": Maybe(COUNT),
+}
+_SPEED: dict[str, Any] = {"settings": _LOADER_SETTINGS, "samples_per_second": NUMBER}
+FINDINGS: Shape = {
+    "loader?": {
+        "failed?": TEXT,
+        "settings": Maybe(_LOADER_SETTINGS),
+        "own_settings": _LOADER_SETTINGS,
+        "bottleneck": Maybe(Leaf("device, loader or cores", lambda v: v in list(_BOTTLENECKS))),
+        "consumed_samples_per_second": NUMBER,
+        "host_bytes": Maybe(AMOUNT),
+        "most_workers": Maybe(AMOUNT),
+        "delivered": [_SPEED],
+        "end_to_end": [{**_SPEED, "warnings": [TEXT]}],
+    },
+    "bounds?": {
+        "failed?": TEXT,
+        "trace?": TEXT,
+        "best?": Maybe(Table(NUMBER)),
+        "baseline?": Maybe(Table(NUMBER)),
+    },
+    "allocator?": {
+        "failed?": TEXT,
+        "setting?": TEXT,
+        "recommended?": FLAG,
+        "lowers_required_bytes?": FLAG,
+        "held_bytes?": Maybe(AMOUNT),
+        "held_bytes_with?": Maybe(AMOUNT),
+        "plan_without_retries?": Maybe(PLAN),
+    },
+}
+"""The findings of a report as JSON."""
+
+_IN_WORDS = {
+    "arithmetic": "arithmetic (products, convolutions, attention)",
+    "memory traffic": "memory traffic (all other operators)",
+    "launches": "launches (Python, dispatch, an idle device)",
+    "optimizer": "the optimizer's update",
+}
+_UNSEEN = "the profiler saw no operator on the device"
+
+
+def findings_lines(record: Record) -> Iterator[str]:
+    """Yield a line about each finding: the loader, what bounds a step, the allocator."""
+    found = record.findings
+    if "loader" in found:
+        yield loader_line(found["loader"])
+    if "bounds" in found:
+        yield bounds_line(record)
+    if "allocator" in found:
+        yield allocator_line(found["allocator"])
+
+
+def loader_line(loader: Mapping[str, Any]) -> str:
+    """Return what the loader delivers, what bounds the training, and what to set."""
+    consumed, own = loader["consumed_samples_per_second"], loader["own_settings"]
+    parts = [_end_to_end(loader)] if loader["settings"] is not None else []
+    if not parts:
+        most = max((each["samples_per_second"] for each in loader["delivered"]), default=None)
+        alone = "" if most is None else f" and the loader alone delivers {format_rate(most)}"
+        parts.append(f"the plan consumes {format_rate(consumed)}{alone}")
+    elif (before := _speed(loader, own)) is not None and own != loader["settings"]:
+        parts.append(f"with {_settings(own)} it is {format_rate(before)}")
+    if loader["host_bytes"]:
+        parts.append(f"it takes {format_bytes(loader['host_bytes'])} of host memory")
+    warned = [text for each in loader["end_to_end"] for text in each["warnings"]]
+    parts += dict.fromkeys(warned)
+    if "failed" in loader:
+        parts.append(f"not measured to the end: {_first_line(loader['failed'])}")
+    return f"Loader: {'; '.join(parts)}"
+
+
+def _end_to_end(loader: Mapping[str, Any]) -> str:
+    """Return the recommended settings, the speed with them and what bounds it."""
+    settings, consumed = loader["settings"], loader["consumed_samples_per_second"]
+    speed = _speed(loader, settings)
+    words = (
+        f"{_settings(settings)}: {format_rate(speed)} end to end, where the plan consumes "
+        f"{format_rate(consumed)} by itself: {_BOTTLENECKS[loader['bottleneck']]}"
+    )
+    if loader["bottleneck"] != "device" and speed is not None and consumed > 0:
+        words += f" ({1 - speed / consumed:.0%} of the plan's speed is lost)"
+    if loader["bottleneck"] == "loader" and settings["num_workers"] == loader["most_workers"]:
+        words += "; more workers were not tried"
+    return words
+
+
+def _speed(loader: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
+    """Return the samples/s end to end with these settings; None: not measured."""
+    speeds = [
+        each["samples_per_second"] for each in loader["end_to_end"] if each["settings"] == settings
+    ]
+    return speeds[0] if speeds else None
+
+
+def bounds_line(record: Record) -> str:
+    """Return the shares of a step, what takes most of it, and which settings address that."""
+    bounds = record.findings["bounds"]
+    best, baseline = bounds.get("best"), bounds.get("baseline")
+    if not best:
+        return f"What bounds a step is not known: {_first_line(bounds.get('failed', _UNSEEN))}"
+    words = f"A step of the best plan: {_shares(best)}"
+    if baseline and baseline != best:
+        words += f"; of the baseline: {_shares(baseline)}"
+    largest = max(BOUNDS, key=lambda name: best.get(name, 0.0))
+    words += f". Most of it goes to {_IN_WORDS[largest]}"
+    settings = {**record.plain_settings, **record.best.plan.settings}
+    addressing = [name for name, d in record.dimensions.items() if largest in d.addresses]
+    if not addressing:
+        return f"{words}; no setting of this search addresses that"
+    used = " and ".join(f"{name} (in the best plan {settings[name]})" for name in addressing)
+    return f"{words}, which is addressed by {used}"
+
+
+def allocator_line(allocator: Mapping[str, Any]) -> str:
+    """Return whether expandable segments help the best plan, and how much they save."""
+    if "setting" not in allocator:
+        why = _first_line(allocator.get("failed", "no reason is known"))
+        return f"Expandable segments of the allocator were not tried: {why}"
+    setting = allocator["setting"]
+    if allocator.get("lowers_required_bytes"):
+        held, before = allocator.get("held_bytes_with"), allocator.get("held_bytes")
+        return (
+            f"Set {setting}: the best plan then runs in {format_bytes(held)}, and without it does "
+            f"not fit in that (it held {format_bytes(before)})"
+        )
+    faster = allocator.get("plan_without_retries")
+    if faster is not None:
+        return (
+            f"Set {setting}: {Plan.from_dict(faster)}, which is faster, then runs without flushing "
+            "its cache"
+        )
+    return f"{setting} does not lower what the best plan requires"
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    ordered = sorted(BOUNDS, key=lambda name: -shares.get(name, 0.0))
+    return ", ".join(f"{shares.get(name, 0.0):.0%} {name}" for name in ordered)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    names = ("num_workers", "prefetch_factor", "pin_memory")
+    return ", ".join(f"{name}={settings[name]}" for name in names if settings[name] is not None)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,136 @@
+"""What a search finds beside its answer: the loader, what bounds a step, the allocator.
+
+Each is looked at after the final comparison, and none is worth an answer: what fails or hangs is
+told in words, and what the time did not suffice for is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from autofit.errors import SearchTimedOut, release_exception
+from autofit.measurement import Trial
+from autofit.planning.search_spec import SearchSpec
+from autofit.probing.messages import OnStage
+from autofit.probing.prober import Prober
+from autofit.probing.profile import StepProfile, profile_plan
+from autofit.registry import resolve
+from autofit.report.record import Record
+from autofit.searching.allocator import MOST_PROBES, candidates, try_expandable_segments
+from autofit.searching.loader import LoaderStudy
+from autofit.training.loader import Loader
+
+SHARE_FOR_LOADER = 0.15
+"""Of the timeout, kept back for measuring a loader."""
+
+
+def findings_of(
+    prober: Prober,
+    spec: SearchSpec,
+    record: Record,
+    *,
+    loader: Loader | None,
+    trace: str | None,
+    probes_left: int | None,
+    on_stage: OnStage,
+) -> dict[str, Any]:
+    """Return the findings as JSON data, by name; what was not looked at is missing.
+
+    Args:
+        prober: of the search.
+        spec: of the search.
+        record: of its report, without findings.
+        loader: the workload's.
+        trace: file for a trace of the best plan; None: none.
+        probes_left: of those that the user allows; None: any number.
+        on_stage: called with the name of each stage that begins.
+    """
+    found = _Findings(prober, spec, record, on_stage)
+    try:
+        if loader is not None:
+            found.look_at_loader(loader)
+        if prober.has_workers or trace is not None:
+            found.look_at_step(trace)
+        if prober.has_workers and (probes_left is None or probes_left >= MOST_PROBES):
+            found.look_at_allocator()
+    except KeyboardInterrupt:  # the answer is there
+        pass
+    return found.facts
+
+
+class _Findings:
+    """The findings so far."""
+
+    def __init__(self, prober: Prober, spec: SearchSpec, record: Record, on_stage: OnStage) -> None:
+        self._prober, self._spec, self._record = prober, spec, record
+        self._on_stage = on_stage
+        self.facts: dict[str, Any] = {}
+
+    def look_at_loader(self, loader: Loader) -> None:
+        """Measure the workload's loader against the best plan."""
+        best = self._record.best
+        study = LoaderStudy(
+            self._prober,
+            loader,
+            self._resolved(best),
+            self._record.speed_of(best) or 0.0,
+            self._record.environment["gpu"] is not None,
+            self._on_stage,
+        )
+        with self._failure("loader") as facts:
+            try:
+                study.run()
+            finally:
+                facts |= study.facts()
+
+    def look_at_step(self, trace: str | None) -> None:
+        """Find what bounds a step of the best plan and of the baseline."""
+        best, baseline = self._record.best, self._record.baseline_beside_best
+        with self._failure("bounds") as facts:
+            self._on_stage("looking at what bounds a step")
+            facts["best"] = self._shares(best, trace)
+            if trace is not None:
+                facts["trace"] = trace
+            if best.plan == baseline.plan:
+                facts["baseline"] = facts["best"]
+            elif baseline.ok:
+                facts["baseline"] = self._shares(baseline, None)
+
+    def look_at_allocator(self) -> None:
+        """Try expandable segments where they may help."""
+        budget, trials = self._spec.vram_budget_bytes, self._record.trials
+        worth = candidates(self._record.best, trials, budget)
+        if worth.best is None and worth.flushing is None:
+            return
+        with self._failure("allocator") as facts:
+            self._on_stage("trying expandable segments of the allocator")
+            flushing = None if worth.flushing is None else self._resolved(worth.flushing)
+            facts |= try_expandable_segments(
+                self._prober, self._resolved(self._record.best), flushing, budget
+            )
+
+    def _shares(self, trial: Trial, trace: str | None) -> Mapping[str, float] | None:
+        function: Callable[[Any], StepProfile | None]
+        function = partial(profile_plan, resolved=self._resolved(trial), trace=trace)
+        profiled = self._prober.run(function, self._spec.vram_budget_bytes)
+        step_time_s = trial.measurement.step_time_s
+        return None if profiled is None or step_time_s is None else profiled.shares(step_time_s)
+
+    def _resolved(self, trial: Trial) -> Any:
+        return resolve(trial.plan, self._spec.space, self._prober.strategies)
+
+    @contextmanager
+    def _failure(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the facts of that name; what fails inside becomes their last words."""
+        facts: dict[str, Any] = {}
+        self.facts[name] = facts
+        try:
+            yield facts
+        except SearchTimedOut:
+            facts["failed"] = "the time of the search was over"
+        except (Exception, SystemExit) as error:
+            facts["failed"] = f"{type(error).__name__}: {error}".strip()
+            release_exception(error)  # in this process its frames hold a loader's processes

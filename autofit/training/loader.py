@@ -1,0 +1,203 @@
+"""A loader: the user's way to make batches, made again with other numbers of worker processes.
+
+It is a function that takes `batch_size`, `num_workers` and, if it likes, `pin_memory` and
+`prefetch_factor`, and returns a `DataLoader` (or any other iterable of batches); or a live
+`DataLoader`, of which another is made from the same dataset, sampler and functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from autofit.errors import InvalidRequest, users_code
+from autofit.training.batch import Batch
+from autofit.units import kind_of
+
+Loader: TypeAlias = DataLoader[Any] | Callable[..., Iterable[Batch]]
+
+_NEEDED = ("batch_size", "num_workers")
+_KEPT = (
+    "collate_fn",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "pin_memory_device",
+    "in_order",
+)
+"""What a loader made from a live one has of it, besides dataset and sampler."""
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """The numbers of a `DataLoader`, by its own names.
+
+    Attributes:
+        batch_size: samples in each batch.
+        num_workers: processes that load; 0: the training process itself does, between steps.
+        pin_memory: whether batches are copied to pinned memory, from which a GPU reads faster.
+        prefetch_factor: batches that each worker loads in advance; None: there are no workers.
+    """
+
+    batch_size: int
+    num_workers: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that are loaded or being loaded while one is trained."""
+        return self.num_workers * (self.prefetch_factor or 0)
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in asdict(self).items() if value is not None}
+        del shown["batch_size"]
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+NAMES = tuple(LoaderSettings.__dataclass_fields__)
+
+
+def check_loader(loader: object) -> None:
+    """Refuse what no loader can be made of.
+
+    Raises:
+        InvalidRequest: it is neither a function nor a `DataLoader`; the function lacks the
+            arguments that it has to take; or the class of the `DataLoader` is not torch's own, so
+            that its constructor is unknown.
+    """
+    if isinstance(loader, DataLoader):
+        if type(loader) is not DataLoader:
+            raise InvalidRequest(
+                f"loader is a {kind_of(loader)}, and only torch's own DataLoader can be made again "
+                f"with other numbers of workers: {_ASK_FOR_FUNCTION}"
+            )
+        return
+    if not callable(loader):
+        raise InvalidRequest(
+            f"loader must be a function that makes a DataLoader, or a DataLoader, "
+            f"got {kind_of(loader)}: {_ASK_FOR_FUNCTION}"
+        )
+    missing = [name for name in _NEEDED if name not in settings_taken(loader)]
+    if missing:
+        raise InvalidRequest(
+            f"the loader function does not take {' and '.join(missing)}: {_ASK_FOR_FUNCTION}"
+        )
+
+
+_ASK_FOR_FUNCTION = (
+    "pass a function of batch_size, num_workers, pin_memory and prefetch_factor that returns one, "
+    "such as functools.partial(DataLoader, dataset, shuffle=True)"
+)
+
+
+def settings_taken(loader: Loader) -> frozenset[str]:
+    """Return the names of the settings that can be chosen for a loader."""
+    if isinstance(loader, DataLoader):
+        return frozenset(NAMES if _is_batched_by_torch(loader) else NAMES[1:])
+    try:
+        parameters = inspect.signature(loader).parameters.values()
+    except ValueError:  # written in C
+        return frozenset(NAMES)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return frozenset(NAMES)
+    by_position = inspect.Parameter.POSITIONAL_ONLY
+    names = {each.name for each in parameters if each.kind is not by_position}
+    return frozenset(names.intersection(NAMES))
+
+
+def own_settings(loader: Loader, samples: int) -> LoaderSettings:
+    """Return what the user has now, for batches of so many samples: a function's is plain."""
+    if not isinstance(loader, DataLoader):
+        return LoaderSettings(samples)
+    return LoaderSettings(samples, loader.num_workers, loader.pin_memory, loader.prefetch_factor)
+
+
+def make_loader(loader: Loader, settings: LoaderSettings) -> Iterable[Batch]:
+    """Make a loader with these settings, of which a function gets those that it takes.
+
+    Raises:
+        InvalidRequest: the function returned something that cannot be iterated.
+        Exception: what the function raised.
+    """
+    taken = settings_taken(loader)
+    given = {name: value for name, value in asdict(settings).items() if name in taken}
+    if isinstance(loader, DataLoader):
+        return _made_again(loader, given)
+    with users_code():
+        made = loader(**given)
+    if not isinstance(made, Iterable):
+        raise InvalidRequest(f"the loader function returned {kind_of(made)}, no DataLoader")
+    return made
+
+
+def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """Yield the batches of one epoch after the other.
+
+    Raises:
+        InvalidRequest: an epoch has no batch, or a batch no samples.
+        Exception: what the user's code raised.
+    """
+    end = object()
+    while True:
+        has_any = False
+        with users_code():
+            epoch = iter(loader)
+            batch = next(epoch, end)
+        while batch is not end:
+            has_any = True
+            yield batch
+            with users_code():
+                batch = next(epoch, end)
+        if not has_any:
+            raise InvalidRequest(
+                "the loader delivers no batch: its dataset may have fewer samples than one batch "
+                "and drop_last=True"
+            )
+
+
+@contextmanager
+def generators_kept(loader: Loader) -> Iterator[None]:
+    """Put the random generators of a live loader back at the end, as iterating it moves them."""
+    generators: dict[int, torch.Generator] = {}
+    if isinstance(loader, DataLoader):
+        for holder in (loader, loader.sampler, loader.batch_sampler):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generators[id(generator)] = generator
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _is_batched_by_torch(loader: DataLoader[Any]) -> bool:
+    return loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
+
+
+def _made_again(loader: DataLoader[Any], given: Mapping[str, Any]) -> DataLoader[Any]:
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if given["num_workers"]:
+        kept["persistent_workers"] = loader.persistent_workers
+    else:
+        kept |= {"timeout": 0, "multiprocessing_context": None}  # both are of workers alone
+    if _is_batched_by_torch(loader):
+        kept["drop_last"] = loader.drop_last
+        if not isinstance(loader.dataset, IterableDataset):
+            kept["sampler"] = loader.sampler
+    elif loader.batch_sampler is not None:
+        kept["batch_sampler"] = loader.batch_sampler
+    else:
+        kept["batch_size"] = None  # its dataset makes whole batches
+        if not isinstance(loader.dataset, IterableDataset):
+            kept["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, **kept, **given)

@@ -1,0 +1,231 @@
+"""Real loaders in a worker process: what they deliver, how they fail, and what they leave."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from autofit.errors import InvalidRequest, WorkerFailed, release_exception
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing import loader as measuring
+from autofit.probing.loader import Delivery, Feeding, deliver, feed
+from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.training.loader import LoaderSettings
+from autofit.training.workload import Workload
+
+BATCH = 8
+ALONE = LoaderSettings(BATCH)
+PLAN = ResolvedPlan(Plan(BATCH))
+
+
+class Rows(Dataset[tuple[torch.Tensor, int]]):
+    """Rows of 4 numbers; notes the process that makes one, and does to it what `fault` does."""
+
+    def __init__(self, folder: Path, fault: Callable[[], object], width: int = 4) -> None:
+        self.folder, self.fault, self.width = folder, fault, width
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        (self.folder / str(os.getpid())).touch()
+        self.fault()
+        return torch.ones(self.width), index % 3
+
+
+def quick() -> None:
+    """Makes a row at once."""
+
+
+def tired() -> None:
+    time.sleep(0.01)
+
+
+def torn() -> None:
+    raise ValueError("this row is torn")
+
+
+def stuck() -> None:
+    time.sleep(1000)
+
+
+def ends() -> None:
+    os._exit(3)
+
+
+def workload(loader: Any) -> Workload:
+    batch = (torch.ones(BATCH, 4), torch.arange(BATCH) % 3)
+    return Workload(nn.Linear(4, 3), batch, criterion=nn.CrossEntropyLoss(), loader=loader)
+
+
+def prober_for(loader: Any, isolation: str = "process", **given: Any) -> Prober:
+    return open_prober(workload(loader), (), Target("cpu", "64MiB", isolation=isolation), **given)
+
+
+def with_workers(workers: int) -> LoaderSettings:
+    return LoaderSettings(BATCH, workers, False, 2)
+
+
+def delivered(prober: Prober, settings: LoaderSettings = ALONE) -> Delivery:
+    return prober.run(functools.partial(deliver, settings=settings))
+
+
+def feeding(prober: Prober, settings: LoaderSettings = ALONE) -> Feeding:
+    return prober.run(functools.partial(feed, resolved=PLAN, settings=settings))
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def none_left(folder: Path) -> bool:
+    """Return whether all processes that made rows end, but this one."""
+    pids = {int(path.name) for path in folder.iterdir()} - {os.getpid()}
+    end = time.monotonic() + 60
+    while any(map(is_running, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; a worker measures as long as a user's does."""
+    monkeypatch.setattr(measuring, "DELIVERY_S", 0.3)
+    monkeypatch.setattr(measuring, "FEEDING_S", 0.3)
+
+
+def test_users_code_runs_in_the_worker_and_the_loaders_processes_end(tmp_path: Path) -> None:
+    with prober_for(functools.partial(DataLoader, Rows(tmp_path, tired))) as prober:
+        alone, four = delivered(prober), delivered(prober, with_workers(4))
+        assert four.samples_per_second > 2 * alone.samples_per_second  # they wait, not compute
+        assert alone.worker_bytes == 0
+        assert four.worker_bytes
+        assert four.batch_bytes == BATCH * (4 * 4 + 8)
+        assert four.host_bytes == 4 * 2 * four.batch_bytes + four.worker_bytes
+        trained = feeding(prober, with_workers(4))
+        assert trained.samples_per_second > 2 * alone.samples_per_second
+        assert trained.waiting > 0.5
+        assert not trained.warnings
+        pids = {int(path.name) for path in tmp_path.iterdir()}
+        assert os.getpid() not in pids
+        assert len(pids) == 1 + 4 + 4  # the worker; each loader's
+        assert {pid for pid in pids if is_running(pid)} <= {prober.worker_pid}
+    assert none_left(tmp_path)
+
+
+def test_in_this_process_no_process_is_left_and_the_users_state_is_as_before(
+    tmp_path: Path,
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    live = DataLoader(Rows(tmp_path, quick), BATCH, shuffle=True, generator=generator)
+    trained = workload(live)
+    before = generator.get_state(), torch.get_rng_state()
+    with open_prober(trained, (), Target("cpu", "64MiB", isolation="inprocess")) as prober:
+        assert delivered(prober, with_workers(2)).samples_per_second > 0
+        assert none_left(tmp_path)
+        assert feeding(prober).samples_per_second > 0
+    after = generator.get_state(), torch.get_rng_state()
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_live_loader_is_sent_while_it_is_being_iterated(tmp_path: Path) -> None:
+    live = DataLoader(Rows(tmp_path, quick), BATCH, num_workers=1, persistent_workers=True)
+    assert len(next(iter(live))[0]) == BATCH
+    with prober_for(live) as prober:
+        assert delivered(prober).samples_per_second > 0
+
+
+def test_the_loader_is_read_only_where_it_is_measured(tmp_path: Path) -> None:
+    with prober_for(functools.partial(DataLoader, NoticesReading(tmp_path))) as prober:
+        prober.survey()
+        assert not list(tmp_path.iterdir())
+        delivered(prober)
+        assert [path.name for path in tmp_path.iterdir()] == ["read"]
+        delivered(prober)
+
+
+class NoticesReading(TensorDataset):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(torch.ones(100, 4), torch.zeros(100, dtype=torch.int64))
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        (self.folder / "read").touch(exist_ok=False)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("isolation", ["process", "inprocess"])
+def test_an_error_of_the_dataset_is_raised_as_it_was(
+    tmp_path: Path, isolation: str, workers: int
+) -> None:
+    settings = with_workers(workers) if workers else ALONE
+    loader = functools.partial(DataLoader, Rows(tmp_path, torn))
+    with prober_for(loader, isolation) as prober:
+        with pytest.raises(ValueError, match="this row is torn") as raised:
+            delivered(prober, settings)
+        release_exception(raised.value)  # in this process its frames hold the iterator
+        assert prober.run(functools.partial(_is_alive)) == "it answers"
+    assert none_left(tmp_path)
+
+
+def _is_alive(session: Any) -> str:
+    return "it answers"
+
+
+def test_a_hang_is_ended_and_says_where(tmp_path: Path) -> None:
+    loader = functools.partial(DataLoader, Rows(tmp_path, stuck))
+    with prober_for(loader, deadlines=Deadlines(unknown_s=12)) as prober:
+        with pytest.raises(WorkerFailed, match=r"(?s)no answer within.*hung here.*dataloader.py"):
+            delivered(prober, with_workers(2))
+        assert none_left(tmp_path)
+        with pytest.raises(WorkerFailed, match=r"(?s)hung here.*in stuck"):
+            delivered(prober)
+    assert none_left(tmp_path)
+
+
+def test_a_worker_of_the_loader_that_dies_is_an_error_in_words(tmp_path: Path) -> None:
+    with prober_for(functools.partial(DataLoader, Rows(tmp_path, ends))) as prober:
+        with pytest.raises(RuntimeError, match=r"DataLoader worker.*exited unexpectedly"):
+            delivered(prober, with_workers(2))
+        with pytest.raises(WorkerFailed, match="exited with 3"):
+            delivered(prober)
+    assert none_left(tmp_path)
+
+
+def test_a_loader_that_cannot_be_sent_is_refused_before_anything_runs() -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    held = rows()
+    with pytest.raises(InvalidRequest, match=r"the loader cannot be sent.*makes the dataset"):
+        prober_for(lambda batch_size, num_workers: held)
+
+
+def test_batches_that_the_search_did_not_see_are_told(tmp_path: Path) -> None:
+    loader = functools.partial(DataLoader, Rows(tmp_path, quick, width=6))
+
+    def any_width(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0][:, :4]), batch[1])
+
+    batch = (torch.ones(BATCH, 4), torch.arange(BATCH) % 3)
+    trained = Workload(nn.Linear(4, 3), batch, loss_fn=any_width, loader=loader)
+    with open_prober(trained, (), Target("cpu", "64MiB", isolation="inprocess")) as prober:
+        (warning,) = feeding(prober).warnings
+    assert "float32[8, 6]" in warning
+    assert "float32[8, 4]" in warning

@@ -1,0 +1,125 @@
+"""`autofit.search(loader=...)` as a user calls it: what it says of real loaders on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import autofit
+
+HERE: dict[str, Any] = {
+    "device": "cpu",
+    "vram_budget": "64MiB",
+    "max_probes": 1,
+    "criterion": nn.CrossEntropyLoss(),
+}
+SAMPLES = 16
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(SAMPLES, 8), torch.arange(SAMPLES) % 3
+
+
+class Photographs(Dataset[tuple[torch.Tensor, int]]):
+    """Each takes `seconds` to read; notes the processes that read."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+
+    def __len__(self) -> int:
+        return 5000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        (self.folder / str(os.getpid())).touch()
+        time.sleep(self.seconds)
+        return torch.ones(8), index % 3
+
+
+class Slow(nn.Module):
+    """Takes 50 ms for any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        scores: torch.Tensor = self.layer(rows)
+        return scores
+
+
+def said(report: autofit.Report) -> str:
+    return " ".join(str(report).split())
+
+
+@pytest.mark.slow
+def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: Path) -> None:
+    read, trace, saved = tmp_path / "read", tmp_path / "trace.json", tmp_path / "report.json"
+    read.mkdir()
+    photographs = functools.partial(DataLoader, Photographs(read, 0.01), shuffle=True)
+    report = autofit.search(nn.Linear(8, 3), batch(), loader=photographs, profile=trace, **HERE)
+    found = report.record.findings["loader"]
+    assert found["bottleneck"] == "loader"
+    assert found["settings"]["num_workers"] > 1
+    assert found["settings"]["batch_size"] == report.best.plan.samples_per_step == SAMPLES
+    assert found["own_settings"]["num_workers"] == 0
+    speeds = {e["settings"]["num_workers"]: e["samples_per_second"] for e in found["end_to_end"]}
+    assert speeds[found["settings"]["num_workers"]] > 1.5 * speeds[0]
+    assert speeds[0] < 100  # they take 10 ms each
+    assert found["host_bytes"] > 0
+    assert "the loader, not the device, is the bottleneck" in said(report)
+    assert str(os.getpid()) not in {path.name for path in read.iterdir()}
+    assert "traceEvents" in json.loads(trace.read_text())
+    assert set(report.record.findings["bounds"]["best"]) >= {"arithmetic", "launches"}
+    report.save(saved)
+    assert autofit.load(saved).record.findings == report.record.findings
+    assert said(autofit.load(saved)) == said(report)
+
+
+def test_a_loader_that_keeps_up_needs_no_workers() -> None:
+    rows = TensorDataset(torch.ones(4000, 8), torch.zeros(4000, dtype=torch.int64))
+    live = DataLoader(rows, 4, shuffle=True, num_workers=2)
+    report = autofit.search(Slow(), batch(), loader=live, isolation="inprocess", **HERE)
+    found = report.record.findings["loader"]
+    assert found["bottleneck"] == "device"
+    assert found["settings"]["num_workers"] == 0
+    assert found["own_settings"]["num_workers"] == 2
+    assert "the device is the bottleneck" in said(report)
+    assert "bounds" not in report.record.findings  # this process is not profiled unasked
+
+
+def test_a_loader_that_fails_costs_no_answer() -> None:
+    def torn(rows: Any) -> Any:
+        raise ValueError("this photograph is torn")
+
+    live = DataLoader(TensorDataset(torch.ones(4, 8)), 2, collate_fn=torn)
+    report = autofit.search(nn.Linear(8, 3), batch(), loader=live, isolation="inprocess", **HERE)
+    assert report.best.ok
+    assert report.record.findings["loader"]["failed"] == "ValueError: this photograph is torn"
+    assert "not measured to the end: ValueError: this photograph is torn" in said(report)
+
+
+@pytest.mark.slow
+def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path: Path) -> None:
+    stuck = functools.partial(DataLoader, Photographs(tmp_path, 1000.0))
+    report = autofit.search(nn.Linear(8, 3), batch(), loader=stuck, timeout=40, **HERE)
+    assert report.best.ok
+    assert report.record.findings["loader"]["failed"] == "the time of the search was over"
+    assert not any(Path(f"/proc/{path.name}").exists() for path in tmp_path.iterdir())
+
+
+def test_a_loader_is_checked_before_anything_is_started() -> None:
+    with pytest.raises(autofit.InvalidRequest, match="does not take num_workers"):
+        autofit.search(nn.Linear(8, 3), batch(), loader=lambda batch_size: [], **HERE)
+    workload = autofit.Workload(nn.Linear(8, 3), batch(), criterion=nn.CrossEntropyLoss())
+    with pytest.raises(autofit.InvalidRequest, match="give loader to the Workload"):
+        autofit.search(workload, loader=DataLoader(TensorDataset(torch.ones(2, 8))))

@@ -1,0 +1,183 @@
+"""A loader is made again with other numbers, and delivers what the user's own does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
+
+from autofit.errors import InvalidRequest, is_users
+from autofit.training.loader import (
+    LoaderSettings,
+    batches_without_end,
+    check_loader,
+    generators_kept,
+    make_loader,
+    own_settings,
+    settings_taken,
+)
+
+ROWS = TensorDataset(torch.arange(10))
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(10))
+
+
+class Whole(Dataset[torch.Tensor]):
+    """Makes whole batches by itself."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index)
+
+
+def values(loader: Any) -> list[list[int]]:
+    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
+
+
+def negated(rows: list[Any]) -> torch.Tensor:
+    return -torch.stack([row[0] for row in rows])
+
+
+def test_a_live_loader_is_made_again_with_what_it_has() -> None:
+    live = DataLoader(ROWS, 3, collate_fn=negated, drop_last=True)
+    again = make_loader(live, LoaderSettings(4))
+    assert values(again) == [[0, -1, -2, -3], [-4, -5, -6, -7]]
+    assert values(live) == [[0, -1, -2], [-3, -4, -5], [-6, -7, -8]]
+
+
+def test_workers_deliver_the_same_batches() -> None:
+    live = DataLoader(ROWS, 3)
+    assert values(make_loader(live, LoaderSettings(3, 2, False, 2))) == values(live)
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        DataLoader(ROWS, batch_sampler=[[1, 2], [3]]),
+        DataLoader(Whole(), batch_size=None),
+        DataLoader(Stream(), batch_size=None),
+    ],
+)
+def test_a_loader_with_batches_of_its_own_keeps_them(live: DataLoader[Any]) -> None:
+    assert settings_taken(live) == {"num_workers", "pin_memory", "prefetch_factor"}
+    assert values(make_loader(live, LoaderSettings(7))) == values(live)
+
+
+def test_a_stream_is_batched_anew() -> None:
+    again = make_loader(DataLoader(Stream(), 2), LoaderSettings(5))
+    assert values(again) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_what_only_workers_have_is_left_out_without_them() -> None:
+    live = DataLoader(
+        ROWS,
+        3,
+        num_workers=2,
+        timeout=5,
+        multiprocessing_context="fork",
+        persistent_workers=True,
+        prefetch_factor=4,
+    )
+    assert own_settings(live, 3) == LoaderSettings(3, 2, False, 4)
+    assert values(make_loader(live, LoaderSettings(3))) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    again = make_loader(live, LoaderSettings(3, 1, False, 2))
+    assert isinstance(again, DataLoader)
+    assert (again.timeout, again.persistent_workers) == (5, True)
+
+
+def test_iterating_leaves_the_users_generators_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    live = DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, generator=generator))
+    before = generator.get_state()
+    with generators_kept(live):
+        first = values(make_loader(live, LoaderSettings(3)))
+        assert not torch.equal(generator.get_state(), before)
+    assert torch.equal(generator.get_state(), before)
+    assert values(live) == first
+
+
+def only_two(batch_size: int, num_workers: int) -> DataLoader[Any]:
+    return DataLoader(ROWS, batch_size, num_workers=num_workers)
+
+
+def any_of_them(**numbers: Any) -> DataLoader[Any]:
+    return DataLoader(ROWS, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (only_two, {"batch_size", "num_workers"}),
+        (any_of_them, {"batch_size", "num_workers", "pin_memory", "prefetch_factor"}),
+        (
+            functools.partial(DataLoader, ROWS, shuffle=False),
+            {"batch_size", "num_workers", "pin_memory", "prefetch_factor"},
+        ),
+    ],
+)
+def test_a_function_gets_the_numbers_that_it_takes(
+    function: Callable[..., DataLoader[Any]], taken: set[str]
+) -> None:
+    check_loader(function)
+    assert settings_taken(function) == taken
+    made = make_loader(function, LoaderSettings(5, 1, False, 3))
+    assert isinstance(made, DataLoader)
+    assert (made.batch_size, made.num_workers) == (5, 1)
+    assert made.prefetch_factor == (3 if "prefetch_factor" in taken else 2)
+
+
+class OwnLoader(DataLoader[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (ROWS, "loader must be a function.*TensorDataset.*functools.partial"),
+        (lambda: 0, "does not take batch_size and num_workers"),
+        (lambda batch_size, workers: 0, "does not take num_workers"),
+        (OwnLoader(ROWS), "an OwnLoader.*pass a function"),
+    ],
+)
+def test_what_no_loader_can_be_made_of_is_refused(loader: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        check_loader(loader)
+
+
+def test_a_function_that_makes_no_loader_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="returned an int, no DataLoader"):
+        make_loader(lambda batch_size, num_workers: 3, LoaderSettings(2))  # type: ignore[arg-type, return-value]  # that is the fault
+
+
+def test_epochs_follow_each_other() -> None:
+    batches = batches_without_end(DataLoader(ROWS, 6))
+    assert [len(next(batches)[0]) for _ in range(5)] == [6, 4, 6, 4, 6]
+
+
+def test_a_loader_without_batches_does_not_go_on_for_ever() -> None:
+    with pytest.raises(InvalidRequest, match=r"no batch.*drop_last"):
+        next(batches_without_end(DataLoader(ROWS, 11, drop_last=True)))
+
+
+def test_an_error_of_the_users_dataset_is_the_users() -> None:
+    def fails(rows: list[Any]) -> Any:
+        raise ValueError("row 3 is torn")
+
+    with pytest.raises(ValueError, match="row 3 is torn") as raised:
+        next(batches_without_end(DataLoader(ROWS, 2, collate_fn=fails)))
+    assert is_users(raised.value)
