@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.checks.card_table import Card, Cards, Fit
-from autofit.devices.gpus import Gpu, find_gpu, known_gpus
+from autofit.devices.gpus import Gpu, answers_alike, find_gpu, known_gpus
 from autofit.devices.request import budget_bytes, check_budget
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
-from autofit.prediction.dry_run import meta_dimensions, traced_sizes
+from autofit.prediction.dry_run import traced_sizes
 from autofit.prediction.needs import MOST, Need, SharedRuns, guess_from, largest_that_fits
+from autofit.prediction.offered import Offered, offered
 from autofit.registry import load_strategies, numerics_level, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -123,7 +124,7 @@ class _Table:
         self._varied = {strategy.name for strategy in varied}
         self._strategies = strategies_of(asked, varied, varied)
         self._runs = SharedRuns(workload)
-        self._offered: dict[tuple[str, tuple[int, int]], Mapping[str, Dimension]] = {}
+        self._offered: dict[str, list[Offered]] = {}
         self._looks: dict[VariantKey, dict[int, int]] = {}
         self._note(
             "the samples of an optimizer step are free: the largest micro-batch changes them, "
@@ -165,21 +166,28 @@ class _Table:
         own = settings_of(strategy.name, self.asked.settings)
         if settings_of(strategy.name, self._payloads):
             return {setting: Dimension([value]) for setting, value in own.items()}
-        key = strategy.name, gpu.capability
-        if key not in self._offered:
-            notes: list[str] = []
-            try:
-                self._offered[key] = meta_dimensions(strategy, own, self._workload, gpu, notes)
-            except CannotTell as error:
-                if own:
-                    raise
-                self._offered[key], notes = {}, [f"{strategy.name} was left out: {error}"]
-            for note in notes:
-                self._note(note)
+        found = self._offer(strategy, gpu)
+        found.check(own)
         return {
             setting: self._narrowed(setting, dimension, strategy)
-            for setting, dimension in self._offered[key].items()
+            for setting, dimension in found.dimensions.items()
         }
+
+    def _offer(self, strategy: Strategy, gpu: Gpu) -> Offered:
+        known = self._offered.setdefault(strategy.name, [])
+        alike = [each for each in known if answers_alike(gpu, each.answers)]
+        if alike:
+            return alike[0]
+        try:
+            found = offered(strategy, self._workload, gpu)
+        except CannotTell as error:
+            if settings_of(strategy.name, self.asked.settings):
+                raise
+            found = Offered({}, (f"{strategy.name} was left out: {error}",))
+        known.append(found)
+        for note in found.notes:
+            self._note(note)
+        return found
 
     def _narrowed(self, setting: str, dimension: Dimension, strategy: Strategy) -> Dimension:
         """Return a dimension with the values to predict: that of the plan, or all."""

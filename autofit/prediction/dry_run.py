@@ -21,10 +21,9 @@ import torch
 from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
-from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users, raised_here
 from autofit.memory.replay import Recording
-from autofit.plan import Dimension, Plan, ResolvedPlan, Settings
+from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.roofline import Cost, Operation
@@ -32,11 +31,9 @@ from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
 from autofit.prediction.trace import Trace
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
-from autofit.registry import collect_dimensions
 from autofit.snapshot.objects import live_objects, walk
 from autofit.snapshot.snapshot import preserved
-from autofit.space import Space
-from autofit.strategy import Capabilities, Strategy
+from autofit.strategy import Capabilities
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
@@ -99,7 +96,7 @@ def dry_run(
     """
     tracer = CudaTracer(gpu)
     plan, labels = resolved.plan, Labels(tracer)
-    with stage(tracer, _not_copied(workload)), _explained(plan, tracer):
+    with stage(tracer, not_copied(workload)), _explained(plan, tracer):
         copied = meta_copy(workload, tracer)
         builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0)
         with builder.training(copied, resolved) as training, labels.watching(training):
@@ -188,52 +185,6 @@ def _cannot_tell(unsupported: Unsupported) -> CannotTell:
     return CannotTell(f"memory cannot be predicted: {reason}. {way_out}")
 
 
-def meta_dimensions(
-    strategy: Strategy,
-    settings: Settings,
-    workload: Workload,
-    gpu: Gpu,
-    notes: list[str] | None = None,
-) -> dict[str, Dimension]:
-    """Return the dimensions that a strategy offers on the meta device.
-
-    Values that can only be found by running the model (levels of checkpointing, say) are missing.
-
-    Args:
-        strategy: the strategy.
-        settings: its settings in the plan.
-        workload: model, sample batch, loss and optimizer.
-        gpu: the GPU that the meta device stands for.
-        notes: where the strategy's notes are appended.
-
-    Raises:
-        InvalidRequest: the strategy has no such setting or value on that GPU.
-        CannotTell: the setting or the value can only be found by running the model.
-    """
-    tracer = CudaTracer(gpu)
-    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), MetaDevice(tracer), seed=0)
-    context = StrategyContext(builder, [] if notes is None else notes)
-    try:
-        with stage(tracer, _not_copied(workload)):
-            dimensions = collect_dimensions([strategy], context)
-    except Exception as error:
-        why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
-        raise _takes_a_run(
-            f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
-        ) from error
-    try:
-        Space(dimensions, workload.sample_batch_size).complete(settings)
-    except InvalidRequest as error:
-        if context.notes:
-            raise _takes_a_run(f"{error}; {'; '.join(context.notes)}") from error
-        raise
-    return dimensions
-
-
-def _takes_a_run(why: str) -> CannotTell:
-    return CannotTell(f"{why}. Pass payloads= from a report, or probe")
-
-
 # The meta device as a device to train on: it has a GPU's memory and no values.
 
 
@@ -320,7 +271,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
         return replace(workload, **copies, sample_batch=_sample_batch(workload, tracer))
 
 
-def _not_copied(workload: Workload) -> dict[str, object]:
+def not_copied(workload: Workload) -> dict[str, object]:
     """Return the live objects that a dry run may change because it does not copy them."""
     copied = [name for name in _COPIED if isinstance(getattr(workload, name), _STATEFUL)]
     return live_objects(workload, but=[*copied, "loader"])

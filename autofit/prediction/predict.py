@@ -18,12 +18,13 @@ from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import dry_run, meta_dimensions
+from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import (
     SharedRuns,
     largest_that_fits,
     need_of,
 )
+from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy

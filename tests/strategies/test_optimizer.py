@@ -78,7 +78,7 @@ def test_in_a_dry_run_of_a_gpu_all_that_cuda_has_is_offered(
     optimizer: Any, values: list[str]
 ) -> None:
     from autofit.devices.gpus import find_gpu
-    from autofit.prediction.dry_run import meta_dimensions
+    from autofit.prediction.offered import meta_dimensions
 
     plain = {SETTING: "as_is"}
     found = meta_dimensions(IMPLEMENTATION, plain, workload(optimizer), find_gpu("H200"))
