@@ -114,16 +114,33 @@ class _Gate:
         self.parity.left_out |= {unit: too_large for layer in inner for unit in layer}
 
     def compare(self, layers: Sequence[Sequence[str]]) -> None:
-        """Search all layers, from several seeds."""
+        """Search all layers; from further seeds, those within outer units that differ then.
+
+        An outer unit runs again all that the units within it do.
+        """
         self._kinds = {unit: _kind(unit, self._context.model) for layer in layers for unit in layer}
+        self._compare(())  # whether a step repeats is no matter of the seed
         for seed in self._seeds:
             self._seed = seed
-            if seed == self._seeds[0]:  # whether a step repeats is no matter of the seed
-                self._compare(())
+            covered: set[str] = set()
             for layer in layers:
                 units = [unit for unit in layer if unit not in self.parity.left_out]
+                if seed != self._seeds[0]:
+                    units = [unit for unit in units if not self._is_within(unit, covered)]
                 self.search(sorted(units, key=lambda unit: str(self._kinds[unit])))
+                alike = [unit for unit in units if unit not in self.parity.left_out]
+                covered.update(part for unit in alike for part in self._names_of(unit))
         self.parity.left_out |= dict.fromkeys(self._never_run(layers), _NEVER_RUN)
+
+    def _names_of(self, unit: str) -> list[str]:
+        return Unit.parse(unit).parts(self._context.model)
+
+    def _is_within(self, unit: str, covered: Collection[str]) -> bool:
+        """Return whether all modules of a unit are, or lie within, those with these names."""
+        return all(
+            any(part == name or name == "" or part.startswith(f"{name}.") for name in covered)
+            for part in self._names_of(unit)
+        )
 
     def search(self, units: Sequence[str]) -> None:
         """Note those of the units, sorted by kind, that train differently when checkpointed."""

@@ -41,7 +41,7 @@ class StepProfile:
     Attributes:
         micro_batch: samples in it.
         timeline: of the calls of all modules.
-        step_s: seconds of one step, too noisy to compare steps by.
+        step_s: seconds of one step, too noisy to compare steps by; None: not timed.
         checkpointing: modules whose own code checkpoints something.
         around_checkpoints: these and all modules that run them.
         overwritten: modules of which an input is changed in place.
@@ -50,7 +50,7 @@ class StepProfile:
 
     micro_batch: int
     timeline: Timeline
-    step_s: float
+    step_s: float | None
     checkpointing: frozenset[str]
     around_checkpoints: frozenset[str]
     overwritten: frozenset[str]
@@ -74,10 +74,18 @@ class Times:
         return sum(self.seconds.get(part, 0.0) for part in Unit.parse(unit).parts(model))
 
 
-def profile_step(context: Context, micro_batch: int) -> StepProfile:
+def profile_step(
+    context: Context, micro_batch: int, like: StepProfile | None = None, timed: bool = True
+) -> StepProfile:
     """Record one step at this micro-batch and time another; the weights do not change.
 
     Where a step does not fit, a forward pass that keeps no saved tensors is recorded instead.
+
+    Args:
+        context: holds the model.
+        micro_batch: samples of a step.
+        like: an earlier profile; a step that calls the same modules is a whole one.
+        timed: whether to time a step.
 
     Raises:
         torch.OutOfMemoryError: not even the forward pass fits.
@@ -86,9 +94,11 @@ def profile_step(context: Context, micro_batch: int) -> StepProfile:
 
     def look(run: Run, keep: bool, training: TrainingView, batch: Any) -> StepProfile:
         before = _random_states(training.device)
-        recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep)
+        known = frozenset(like.timeline.calls_of if like else ())
+        recorder = _of_a_whole_step(training, batch, partial(run, training, batch), keep, known)
         draws = before != _random_states(training.device)
-        step_s = _timed(training, (), partial(run, training, batch), keep, steps=1).step_s
+        once = partial(_timed, training, (), partial(run, training, batch), keep, steps=1)
+        step_s = once().step_s if timed else None
         return StepProfile(
             micro_batch,
             recorder.timeline(),
@@ -236,9 +246,12 @@ def _forward(training: TrainingView, batch: Any) -> None:
 
 
 def _of_a_whole_step(
-    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool
+    training: TrainingView, batch: Any, run: Callable[[], None], keep: bool, known: frozenset[str]
 ) -> Recorder:
-    """Record a step; where steps skip parts at random (LayerDrop), one that skips fewest."""
+    """Record a step; where steps skip parts at random (LayerDrop), one that skips fewest.
+
+    A step is enough if it calls exactly the modules of an earlier one that was chosen so.
+    """
     looks: list[tuple[set[str], Recorder]] = []
     for number in range(1, MOST_LOOKS + 1):
         recorder = Recorder(training, batch, keep=keep)
@@ -246,6 +259,8 @@ def _of_a_whole_step(
             run()
         looks.append((set(recorder.timeline().calls_of), recorder))
         called = [units for units, _ in looks]
+        if called[-1] == known:
+            return recorder
         is_whole = max(map(len, called)) == len(set.union(*called))
         is_alike = number > 1 and all(units == called[0] for units in called)
         if is_alike or (is_whole and number >= LOOKS):

@@ -92,7 +92,7 @@ class Checkpointing:
             run_step(context, SMALL)  # raises what the user's code raises by itself
             context.note(f"checkpointing left out: a step cannot be watched ({why})")
             return _PLAIN
-        large = _long_enough(context, small)
+        large, timed_batch = _long_enough(context, small)
         found = find_candidates(
             context.model,
             brought_by_samples(small, large),
@@ -116,7 +116,7 @@ class Checkpointing:
             return _PLAIN
         parsed = map(Unit.parse, timeline.calls_of)
         names = {part for unit in parsed for part in unit.parts(context.model)}
-        times = time_parts(context, large.micro_batch, names)
+        times = time_parts(context, timed_batch, names)
         levels = make_dimension(context.model, timeline, times, sorted(parity.state))
         if len(levels.values) == 1:
             context.note(_NOTHING_LOWERS_THE_PEAK)
@@ -199,18 +199,34 @@ def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
 
 
-def _long_enough(context: Context, small: StepProfile) -> StepProfile:
-    """Profile the first micro-batch whose step takes long enough, or the last one that fits."""
+def _long_enough(context: Context, small: StepProfile) -> tuple[StepProfile, int]:
+    """Return a larger profile, if one fits, and the micro-batch to time parts at.
+
+    That is the first whose step takes long enough, or the last one that fits. Bytes that grow with
+    the samples take two sizes in any case.
+    """
+    assert small.step_s is not None
+    if small.step_s >= LONG_ENOUGH_S:
+        return _profile_if_it_fits(context, 2 * SMALL, small, timed=False) or small, SMALL
     found = small
-    is_long = small.step_s >= LONG_ENOUGH_S  # another size is needed for the bytes all the same
-    for micro_batch in (2 * SMALL,) if is_long else LARGE:
-        try:
-            found = profile_step(context, micro_batch)
-        except (torch.OutOfMemoryError, NeedsSavedTensors):
+    for micro_batch in LARGE:
+        larger = _profile_if_it_fits(context, micro_batch, small, timed=True)
+        if larger is None:
             break
+        found = larger
+        assert found.step_s is not None
         if found.step_s >= LONG_ENOUGH_S:
             break
-    return found
+    return found, found.micro_batch
+
+
+def _profile_if_it_fits(
+    context: Context, micro_batch: int, small: StepProfile, *, timed: bool
+) -> StepProfile | None:
+    try:
+        return profile_step(context, micro_batch, small, timed)
+    except (torch.OutOfMemoryError, NeedsSavedTensors):
+        return None
 
 
 def _notes(left_out: Mapping[str, str]) -> Iterator[str]:

@@ -481,6 +481,53 @@ def test_steps_stay_few_where_nothing_is_wrong(gate: Gate, part: Callable[[str],
     assert len(steps) == 2 * seeds + 1, "for each seed a plain one and one with all, and a repeat"
 
 
+def test_units_within_others_are_compared_from_one_seed(
+    gate: Gate, part: Callable[[str], Any]
+) -> None:
+    """What runs around them runs them again from the other seeds."""
+    steps = []
+    model = Stack([Clean] * 4)
+    model.register_forward_hook(lambda *_: steps.append(1))
+    inner = [[f"blocks.{index}.{name}" for index in range(4)] for name in ("wide", "narrow")]
+    gate(model, [[f"blocks.{index}" for index in range(4)], *inner])
+    seeds = len(part("parity").SEEDS)
+    assert len(steps) == 2 * seeds + 1 + len(inner)
+
+
+class CountsNowAndThen(Clean):
+    """From the second of three seeds alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if random.random() < 0.5:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        within: torch.Tensor = self.inner(x)
+        return within
+
+
+@pytest.mark.parametrize(
+    ("first_layer", "expected"), [(0, {"blocks.1", "blocks.1.inner"}), (1, {"blocks.1.inner"})]
+)
+def test_what_a_later_seed_alone_shows_is_found_in_the_units_within(
+    gate: Gate, first_layer: int, expected: set[str]
+) -> None:
+    torch.manual_seed(0)
+    model = Stack([])
+    model.blocks.extend([Around(Clean()), Around(CountsNowAndThen()), Around(Clean())])
+    layers = [[f"blocks.{index}" for index in range(3)], ["blocks.0.inner", "blocks.1.inner"]]
+    found = gate(model, layers[first_layer:])
+    assert set(found.left_out) == expected
+    assert all("calls" in why for why in found.left_out.values())
+
+
 def test_a_step_that_only_fits_with_checkpointing(gate: Gate) -> None:
     """Then every unit is tried by leaving it alone out."""
     model = Stack([Clean, CountsInItsClass, Clean])
