@@ -30,13 +30,13 @@ _FULL_BYTES = 64 * 2**20  # with so little left, what runs out of memory may be 
 
 def why_none() -> str:
     """Return why torch finds no CUDA device: no CUDA build, no driver, one that is too old, ..."""
+    text = "the driver counts none"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch
     except Exception as error:  # it raises an AssertionError, a RuntimeError or one of its own
         text = str(error).strip()
-        code = re.search(r"Error \d+: [^\n]+", text)
-        return code[0] if code else re.split(r"\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".")
-    return "the driver counts none"
+    code = re.search(r"Error \d+: [^\n]+", text)
+    return code[0] if code else re.split(r"\.\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".")
 
 
 def _check_allocator() -> None:
@@ -239,13 +239,6 @@ class CudaDevice:
                 ) from error
             raise
 
-    def _free_bytes(self) -> int:
-        """Return the free bytes of the device; 0 where there is not even a context."""
-        try:
-            return int(torch.cuda.mem_get_info(self.torch_device)[0])
-        except torch.AcceleratorError:
-            return 0
-
     def foreign_bytes(self) -> int | None:
         """Return the bytes used on the GPU less those of this process."""
         return max(self._used_bytes() - self._own_bytes(), 0)
@@ -278,6 +271,10 @@ class CudaDevice:
             return used
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(total - free)
+
+    def _free_bytes(self) -> int:
+        """Return the bytes that nobody holds, as the driver counts them."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def _reserved_bytes(self) -> int:
         return int(torch.cuda.memory_reserved(self.torch_device))

@@ -56,6 +56,15 @@ def test_what_is_placed_counts_and_what_is_freed_does_not(device: CudaDevice) ->
 
 
 @pytest.mark.cuda
+def test_a_batch_is_staged_in_pinned_memory_unless_it_lies_on_the_gpu(device: CudaDevice) -> None:
+    assert device.stage(torch.ones(4)).is_pinned()
+    there = torch.ones(4, device=device.torch_device)
+    assert device.stage(there) is there
+    sparse = torch.eye(4).to_sparse()
+    assert torch.equal(device.stage(sparse).to_dense(), torch.eye(4))
+
+
+@pytest.mark.cuda
 def test_marks_are_times_of_the_device(device: CudaDevice) -> None:
     matrix = torch.randn(2048, 2048, device=device.torch_device)
     first = device.mark()

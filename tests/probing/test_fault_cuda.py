@@ -320,6 +320,13 @@ def test_a_fault_of_the_device_in_this_process_ends_the_probe_alone(run_python: 
     assert ran.returncode == 0, ran.stderr
 
 
+def test_a_device_that_dies_in_the_survey_in_this_process_is_said(run_python: Any) -> None:
+    ran = run_python("-c", IN_THIS_PROCESS.replace("strategies=[], ", "").replace(">= 64", ">= 3"))
+    assert "left the device beyond use" in ran.stderr
+    assert "assert" in ran.stderr
+    assert ran.returncode == 1
+
+
 def test_a_strategy_under_which_the_device_dies_is_left_out(probe: Probing) -> None:
     """Profiles run more samples than the sample batch has."""
     model = Faulty(asserts_on_the_device, least=NO_FAULT + 1)

@@ -27,6 +27,9 @@ from autofit.emulation.machine import Machine
 from autofit.errors import DeviceUnavailable, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing import worker_channel
+from autofit.probing.prober import Prober
+from autofit.probing.session import Session
+from autofit.probing.worker_channel import WorkerChannel
 from autofit.searching import events
 from autofit.units import GIB, MIB
 from tests.faulty_model import NO_FAULT, FaultyModel
@@ -142,6 +145,13 @@ DEADLY: dict[str, tuple[Call, int, str]] = {
     "ECC error": ("sync", 214, "uncorrectable ECC error"),
     "unknown error": ("sync", 999, "unknown error"),
 }
+
+
+def multiplies_on_a_dead_context(model: Model, output: torch.Tensor) -> None:
+    inject(Fault("launch", error=700))
+    torch.mm(output.detach(), output.detach().T)  # cuBLAS launches next
+
+
 HANGS = {
     "kernel": strikes("launch"),
     "synchronize": strikes("sync"),
@@ -172,6 +182,7 @@ ENDS: dict[str, tuple[Outcome, Callable[..., None]]] = {
 FAULTS: dict[str, Callable[..., None]] = {
     **{name: strikes(call, code) for name, (call, code, _) in DEADLY.items()},
     **HANGS,
+    "dead context, as cuBLAS says it": multiplies_on_a_dead_context,
     **{name: fault for name, (_, fault) in ENDS.items()},
 }
 SIZES = {name: size for size, name in enumerate(FAULTS, start=10)}
@@ -207,6 +218,28 @@ def test_a_dead_context_costs_one_probe_and_its_worker(
     measurement = probing.at(SIZES[name])
     assert measurement.outcome is Outcome.POISONED
     assert DEADLY[name][2] in measurement.detail
+    assert_recovered(probing, machine)
+
+
+def test_a_dead_context_is_known_behind_an_error_of_a_library(shared: tuple[Any, Machine]) -> None:
+    probing, machine = shared
+    measurement = probing.at(SIZES["dead context, as cuBLAS says it"])
+    assert measurement.outcome is Outcome.POISONED
+    assert "CUBLAS_STATUS" in measurement.detail
+    assert_recovered(probing, machine)
+
+
+def kills_soon(session: Session) -> None:
+    threading.Timer(0.2, inject, [Fault("sync", error=700)]).start()
+
+
+def test_a_device_that_dies_between_two_probes_costs_one(shared: tuple[Any, Machine]) -> None:
+    probing, machine = shared
+    probing.prober.run(kills_soon)
+    time.sleep(0.5)
+    measurement = probing.at(NO_FAULT)
+    assert measurement.outcome is Outcome.POISONED
+    assert measurement.step_times_s == ()
     assert_recovered(probing, machine)
 
 
@@ -260,6 +293,7 @@ def test_a_batch_that_cannot_be_pinned_is_copied_from_other_memory(open_probing:
         ("DRIVER", "12000", "driver on your system is too old"),
         ("FAULTS", "init@1=35", "driver on your system is too old"),
         ("FAULTS", "init@1=999", "CUDA unknown error"),
+        ("FAULTS", "init@1=802", "Error 802: system not yet initialized"),
         ("CARDS", ";", "No CUDA GPUs are available"),
         ("FAULTS", "context@1=46", "busy or unavailable"),
         ("FAULTS", "launch@1=209", "has no kernels for it"),
@@ -294,12 +328,24 @@ def test_a_driver_that_hangs_at_first_is_ended(
     assert machine.held_bytes() == {}
 
 
+@pytest.mark.usefixtures("spawned_workers")  # what gives values is loaded with torch
+def test_a_gpu_that_computes_wrong_is_refused(
+    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}VALUES", "0")
+    with pytest.raises(DeviceUnavailable, match="added 1024 ones up to 0"):
+        open_probing(FaultyModel(), device="cuda")
+    assert machine.held_bytes() == {}
+
+
+@pytest.mark.usefixtures("machine")
 def test_where_nobody_named_a_device_a_note_says_why_it_is_the_cpu(
-    open_probing: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(f"{PREFIX}DRIVER", "12000")
-    probing = open_probing(FaultyModel(), device=None)
-    survey = probing.prober.survey()
+    workload = autofit.Workload(FaultyModel(), torch.ones(NO_FAULT, 16))
+    with Prober(WorkerChannel(workload), workload) as prober:  # this process has a current device
+        survey = prober.survey()
     assert survey.environment.device == "cpu"
     assert any("driver on your system is too old" in note for note in survey.notes)
 
@@ -371,6 +417,31 @@ def test_the_budget_holds_whatever_nvml_tells(
     assert probing.at(NO_FAULT).ok
 
 
+def test_a_dead_context_is_said_also_where_nvml_refuses(
+    open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{PREFIX}NVML", "refuse")
+    model = FaultyModel({10: strikes("launch", 700)})
+    probing = open_probing(model, device="cuda", vram_budget="2GiB")
+    assert probing.at(10).outcome is Outcome.POISONED
+    assert_recovered(probing, machine)
+
+
+def test_hardly_any_memory_left_for_a_worker_is_enough_to_open(
+    open_probing: Any, machine: Machine
+) -> None:
+    """Not to tell it from others by what it allocates, though."""
+    probing = open_probing(FaultyModel(), device="cuda", vram_budget=FULL)
+    context_bytes = machine.held_bytes()[probing.worker]
+    probing.prober.renew()
+    machine.hold(emulated_card().total_bytes - context_bytes - 16 * MIB)
+    measurement = probing.at(NO_FAULT)
+    assert measurement.outcome is Outcome.OOM
+    assert measurement.contended
+    machine.hold(0)
+    assert probing.at(NO_FAULT).ok
+
+
 @pytest.mark.usefixtures("machine")
 def test_nvml_that_loses_the_gpu_amid_a_search_changes_nothing(open_probing: Any) -> None:
     probing = open_probing(
@@ -378,6 +449,10 @@ def test_nvml_that_loses_the_gpu_amid_a_search_changes_nothing(open_probing: Any
     )
     assert probing.at(10).ok
     assert probing.at(NO_FAULT).ok
+
+
+def uuid_of_device(session: Session) -> str:
+    return str(torch.cuda.get_device_properties(0).uuid)
 
 
 @pytest.mark.usefixtures("machine")
@@ -393,8 +468,14 @@ def test_a_slice_of_a_gpu_is_a_gpu_with_less(
     assert survey.environment.total_bytes == card.total_bytes
     assert 0.8 * card.total_bytes < survey.vram_budget_bytes < card.total_bytes
     assert probing.at(10).ok
-    measurement = probing.at(NO_FAULT)
-    assert measurement.held_bytes < GIB, measurement
+    assert probing.at(NO_FAULT).held_bytes < GIB
+    name = f"MIG-{probing.prober.run(uuid_of_device)}"
+    probing.prober.close()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+    again = open_probing(FaultyModel(), device="cuda", vram_budget=FULL)
+    assert again.at(NO_FAULT).ok
+    with pytest.raises(DeviceUnavailable, match=name):
+        open_probing(FaultyModel(), device="cuda")
 
 
 def test_two_gpus_are_two(

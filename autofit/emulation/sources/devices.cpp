@@ -81,7 +81,7 @@ void uuid_bytes(int physical, unsigned char* sixteen) {  // another machine's ca
 std::string uuid_text(int physical) {
   unsigned char bytes[16];
   uuid_bytes(physical, bytes);
-  std::string text = "GPU-";
+  std::string text = settings().nvml.find("mig") != std::string::npos ? "MIG-" : "GPU-";
   for (int i = 0; i < 16; i++) {
     char two[3];
     snprintf(two, sizeof two, "%02x", bytes[i]);

@@ -18,9 +18,6 @@ constexpr u64 DRIVER_RESERVED_BYTES = 600 * MIB, NOT_AVAILABLE = ~0ull;
 constexpr unsigned FOREIGN_PIDS = 1000000, NO_INSTANCE = ~0u;
 
 bool limited_to(const char* word) { return settings().nvml.find(word) != std::string::npos; }
-std::string own_uuid(unsigned physical) {
-  return (limited_to("mig") ? "MIG-" : "GPU-") + uuid_text(physical).substr(4);
-}
 unsigned card_count() { return static_cast<unsigned>(settings().cards.size()); }
 void* handle_of(unsigned physical) { return reinterpret_cast<void*>(physical + 1ull); }
 int physical_of(void* handle) { return static_cast<int>(reinterpret_cast<u64>(handle)) - 1; }
@@ -93,7 +90,7 @@ EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** out) {
 }
 EXPORT int nvmlDeviceGetHandleByUUID(const char* uuid, void** out) {
   for (unsigned index = 0; index < card_count() && !limited_to("nouuid"); index++)
-    if (own_uuid(index) == uuid) {
+    if (uuid_text(index) == uuid) {
       *out = handle_of(index);
       return SUCCESS;
     }
@@ -122,7 +119,7 @@ EXPORT int nvmlDeviceGetName(void* handle, char* out, unsigned length) {
   return write_text(out, length, card_of(handle).name);
 }
 EXPORT int nvmlDeviceGetUUID(void* handle, char* out, unsigned length) {
-  return write_text(out, length, own_uuid(physical_of(handle)));
+  return write_text(out, length, uuid_text(physical_of(handle)));
 }
 EXPORT int nvmlSystemGetDriverVersion(char* out, unsigned length) {
   return write_text(out, length, "580.95.05");
