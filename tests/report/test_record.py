@@ -237,3 +237,32 @@ def test_a_comparison_that_was_cut_short_confirms_nothing(record: Record) -> Non
     assert cut.factor is None
     assert Report(cut).speedup is None
     assert not Record.from_dict(cut.to_dict()).is_confirmed
+
+
+WHOLE = {
+    "how": "dry run",
+    "phases": [{"name": "forward", "first": 0}],
+    "bytes": {"weights": [1, 2]},
+    "peak": 1,
+    "modules": [{"name": "", "class": "Net", "count": 1, "bytes": {"weights": 2}}],
+}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        {key: value for key, value in WHOLE.items() if key != "phases"},
+        WHOLE | {"bytes": {}},
+        WHOLE | {"bytes": {"weights": [1, 2], "gradients": [1]}},
+        WHOLE | {"peak": 2},
+        WHOLE | {"modules": []},
+        WHOLE | {"modules": [{"name": "a"}]},
+        WHOLE | {"phases": [["forward", 0]]},
+    ],
+)
+def test_memory_over_a_step_that_is_not_whole_is_refused(record: Record, use: Any) -> None:
+    data = record.to_dict()
+    for kept in (WHOLE, {"why_not": "it is compiled"}):
+        assert Record.from_dict(data | {"memory": {"best": kept}}).memory == {"best": kept}
+    with pytest.raises(InvalidRequest):
+        Record.from_dict(data | {"memory": {"best": use}})
