@@ -92,8 +92,8 @@ def workspace_bytes(convolution: Convolution, direction: Direction, gpu: Gpu) ->
 
 def _on_tensor_cores(dtype: torch.dtype, gpu: Gpu) -> bool:
     if dtype == torch.float32:
-        return gpu.tf32 and tf32_allowed(cudnn=True)
-    return gpu.capability >= (7, 0)
+        return tf32_allowed(cudnn=True) and gpu.tf32
+    return gpu.tensor_cores
 
 
 def _tensor_cores(convolution: Convolution, direction: Direction, gpu: Gpu) -> int:
