@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from autofit.emulation.card import emulated_card
+
 pytestmark = pytest.mark.emulated
 
 Run = Callable[..., str]
@@ -97,6 +99,20 @@ busy.synchronize()
 assert busy.query()
 print("done")
 """
+
+
+SORTED = """
+import torch
+table = torch.nn.Embedding(100, 8, device="cuda")
+table(torch.zeros(4096, dtype=torch.long, device="cuda")).sum().backward()  # sorts by CUB
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A100", "L4", "H200", "B200", "RTX 5090"])
+def test_cub_runs_on_every_generation(run_on: Run, gpu: str) -> None:
+    assert run_on(SORTED, cards=[emulated_card(gpu)]) == "done\n"
 
 
 def test_every_model_trains_in_every_precision_with_every_optimizer(run_on: Run) -> None:

@@ -110,13 +110,21 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const v
                                        void** arguments) {
   return launch(function, config->gridDim, config->blockDim, arguments, config->stream);
 }
+// The architecture of the kernels that a card runs: the newest of its generation that it is not older
+// than, of those that torch is built for. CUB refuses one that it was not compiled for.
+static int kernel_architecture(const Card& of) {
+  int own = of.major * 10 + of.minor, found = own;
+  for (int built : {75, 80, 86, 90, 100, 120})
+    if (built <= own && built / 10 == of.major) found = built;
+  return found;
+}
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   if (cudaError_t error = enter_context()) return error;
   memset(out, 0, sizeof *out);
   out->maxThreadsPerBlock = 1024;
   out->numRegs = 32;
   const Card& of = card(current_device());
-  out->ptxVersion = out->binaryVersion = of.major * 10 + of.minor;
+  out->ptxVersion = out->binaryVersion = kernel_architecture(of);
   out->maxDynamicSharedSizeBytes = 48 << 10;
   return cudaSuccess;
 }
