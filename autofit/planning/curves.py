@@ -119,12 +119,12 @@ class LineDraws:
         return values
 
     def unevenness(self, x: Array) -> Array:
-        """Return (draws, ...): the effect on log y of x's not being multiples.
+        """Return (draws, n): the effect on log y of x's not being multiples.
 
         Args:
-            x: (...), the same in all draws, or (draws, ...).
+            x: (n), the same in all draws, or (draws or 1, n).
         """
-        effect: Array = np.einsum("dm,...m->d...", self.uneven, uneven_features(x))
+        effect: Array = (self.uneven[:, None, :] * uneven_features(x)).sum(axis=-1)
         return effect
 
     def x_at(self, y: Array | float) -> Array:

@@ -25,7 +25,6 @@ from autofit.planning.curves import (
     LinePrior,
     Point,
     added,
-    uneven_features,
 )
 from autofit.planning.departures import LEAST, Departures, spread_of
 from autofit.planning.feasibility import Exclusions, MicroBatches, Sizes, exclusions_of
@@ -182,10 +181,11 @@ class Posterior:
         whole = self.spec.space.global_batch
         steps = 1 if whole is None else np.ceil(whole / size)
         samples = size if whole is None else whole
-        log_x = np.log(np.broadcast_to(samples / steps, np.atleast_2d(size).shape))
+        x = np.broadcast_to(samples / steps, np.atleast_2d(size).shape)
+        log_x = np.log(x)
         line = log_x - added(self.time.intercept, self.time.slope + log_x, self.time.power)
         if self._time_points:
-            line = line - self.departures.at(log_x) - self._unevenness(np.exp(log_x))
+            line = line - self.departures.at(log_x) - self.time.unevenness(x)
         return np.where(micro_batches >= 1, line, -np.inf)
 
     def log_speed(self, plan: Plan) -> Array:
@@ -197,12 +197,6 @@ class Posterior:
             departure = self.departures.of(index, math.log(x))
             self._log_speeds[plan] = math.log(x) - seconds - departure
         return self._log_speeds[plan]
-
-    def _unevenness(self, x: Array) -> Array:
-        """(draws, variants) of (draws or 1, variants)."""
-        features = uneven_features(np.round(x, 9))
-        effect: Array = (self.time.uneven[:, None, :] * features).sum(axis=-1)
-        return effect
 
     def held_bytes(self, plan: Plan) -> Array:
         """(draws,): the bytes that the plan holds according to its line."""
