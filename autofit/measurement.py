@@ -5,11 +5,11 @@ Raw step times are kept; every statistic is derived from them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from math import comb
 from typing import Any
 
 from autofit.errors import InvalidRequest
@@ -206,9 +206,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def _median_interval_rank(count: int) -> int:
     """Return how many of `count` sorted values can be cut from each end at 95 % coverage."""
     rank, tail = 0, 1 / 2**count
-    while 2 * (tail + comb(count, rank + 1) / 2**count) <= 0.05:
+    while 2 * (tail + math.comb(count, rank + 1) / 2**count) <= 0.05:
         rank += 1
-        tail += comb(count, rank) / 2**count
+        tail += math.comb(count, rank) / 2**count
     return rank
 
 
@@ -251,14 +251,6 @@ class Trial:
         """The upper end of the 95 % interval."""
         interval = self.measurement.step_time_interval_s
         return self._rate(interval[0] if interval else None)
-
-    def ties_with(self, other: Trial) -> bool:
-        """Return whether the two are equally fast within error: their intervals overlap."""
-        low, high = self.samples_per_second_low, self.samples_per_second_high
-        others_low, others_high = other.samples_per_second_low, other.samples_per_second_high
-        if low is None or high is None or others_low is None or others_high is None:
-            return False
-        return low <= others_high and others_low <= high
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: the measurement, and the rates that follow from it."""
@@ -330,3 +322,17 @@ def fastest_of(trials: Sequence[Trial]) -> Trial | None:
     """Return the fitting probe that measured fastest; None: nothing fits."""
     fits = [trial for trial in probes_of(trials) if trial.ok]
     return max(fits, key=lambda trial: trial.samples_per_second or 0.0, default=None)
+
+
+def middle_of(trials: Sequence[Trial]) -> Trial:
+    """Return the trial of median speed, of timed ones; of two, the slower."""
+    ordered = sorted(trials, key=lambda trial: trial.samples_per_second or 0.0)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def compared_log_speed(trials: Sequence[Trial]) -> float:
+    """Return the median log of the samples/s of timed trials, by which plans are compared.
+
+    Of an even number it is the log of the geometric mean of the middle two.
+    """
+    return statistics.median(math.log(trial.samples_per_second or 0.0) for trial in trials)

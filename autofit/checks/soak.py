@@ -76,11 +76,6 @@ class SoakResult:
         return self.passed
 
     @property
-    def strayed(self) -> tuple[str, ...]:
-        """Same as `deviations`."""
-        return self.deviations
-
-    @property
     def steps(self) -> int:
         """Number of timed optimizer steps."""
         return len(self.measurement.step_times_s)

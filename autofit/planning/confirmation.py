@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.measurement import Role, Trial
+from autofit.measurement import Role, Trial, compared_log_speed, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.planner import ceilings, leading, oom_cost
@@ -47,7 +47,7 @@ class Finalist:
 
     Attributes:
         plan: the plan.
-        blocks: its fitting trials of the comparison; may be empty.
+        blocks: its fitting trials of the comparison, at least one.
         log_speed: median over the blocks of the log of samples per second.
         error: standard error of that.
     """
@@ -81,13 +81,13 @@ def best_of(posterior: Posterior) -> Trial | None:
     """
     compared = finalists(posterior)
     if compared and confirm(posterior) is None:
-        return _middle(_winner(posterior, compared).blocks)
+        return middle_of(_winner(posterior, compared).blocks)
     speeds = _measured(posterior)
     fastest = max(speeds, key=lambda plan: speeds[plan], default=None)
     if fastest is None:
         return None
     trials = [trial for trial in posterior.fitting if trial.plan == fastest]
-    return _middle([t for t in trials if t.role is Role.CONFIRMED] or trials)
+    return middle_of([t for t in trials if t.role is Role.CONFIRMED] or trials)
 
 
 def finalists(posterior: Posterior) -> list[Finalist]:
@@ -97,7 +97,12 @@ def finalists(posterior: Posterior) -> list[Finalist]:
         if trial.role is Role.CONFIRMED:
             blocks.setdefault(trial.plan, []).append(trial)
     compared = [
-        Finalist(plan, tuple(its), _log_speed(its), posterior.noise(its[-1]) / math.sqrt(len(its)))
+        Finalist(
+            plan,
+            tuple(its),
+            compared_log_speed(its),
+            posterior.noise(its[-1]) / math.sqrt(len(its)),
+        )
         for plan, its in blocks.items()
     ]
     return sorted(compared, key=lambda finalist: -finalist.log_speed)
@@ -173,16 +178,6 @@ def _measured(posterior: Posterior) -> Mapping[Plan, float]:
     for trial in posterior.fitting:
         rates.setdefault(trial.plan, []).append(math.log(trial.samples_per_second or 0.0))
     return {plan: statistics.fmean(logs) for plan, logs in rates.items()}
-
-
-def _log_speed(trials: Iterable[Trial]) -> float:
-    return statistics.median(math.log(trial.samples_per_second or 0.0) for trial in trials)
-
-
-def _middle(trials: Sequence[Trial]) -> Trial:
-    """Return the trial of median speed; of two, the slower."""
-    ordered = sorted(trials, key=lambda trial: trial.samples_per_second or 0.0)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _expected_value(posterior: Posterior, trial: Trial) -> float:

@@ -105,8 +105,8 @@ def decide(posterior: Posterior, *, may_repeat: bool = True) -> Decision:
 
     Args:
         posterior: of the search so far.
-        may_repeat: whether the leading plan may be repeated to tell noise from odd step times;
-            no, where another sampler proposes the plans.
+        may_repeat: whether the leading plan may be repeated, which tells noise from odd step times.
+            Not where another sampler proposes the plans: it would never be run.
     """
     space = posterior.spec.space
     if not posterior.probes:
@@ -219,8 +219,9 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
     ahead = posterior.log_speed(leader.plan)[:, None]
     potential = np.maximum(posterior.log_speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
     proposals: list[Proposal] = []
-    opening = _next_sizes(posterior)
-    between = _sizes_between(posterior) if posterior.spread > _IRREGULAR else []
+    halfway = _halfway(posterior)
+    opening = _next_sizes(posterior, halfway)
+    between = _sizes_between(posterior, halfway) if posterior.spread > _IRREGULAR else []
     for number, sizes in enumerate([*opening, *between]):
         fits = posterior.memory_limit >= sizes
         gain = (np.maximum(posterior.log_speeds(sizes) - ahead, 0) * fits).mean(axis=0)
@@ -236,19 +237,14 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
     return proposals
 
 
-def _next_sizes(posterior: Posterior) -> list[MicroBatches]:
+def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
     """Return, per level of risk, every variant's next micro-batch; 0 if it teaches nothing.
 
     Then likewise the next lower one that suits kernels which work in tiles, unless it is much
     smaller.
     """
     ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
-    largest = np.zeros(len(posterior.variants))
-    for plan in ran:
-        index = posterior.index(plan)
-        if plan.micro_batch <= posterior.bound[index]:
-            largest[index] = max(largest[index], plan.micro_batch)
-    bound = np.minimum(_halfway(posterior), MAX_STEP * max(plan.micro_batch for plan in ran))
+    bound = np.minimum(halfway, MAX_STEP * max(plan.micro_batch for plan in ran))
     steps: list[MicroBatches] = []
     even_steps: list[MicroBatches] = []
     for limit in np.quantile(posterior.memory_limit, _RISKS, axis=0):
@@ -258,7 +254,8 @@ def _next_sizes(posterior: Posterior) -> list[MicroBatches]:
         even = np.where((2 * even > sizes) & (even < sizes), even, 0)
         even = posterior.sizes.down(even.astype(np.float64))
         for wanted_sizes, found in ((sizes, steps), (even, even_steps)):
-            is_new = (wanted_sizes > _MIN_STEP * largest) & (wanted_sizes <= posterior.bound)
+            is_new = wanted_sizes > _MIN_STEP * posterior.largest
+            is_new &= wanted_sizes <= posterior.bound
             found.append(np.where(is_new, wanted_sizes, 0))
     return steps + even_steps
 
@@ -271,10 +268,7 @@ def _halfway(posterior: Posterior) -> MicroBatches:
     expected the failure is believed where it is sure enough of a larger micro-batch. A failure that
     no memory line expected, at a size that no variant has run, may await the other variants too.
     """
-    largest = np.zeros(len(posterior.variants), dtype=np.int64)
-    for trial in posterior.fitting:
-        index = posterior.index(trial.plan)
-        largest[index] = max(largest[index], trial.plan.micro_batch)
+    largest = posterior.largest
     sure = np.quantile(posterior.memory_limit, VETO_RISK, axis=0)
     limit = np.median(posterior.memory_limit, axis=0)
     halfway, most = posterior.bound.copy(), int(largest.max(initial=1))
@@ -291,7 +285,7 @@ def _halfway(posterior: Posterior) -> MicroBatches:
     return halfway
 
 
-def _sizes_between(posterior: Posterior) -> list[MicroBatches]:
+def _sizes_between(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
     """Return micro-batches beside each variant's fastest, and the fastest sizes of other variants.
 
     Where speed grows with the micro-batch none of them is worth a probe.
@@ -304,7 +298,6 @@ def _sizes_between(posterior: Posterior) -> list[MicroBatches]:
     fastest: dict[int, int] = {}
     for trial in fitting:
         fastest.setdefault(posterior.index(trial.plan), trial.plan.micro_batch)
-    halfway = _halfway(posterior)
     shared = list(dict.fromkeys(fastest.values()))[:_SHARED]
     rows = np.zeros((2 + len(shared), len(measured)))
     for index, its in enumerate(measured):

@@ -107,6 +107,15 @@ class Posterior:
         ]
 
     @cached_property
+    def largest(self) -> MicroBatches:
+        """(variants): the largest micro-batch of `fitting`; 0 if there is none."""
+        largest: MicroBatches = np.zeros(len(self.variants), dtype=np.int64)
+        for trial in self.fitting:
+            index = self.index(trial.plan)
+            largest[index] = max(largest[index], trial.plan.micro_batch)
+        return largest
+
+    @cached_property
     def memory(self) -> LineDraws:
         """Bytes over micro-batch."""
         family = LineFamily(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import TRIAL, Role, Trial, check_ran
+from autofit.measurement import TRIAL, Role, Trial, check_ran, compared_log_speed, middle_of
 from autofit.plan import (
     DIMENSION,
     SETTINGS,
@@ -239,7 +239,7 @@ class Record:
         """The baseline's block of median speed in the final comparison; else its first trial."""
         first = self.trial(self.baseline_number)
         blocks = self.blocks(first.plan)
-        return blocks[(len(blocks) - 1) // 2] if blocks else first
+        return middle_of(blocks) if blocks else first
 
     @property
     def is_confirmed(self) -> bool:
@@ -265,13 +265,9 @@ class Record:
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
     def compared_speed(self, plan: Plan) -> float | None:
-        """Return the plan's median samples/s in the final comparison; None: it was not in it.
-
-        Of an even number of blocks it is the geometric mean of the middle two, since the comparison
-        goes by the logarithms of speeds.
-        """
-        logs = [math.log(trial.samples_per_second or 1.0) for trial in self.blocks(plan)]
-        return math.exp(statistics.median(logs)) if logs else None
+        """Return the plan's median samples/s in the final comparison; None: it was not in it."""
+        blocks = self.blocks(plan)
+        return math.exp(compared_log_speed(blocks)) if blocks else None
 
     def speed_of(self, trial: Trial) -> float | None:
         """Return the plan's samples/s in the final comparison, the trial's own if that was cut."""

@@ -54,7 +54,7 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     assert endured.steps == STEPS
     told = report.best.measurement
     assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
-    assert not any("peak" in line or "loss" in line for line in endured.strayed)
+    assert not any("peak" in line or "loss" in line for line in endured.deviations)
     assert soak(report.record, workload, steps=8, isolation="inprocess").steps == 8
     assert endured.to_dict()["plan"] == report.best.plan.to_dict()
 
