@@ -172,38 +172,34 @@ def diffusion(name: str, batch: Any, *blocks: str, **options: Any) -> Architectu
     return Architecture("diffusers", make, batch, blocks, squares)
 
 
+_BLOCKS: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+}
+_TEXT: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0}
+
+
 def _decoder(**more: Any) -> dict[str, Any]:
     """Return the entries that most decoders of transformers share."""
     return {
-        "vocab_size": 96,
-        "hidden_size": 48,
-        "intermediate_size": 128,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
+        **_TEXT,
+        **_BLOCKS,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "pad_token_id": 0,
         "attention_dropout": 0.1,
         **more,
     }
 
 
 def _encoder(**more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": 96,
-        "hidden_size": 48,
-        "intermediate_size": 128,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 72,
-        "pad_token_id": 0,
-        **more,
-    }
+    return {**_TEXT, **_BLOCKS, "max_position_embeddings": 72, **more}
 
 
 def _seq2seq(**more: Any) -> dict[str, Any]:
     return {
-        "vocab_size": 96,
+        **_TEXT,
         "d_model": 48,
         "encoder_layers": 4,
         "decoder_layers": 4,
@@ -212,29 +208,24 @@ def _seq2seq(**more: Any) -> dict[str, Any]:
         "encoder_ffn_dim": 128,
         "decoder_ffn_dim": 128,
         "max_position_embeddings": 64,
-        "pad_token_id": 0,
         "decoder_start_token_id": 2,
         **more,
     }
 
 
 _T5: dict[str, Any] = {
-    "vocab_size": 96,
+    **_TEXT,
     "d_model": 48,
     "d_kv": 12,
     "d_ff": 128,
     "num_layers": 4,
     "num_decoder_layers": 4,
     "num_heads": 4,
-    "pad_token_id": 0,
     "decoder_start_token_id": 0,
 }
 _SPEECH: dict[str, Any] = {
+    **_BLOCKS,
     "vocab_size": 32,
-    "hidden_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
     "conv_dim": (32, 32, 32),
     "conv_stride": (5, 2, 2),
     "conv_kernel": (10, 3, 3),
@@ -242,14 +233,7 @@ _SPEECH: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 4,
     "mask_time_length": 4,
 }
-_PIXELS: dict[str, Any] = {
-    "hidden_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "image_size": 64,
-    "patch_size": 8,
-}
+_PIXELS: dict[str, Any] = {**_BLOCKS, "image_size": 64, "patch_size": 8}
 
 
 def _speech() -> dict[str, torch.Tensor]:

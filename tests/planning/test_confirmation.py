@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,10 @@ def test_the_leader_and_the_baseline_are_compared_once_where_they_differ_much(
     assert confirm(Posterior(device.spec(), result.trials)) is None
 
 
+PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
+BASELINE, SEARCH, CONFIRMED = Role.BASELINE, Role.SEARCH, Role.CONFIRMED
+
+
 def _trials(*measured: tuple[Role, Plan, float, float]) -> list[Trial]:
     """Trials of (role, plan, milliseconds, GiB), whose steps scatter by about 1 %."""
     trials = []
@@ -51,6 +56,17 @@ def _trials(*measured: tuple[Role, Plan, float, float]) -> list[Trial]:
     return trials
 
 
+def _compared(
+    device: SimulatedDevice, searched: list[Trial], measured: Mapping[Plan, float]
+) -> list[Trial]:
+    """The trials of the final comparison of plans that take so many milliseconds."""
+    compared: list[Trial] = []
+    while (plan := confirm(Posterior(device.spec(), [*searched, *compared]))) is not None:
+        compared += _trials((CONFIRMED, plan, measured[plan], 2))
+        assert len(compared) <= 12
+    return compared
+
+
 def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
     posterior = Posterior(replace(device.spec(), **spec), trials)
     assert confirm(posterior) is None
@@ -58,10 +74,6 @@ def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
     assert best is not None
     assert best.role is Role.CONFIRMED
     return best.plan
-
-
-PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
-BASELINE, SEARCH, CONFIRMED = Role.BASELINE, Role.SEARCH, Role.CONFIRMED
 
 
 def test_measured_speed_decides_and_not_the_line(device: SimulatedDevice) -> None:
@@ -93,13 +105,9 @@ def test_a_plan_that_measures_slower_than_the_baseline_is_not_the_answer(
 ) -> None:
     plain, other = device.space.baseline, Plan(4, settings=HALF)
     searched = _trials((BASELINE, plain, 100, 2), (SEARCH, other, 60, 1))
-    assert confirm(Posterior(device.spec(), searched)) == other
-    compared = [*searched, *_trials((CONFIRMED, other, 120, 1))]
-    assert confirm(Posterior(device.spec(), compared)) == plain
-    compared += _trials((CONFIRMED, plain, 100, 2))
-    while (plan := confirm(Posterior(device.spec(), compared))) is not None:
-        compared += _trials((CONFIRMED, plan, 100 if plan == plain else 120, 2))
-    assert _best(device, compared) == plain
+    compared = _compared(device, searched, {plain: 100, other: 120})
+    assert [trial.plan for trial in compared[:2]] == [other, plain]
+    assert _best(device, [*searched, *compared]) == plain
 
 
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
@@ -125,12 +133,8 @@ def test_a_plan_that_measured_faster_than_the_leader_is_compared(device: Simulat
         *((SEARCH, plan, 6 * plan.micro_batch, 3) for plan in usual),
         (SEARCH, odd, 100, 3),
     )
-    compared: list[Trial] = []
-    while (plan := confirm(Posterior(device.spec(), [*trials, *compared]))) is not None:
-        milliseconds = {plain: 100, odd: 100}.get(plan, 6 * plan.micro_batch)
-        compared += _trials((CONFIRMED, plan, milliseconds, 3))
-        assert len(compared) <= 12
-    assert _best(device, [*trials, *compared]) == odd
+    times = {plain: 100, odd: 100} | {plan: 6 * plan.micro_batch for plan in usual}
+    assert _best(device, [*trials, *_compared(device, trials, times)]) == odd
 
 
 def test_a_search_that_was_cut_short_returns_the_plan_that_measured_fastest(
