@@ -15,12 +15,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Outcome, Role, Trial
+from autofit.measurement import Outcome, Role, Trial, probes_of
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 
 MicroBatches: TypeAlias = NDArray[np.int64]
+
+MOST_ACCIDENTS = 3
+"""After so many plans in a row that ended by accidents, a plan that ran before shows whether the
+machine is to blame."""
 
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
 _OF_THE_TRAINING = (Outcome.UNSUPPORTED, Outcome.NONFINITE, Outcome.LEAK)
@@ -109,6 +113,29 @@ class Exclusions:
     def least(self, settings: Settings) -> int:
         """Return a variant's smallest micro-batch that is not known to fail."""
         return max(self.smallest, self.smallest_of.get(variant_key(settings), 1))
+
+
+def trusted(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the probes among these trials, less those of times when the machine was ill.
+
+    It was where accidents in a row did not end with the plan that shows whether it is (see
+    `MOST_ACCIDENTS`), or where there was no such plan yet. Those accidents say nothing of their
+    plans, in this search or one that is resumed.
+    """
+    kept: list[Trial] = []
+    accidents: list[Trial] = []
+    for trial in probes_of(trials):
+        if trial.measurement.outcome.may_be_accident:
+            accidents.append(trial)
+            continue
+        kept += [*_blamed(accidents, kept), trial]
+        accidents = []
+    return [*kept, *_blamed(accidents, kept)]
+
+
+def _blamed(accidents: Sequence[Trial], before: Sequence[Trial]) -> Sequence[Trial]:
+    most = MOST_ACCIDENTS if any(trial.ok for trial in before) else MOST_ACCIDENTS - 1
+    return accidents if len(accidents) <= most else ()
 
 
 def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:

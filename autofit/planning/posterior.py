@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autofit.measurement import Outcome, Role, Trial, probes_of
+from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.curves import (
     Array,
@@ -27,7 +27,13 @@ from autofit.planning.curves import (
     added,
 )
 from autofit.planning.departures import LEAST, Departures, spread_of
-from autofit.planning.feasibility import Exclusions, MicroBatches, Sizes, exclusions_of
+from autofit.planning.feasibility import (
+    Exclusions,
+    MicroBatches,
+    Sizes,
+    exclusions_of,
+    trusted,
+)
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 DRAWS = 160
@@ -51,7 +57,7 @@ class Posterior:
 
     Attributes:
         spec: the specification of the search.
-        probes: the trials that were run.
+        probes: the trials that were run, less accidents of an ill machine.
         variants: the settings of every variant; arrays have one column for each.
     """
 
@@ -61,7 +67,7 @@ class Posterior:
         self._index: dict[VariantKey, int] = {
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
-        self.probes = [t for t in probes_of(trials) if t.plan.variant in self._index]
+        self.probes = [t for t in trusted(trials) if t.plan.variant in self._index]
         self._log_speeds: dict[Plan, Array] = {}
 
     def updated(self, trials: Sequence[Trial]) -> Posterior:

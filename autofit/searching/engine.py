@@ -27,6 +27,7 @@ from autofit.measurement import (
 )
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
+from autofit.planning.feasibility import MOST_ACCIDENTS
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -43,10 +44,6 @@ MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
 
 _MOST_RETURNS = 2  # from confirming to searching, each after a leading plan that did not fit
-
-MOST_ACCIDENTS = 3
-"""After so many plans in a row that ended by accidents, a plan that ran before shows whether the
-machine is to blame."""
 
 
 def run_search(
@@ -159,8 +156,8 @@ class _Search:
 
     @property
     def _baseline(self) -> Trial | None:
-        """The baseline's trial; None before it is stored."""
-        return next((t for t in self._trials if t.role is Role.BASELINE), None)
+        """The baseline's trial; None before it is stored, or if the machine was ill then."""
+        return next((t for t in self._posterior.probes if t.role is Role.BASELINE), None)
 
     @property
     def has_ok_trial(self) -> bool:
@@ -182,7 +179,7 @@ class _Search:
         if best is None and self._allowance.seconds_left == 0:
             raise self._allowance.too_short()
         if best is None:
-            raise result.nothing_fits(self._posterior)
+            raise result.nothing_fits(self._posterior, self._trials)
         baseline = self._baseline
         assert baseline is not None  # it is the first probe
         return SearchResult(
@@ -212,10 +209,10 @@ class _Search:
         vetoes = 0
         try:  # around the loop and not in a caller: users' losses have few frames to spare
             while (reason := self._spent()) is None:
+                self._suspect_machine()
                 if self._baseline is None:
                     self._probe(self._spec.space.baseline, Role.BASELINE)
                     continue
-                self._suspect_machine()
                 choice: Plan | BaseSampler | None = self._foreign_sampler
                 # Hardly any sampler stops by itself: it gets the probes that were asked for, and
                 # where no number was asked for, the planner decides when more would be wasted.
@@ -314,7 +311,6 @@ class _Search:
                 if runs_alone:
                     self._prober.renew()
                 measurement, error = self._blamed(plan, probed)
-                self._note_accident(Trial(0, role, plan, measurement))
             stored = Trial(0, role, plan, measurement, forecast.peak_bytes)
             trial = self._store.record(asked, stored)
         self._trials = self._store.trials
@@ -324,6 +320,8 @@ class _Search:
         error = error or result.workload_failure(trial)
         if error is not None:
             raise error
+        if trial.role is not Role.VETOED:
+            self._note_accident(trial)
         return trial
 
     def _may_be_accident(self, plan: Plan, measurement: Measurement) -> bool:
@@ -345,17 +343,10 @@ class _Search:
         Raises:
             WorkerFailed: the last one is that of the plan which shows whether the machine is ill.
         """
-        if not trial.measurement.outcome.may_be_accident:
-            self._accidents = []
-        elif len(self._accidents) < MOST_ACCIDENTS:
-            self._accidents.append(trial)
-        else:
-            accidents = [*self._accidents, trial]
-            blameless = {each.plan for each in accidents}
-            self._posterior = Posterior(
-                self._spec, [t for t in self._trials if t.ok or t.plan not in blameless]
-            )
-            raise _MachineIll(_diagnosis(accidents))
+        ended_well = not trial.measurement.outcome.may_be_accident
+        self._accidents = [] if ended_well else [*self._accidents, trial]
+        if len(self._accidents) > MOST_ACCIDENTS:
+            raise _MachineIll(_diagnosis(self._accidents))
 
     def _request(self, plan: Plan, role: Role, expected_seconds: float | None) -> ProbeRequest:
         """Return the request for a plan; a confirmation is run in full, and has no rate to beat.

@@ -12,7 +12,7 @@ from typing import Any
 from optuna.samplers import BaseSampler
 
 from autofit.errors import InvalidRequest, SearchTimedOut
-from autofit.measurement import Trial, fastest_of, oom_probes_of, probes_of
+from autofit.measurement import Role, Trial, fastest_of, oom_probes_of, probes_of
 from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
 from autofit.searching.events import Progress
@@ -20,6 +20,9 @@ from autofit.searching.events import Progress
 _LARGEST_TIMEOUT_S = 1e9  # about as long as a system call waits
 COMPARISON_BLOCKS = 5
 """Probes in fresh workers that time is kept back for: two plans twice, and their gradients."""
+
+COMPARED = 2
+"""Probes that the final comparison takes at least: the leading plan and the baseline."""
 
 MOST_KEPT = 0.4
 """The largest share of the timeout that is kept back for the final comparison."""
@@ -55,11 +58,11 @@ class Allowance:
             return None
         return max(0.0, self.timeout_s - self.kept_s - self.elapsed_s)
 
-    def probes_left(self, trials: Sequence[Trial], reserved: int = 0) -> int | None:
-        """Return the probes left after those trials, less the reserved ones; None: unlimited."""
+    def probes_left(self, trials: Sequence[Trial]) -> int | None:
+        """Return the probes left after those trials; None: unlimited."""
         if self.max_probes is None:
             return None
-        return max(0, self.max_probes - reserved - len(probes_of(trials)))
+        return max(0, self.max_probes - len(probes_of(trials)))
 
     def time_is_short(self, trials: Sequence[Trial], kept_s: float) -> bool:
         """Return whether less than `kept_s` would be left after one more probe of mean duration."""
@@ -81,15 +84,26 @@ class Allowance:
     def spent(self, trials: Sequence[Trial], start_s: float = 0.0) -> str | None:
         """Return why no further plan may be tried; None: it may.
 
-        One probe and `seconds_kept` are kept back for the final comparison.
+        Probes and `seconds_kept` are kept back for the final comparison.
         """
         if not trials:
             return None
-        if self.probes_left(trials, reserved=1) == 0:
+        left = self.probes_left(trials)
+        if left is not None and left <= self._probes_kept(trials):
             return f"max_probes={self.max_probes} reached"
         if self.time_is_short(trials, self.seconds_kept(trials, start_s)):
             return self.time_is_over
         return None
+
+    def _probes_kept(self, trials: Sequence[Trial]) -> int:
+        """Return the probes that are kept back for the final comparison.
+
+        All that it takes, unless no plan but the baseline could then be tried; one after an earlier
+        comparison.
+        """
+        has_compared = any(trial.role is Role.CONFIRMED for trial in trials)
+        spared = (self.max_probes or 0) - 2  # the baseline, and a plan to compare it with
+        return 1 if has_compared else max(1, min(COMPARED, spared))
 
     def progress(self, trials: Sequence[Trial] = ()) -> Progress:
         """Return the state of the search after those trials, for its events."""

@@ -246,12 +246,12 @@ def workload_failure(trial: Trial) -> AutofitError | None:
     return None
 
 
-def nothing_fits(posterior: Posterior) -> AutofitError:
-    """Return the error of a search none of whose plans can be returned."""
+def nothing_fits(posterior: Posterior, trials: Sequence[Trial]) -> AutofitError:
+    """Return the error of a search none of whose plans, run in these trials, can be returned."""
     spec, tried = posterior.spec, posterior.probes
     about_memory = [trial for trial in tried if trial.measurement.outcome.about_memory]
     if not about_memory:
-        last = tried[-1]
+        last = probes_of(trials)[-1]
         return WorkloadFailed(
             f"not one plan could be run; the last, {last.plan}, ended "
             f"{last.measurement.outcome.value}: {last.measurement.detail or 'no detail'}"

@@ -77,3 +77,23 @@ def test_lines_of_one_setting_at_a_time_are_composed(device: SimulatedDevice) ->
             plan = Plan(16, settings=settings)
             expected = float(np.median(posterior.held_bytes(plan)))
             assert expected == pytest.approx(device.memory(plan), rel=near), (index, settings)
+
+
+def test_accidents_of_an_ill_machine_are_not_blamed_on_their_plans(
+    device: SimulatedDevice,
+) -> None:
+    ran = make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1] * 6, peak_reserved_bytes=GIB)
+    died = [
+        make_trial(number, Plan(size, settings=HALF), Outcome.CRASHED)
+        for number, size in enumerate((4, 8, 16), start=1)
+    ]
+    again = make_trial(4, ran.plan, Outcome.CRASHED)
+    spec = device.spec()
+    assert not Posterior(spec, [ran, *died]).usable.all()
+    assert not Posterior(spec, [ran, *died, replace(ran, number=4)]).usable.all()
+    ill = Posterior(spec, [ran, *died, again])
+    assert ill.usable.all()
+    assert ill.probes == [ran]
+    assert ill.bound.min() == spec.space.largest_micro_batch
+    assert Posterior(spec, died).probes == []  # nothing had run by then
+    assert len(Posterior(spec, died[:2]).probes) == 2

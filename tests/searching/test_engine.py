@@ -176,9 +176,31 @@ def test_a_machine_that_becomes_ill_ends_the_search_with_what_was_measured(
     assert "looks ill" in result.stopped_because
     assert result.best.ok
     assert sum(trial.ok for trial in result.trials) == last
-    assert len(result.trials) <= last + MOST_ACCIDENTS
+    assert len(result.trials) <= last + MOST_ACCIDENTS + 1
     fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
+
+
+def test_a_search_that_is_resumed_on_a_healthy_machine_tries_those_plans_again(
+    device: SimulatedDevice,
+) -> None:
+    with Store.open(None, {}) as store:
+        ill = _Timed(device, lambda attempt: Outcome.CRASHED if attempt > 4 else None)
+        assert "looks ill" in run_search(ill, device.spec(), store=store).stopped_because
+        result = run_search(device.prober(), device.spec(), store=store)
+    undisturbed = run_search(device.prober(), device.spec())
+    assert device.speed(result.best.plan) > 0.98 * device.speed(undisturbed.best.plan)
+    died = {trial.plan for trial in result.trials if not trial.ok}
+    assert died & {trial.plan for trial in result.trials if trial.ok}
+
+
+@pytest.mark.parametrize("most", [4, 6])
+def test_a_few_probes_are_enough_for_a_confirmed_answer(device: SimulatedDevice, most: int) -> None:
+    result = run_search(device.prober(), device.spec(), max_probes=most)
+    compared = {trial.plan for trial in result.trials if trial.role is Role.CONFIRMED}
+    assert compared == {result.best.plan, device.space.baseline}
+    assert result.comparison_ended
+    assert result.best.plan != device.space.baseline
 
 
 def test_an_ill_machine_at_the_end_of_the_time_still_has_its_result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,24 @@ def test_a_search_without_limits_is_unlimited() -> None:
     assert free.seconds_kept(trials(3), start_s=1.0) == 0.0
 
 
-def test_one_probe_is_reserved_for_a_confirmation() -> None:
-    bounded = Allowance(4, None)
-    assert bounded.probes_left(trials(3)) == 1
-    assert bounded.spent(trials(2)) is None
-    assert bounded.spent(trials(3)) == "max_probes=4 reached"
-    assert bounded.probes_left(trials(9)) == 0
+@pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 1), (3, 2), (4, 2), (9, 7)])
+def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
+    """Of the leading plan and the baseline, if another plan than the baseline can be tried."""
+    bounded = Allowance(most, None)
+    assert bounded.spent(trials(before_comparison)) == f"max_probes={most} reached"
+    assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
+
+
+def test_one_probe_is_kept_back_after_an_earlier_comparison() -> None:
+    compared = [replace(trial, role=Role.CONFIRMED) for trial in trials(2)[:2]]
+    bounded = Allowance(6, None)
+    assert bounded.spent([*trials(2), *compared]) is None
+    assert bounded.spent([*trials(3), *compared]) == "max_probes=6 reached"
+
+
+def test_no_probes_are_left_after_more_than_allowed() -> None:
+    assert Allowance(4, None).probes_left(trials(3)) == 1
+    assert Allowance(4, None).probes_left(trials(9)) == 0
 
 
 def test_the_baseline_is_run_whatever_the_limits() -> None:
