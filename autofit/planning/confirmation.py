@@ -6,7 +6,8 @@ blocks tell how well a plan repeats. Turns go on until the plans are told apart,
 longer matters, or the effort is spent. Then the measured speeds of this comparison decide, never a
 line: the plan with the highest median wins. Plans that cannot be told apart are tied, and a tie
 goes to the baseline, then to the plan that changes the arithmetic least, has the fewest settings
-that are not plain, and holds the fewest bytes.
+that are not plain, and holds the fewest bytes; but not to one that all its probes together show to
+be slower than another plan.
 
 A search that was cut short before the comparison ended returns the plan that measured fastest.
 """
@@ -35,6 +36,7 @@ MOST_GIVEN_UP = 0.02
 slower by as much as cannot be told apart."""
 
 _SIGNIFICANT = 1.96  # standard errors
+_BEHIND = 1.5  # likewise; fewer, because the noise is only estimated
 _MAY_WIN = 0.35  # a rival is compared if it is faster with more than this probability
 _MOST_RIVALS = 2
 _MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
@@ -70,7 +72,7 @@ def confirm(posterior: Posterior) -> Plan | None:
         return first
     if sum(len(finalist.blocks) for finalist in compared) >= _MOST_BLOCKS:
         return None
-    undecided = _undecided(compared) if compared else []
+    undecided = _undecided(compared, posterior.spec.space.baseline) if compared else []
     return min(undecided, key=lambda finalist: len(finalist.blocks)).plan if undecided else None
 
 
@@ -111,7 +113,7 @@ def finalists(posterior: Posterior) -> list[Finalist]:
 def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan | None:
     """Return the next plan to compare that has had no turn; None: all have.
 
-    First the leader, then the baseline, then the rivals.
+    First the leader, then the baseline, then the rivals, then what measured faster than the answer.
     """
     beliefs = {trial.plan: _expected_value(posterior, trial) for trial in posterior.fitting}
     if not beliefs:
@@ -124,19 +126,23 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     if len(rivals) <= _MOST_RIVALS:
         others = sorted(beliefs, key=lambda plan: -beliefs[plan])
         wanted += [plan for plan in others if _may_win(posterior, plan, leader)]
-    if len(rivals) <= _MOST_MEASURED_FASTER:
-        wanted += _measured_faster(posterior, leader)
+    if compared and len(rivals) <= _MOST_MEASURED_FASTER:
+        wanted += _measured_faster(posterior, _winner(posterior, compared).plan)
     return next((plan for plan in wanted if plan not in had_turn), None)
 
 
-def _undecided(compared: Sequence[Finalist]) -> list[Finalist]:
-    """Return the leader and those it cannot be told from, if the difference may matter."""
+def _undecided(compared: Sequence[Finalist], baseline: Plan) -> list[Finalist]:
+    """Return the leader and those it cannot be told from, if the difference may matter.
+
+    The baseline comes before all others, because it would be the answer.
+    """
     leader, *others = compared
     near = [
         other
         for other in others
         if leader.log_speed - other.log_speed < leader.tells_apart(other) > MOST_GIVEN_UP
     ]
+    near = [other for other in near if other.plan == baseline] or near
     return [leader, *near] if near else []
 
 
@@ -144,11 +150,16 @@ def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
     """Return the finalist that wins the final comparison."""
     leader = compared[0]
     gaps = {finalist.plan: leader.log_speed - finalist.log_speed for finalist in compared}
-    tied = [f for f in compared if gaps[f.plan] <= leader.tells_apart(f)]
+    tied = [
+        finalist
+        for finalist in compared
+        if gaps[finalist.plan] <= leader.tells_apart(finalist)
+        and not _measured_faster(posterior, finalist.plan)
+    ]
     baseline = posterior.spec.space.baseline
-    near = [f for f in tied if gaps[f.plan] <= MOST_GIVEN_UP]
-    return next((f for f in tied if f.plan == baseline), None) or min(
-        near, key=lambda f: _preference(posterior, f)
+    near = [finalist for finalist in tied if gaps[finalist.plan] <= MOST_GIVEN_UP]
+    return next((finalist for finalist in tied if finalist.plan == baseline), None) or min(
+        near, key=lambda finalist: _preference(posterior, finalist), default=leader
     )
 
 
@@ -160,15 +171,15 @@ def _preference(posterior: Posterior, finalist: Finalist) -> tuple[int, int, int
     return numerics, len(changed), max(_held_bytes(trial) for trial in finalist.blocks)
 
 
-def _measured_faster(posterior: Posterior, leader: Plan) -> list[Plan]:
-    """Return plans that measured faster than the leader by more than their noise."""
+def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
+    """Return plans that all probes together show to be faster than that one, the fastest first."""
     speeds = _measured(posterior)
     counts = {plan: sum(t.plan == plan for t in posterior.fitting) for plan in speeds}
     noise = {t.plan: posterior.noise(t) / math.sqrt(counts[t.plan]) for t in posterior.fitting}
     return [
         plan
         for plan in sorted(speeds, key=lambda plan: -speeds[plan])
-        if speeds[plan] - speeds[leader] > max(TIE, math.hypot(noise[plan], noise[leader]))
+        if speeds[plan] - speeds[than] > _BEHIND * math.hypot(noise[plan], noise[than])
     ]
 
 

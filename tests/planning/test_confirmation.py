@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -110,13 +111,68 @@ def test_a_plan_that_measures_slower_than_the_baseline_is_not_the_answer(
     assert _best(device, [*searched, *compared]) == plain
 
 
+def _noisy(trials: list[Trial], noise: float) -> list[Trial]:
+    """The same trials with steps that scatter by so much around the same median."""
+    return [
+        replace(
+            trial,
+            measurement=replace(
+                trial.measurement,
+                step_times_s=[
+                    (trial.measurement.step_time_s or 0) * math.exp(noise * z)
+                    for z in (-1.2, -0.8, -0.4, 0, 0.4, 0.8, 1.2)
+                ],
+            ),
+        )
+        for trial in trials
+    ]
+
+
+def test_the_baseline_has_more_turns_where_only_noise_makes_it_a_tie(
+    device: SimulatedDevice,
+) -> None:
+    """Before rivals have more, which could not matter as much."""
+    plain = device.space.baseline
+    fast, near = Plan(16, settings=HALF), Plan(20, settings=HALF)
+    searched = _noisy(
+        _trials((BASELINE, plain, 110, 2), (SEARCH, fast, 400, 3), (SEARCH, near, 500, 3)),
+        0.2,
+    )
+    compared: list[Plan] = []
+    times = {plain: 110, fast: 400, near: 500}
+    trials = searched
+    while (plan := confirm(Posterior(device.spec(), trials))) is not None:
+        compared.append(plan)
+        trials = [*trials, *_noisy(_trials((CONFIRMED, plan, times[plan], 3)), 0.2)]
+    assert compared.count(plain) > 1
+    assert min(compared.count(fast), compared.count(near)) <= 1
+
+
+def test_a_tie_does_not_go_to_a_plan_that_all_probes_show_to_be_slower(
+    device: SimulatedDevice,
+) -> None:
+    """In the comparison the baseline is as fast as the other; in the search it was slower."""
+    plain, other = device.space.baseline, Plan(4, settings=HALF)
+    slower = _trials(*((SEARCH, plain, 104, 2),) * 2)
+    trials = _trials(
+        *((SEARCH, other, 100, 1),) * 3,
+        *((CONFIRMED, other, 100, 1),) * 4,
+        *((CONFIRMED, plain, 100.2, 2),) * 4,
+    )
+    assert _best(device, [*slower, *trials]) == other
+    assert _best(device, trials) == plain
+
+
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
     plain = device.space.baseline
     trials = _trials(
         (BASELINE, plain, 200, 2),
-        (SEARCH, PRECISE, 101, 4),
+        (SEARCH, PRECISE, 100.4, 4),
         (SEARCH, REDUCED, 100, 3),
-        *((CONFIRMED, plan, 101 if plan == PRECISE else 100, 3) for plan in (PRECISE, REDUCED) * 2),
+        *(
+            (CONFIRMED, plan, 100.4 if plan == PRECISE else 100, 3)
+            for plan in (PRECISE, REDUCED) * 2
+        ),
         (CONFIRMED, plain, 200, 2),
     )
     assert _best(device, trials, numerics={"precision.dtype": 2}) == PRECISE
