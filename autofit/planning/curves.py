@@ -10,7 +10,8 @@ means of the terms.
 The posterior is represented by draws of all lines. A draw starts from a random draw of the prior
 and moves to the nearest point that explains the measurements, each perturbed by a random draw of
 its own error (randomize-then-optimize; Bardsley, Solonen, Haario and Laine, SIAM J. Sci. Comput.
-36, 2014). A bound is a quantile over draws, and therefore wide where little was measured.
+36, 2014; `autofit.planning.least_squares`). A bound is a quantile over draws, and therefore wide
+where little was measured.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autofit.plan import Dimension, Scalar, Settings, variant_key
-
-Array: TypeAlias = NDArray[np.float64]
+from autofit.planning.least_squares import Array, Fitted, Readings, added, fit, nearest
 
 MULTIPLES = (8, 4, 2)
 """Kernels may work in tiles of so many samples."""
@@ -105,6 +104,16 @@ class LineDraws:
     uneven: Array
     power: Array
 
+    @classmethod
+    def joined(cls, parts: Sequence[LineDraws]) -> LineDraws:
+        """Return all draws of several, one after the other."""
+        return cls(
+            *(
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in ("intercept", "slope", "uneven", "power")
+            )
+        )
+
     def value_at(self, x: Array | float) -> Array:
         """Return y at x, which is broadcast against (draws, variants)."""
         values: Array = np.exp(self.intercept) + np.exp(self.slope) * x
@@ -131,16 +140,6 @@ class LineDraws:
         """Return the x at which each line equals y; below zero where the intercept is larger."""
         x: Array = (y - np.exp(self.intercept)) / np.exp(self.slope)
         return x
-
-
-def added(log_fixed: Array, log_growing: Array, power: Array) -> Array:
-    """Return the log of the sum of two parts of a cost, in the norm of that power.
-
-    A power of 1 is the sum: one part follows the other. A large power is the larger of the two:
-    they overlap, as launching kernels and running them do.
-    """
-    total: Array = np.logaddexp(power * log_fixed, power * log_growing) / power
-    return total
 
 
 def uneven_features(x: Array) -> Array:
@@ -220,26 +219,9 @@ class LineFamily:
         errors = random.standard_normal((count, len(points)))
         uneven = random.standard_normal((count, len(MULTIPLES)))
         if points:
-            variants = np.array([point.variant for point in points])
-            seen = np.unique(variants)
-            own = self._interaction * (variants[:, None] == seen)
-            no_own, no_term = np.zeros_like(own), np.zeros((len(points), self._features_a.shape[1]))
-            multiples = self._uneven * uneven_features(np.array([point.x for point in points]))
-            no_multiple = np.zeros_like(multiples)
-            readings = Readings(
-                log_x=np.log([point.x for point in points]),
-                log_y=np.log([point.y for point in points]),
-                sd=np.array([point.error for point in points]),
-                at_least=np.array([point.at_least for point in points]),
-                mean_a=mean_a[variants],
-                mean_b=mean_b[variants],
-                features_a=np.hstack([self._features_a[variants], no_own, no_multiple]),
-                features_b=np.hstack([self._features_b[variants], own, no_multiple]),
-                features_y=np.hstack([no_term, no_own, multiples]),
-                power=power,
-            )
+            seen = np.unique([point.variant for point in points])
             prior = np.hstack([weights, interactions[:, seen], uneven])
-            fitted = nearest(prior, readings, errors)
+            fitted = nearest(prior, self._readings(points, power), errors)
             ends = [weights.shape[1], weights.shape[1] + len(seen)]
             weights, interactions[:, seen], uneven = np.split(fitted, ends, axis=1)
         return LineDraws(
@@ -247,6 +229,31 @@ class LineFamily:
             mean_b + weights @ self._features_b.T + self._interaction * interactions,
             self._uneven * uneven,
             power,
+        )
+
+    def fitted(self, points: Sequence[Point], power: float = 1.0) -> Fitted:
+        """Return the likeliest lines at these points, and how well the family explains them."""
+        return fit(self._readings(points, np.array([[power]])))
+
+    def _readings(self, points: Sequence[Point], power: Array) -> Readings:
+        """Return the problem whose weights are terms, interactions seen, and multiples."""
+        variants = np.array([point.variant for point in points])
+        mean_a, mean_b = self._means(points)
+        own = self._interaction * (variants[:, None] == np.unique(variants))
+        no_own, no_term = np.zeros_like(own), np.zeros((len(points), self._features_a.shape[1]))
+        multiples = self._uneven * uneven_features(np.array([point.x for point in points]))
+        no_multiple = np.zeros_like(multiples)
+        return Readings(
+            log_x=np.log([point.x for point in points]),
+            log_y=np.log([point.y for point in points]),
+            sd=np.array([point.error for point in points]),
+            at_least=np.array([point.at_least for point in points]),
+            mean_a=mean_a[variants],
+            mean_b=mean_b[variants],
+            features_a=np.hstack([self._features_a[variants], no_own, no_multiple]),
+            features_b=np.hstack([self._features_b[variants], own, no_multiple]),
+            features_y=np.hstack([no_term, no_own, multiples]),
+            power=power,
         )
 
     def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
@@ -374,91 +381,3 @@ def _is_ordered(values: Sequence[Scalar]) -> bool:
     if len(values) < 3 or any(isinstance(v, bool | str) for v in values):
         return False
     return list(values) == sorted(values, key=float)
-
-
-_ITERATIONS = 12
-_INACTIVE_SD = 1e3  # of a bound that holds: the reading then has no weight
-
-
-@dataclass(frozen=True)
-class Readings:
-    """The least-squares problem of a set of measurements; one entry or row per reading.
-
-    Attributes:
-        log_x, log_y: the measured points.
-        sd: standard deviation of log y.
-        at_least: whether y is only a lower bound.
-        mean_a, mean_b: A and B where all weights are zero.
-        features_a, features_b, features_y: (readings, weights), derivatives by each weight of A, B,
-            and log y at given A and B.
-        power: (draws, 1), see `added`.
-    """
-
-    log_x: Array
-    log_y: Array
-    sd: Array
-    at_least: NDArray[np.bool_]
-    mean_a: Array
-    mean_b: Array
-    features_a: Array
-    features_b: Array
-    features_y: Array
-    power: Array
-
-    def predicted(self, weights: Array) -> tuple[Array, Array]:
-        """Return log y at each reading, and the share of y that the intercept has."""
-        a = self.mean_a + weights @ self.features_a.T
-        b = self.mean_b + weights @ self.features_b.T + self.log_x
-        value = added(a, b, self.power)
-        share = np.exp(self.power * (a - value))
-        return value + weights @ self.features_y.T, share
-
-
-def nearest(prior: Array, readings: Readings, errors: Array) -> Array:
-    """Return, per draw, the weights nearest to its prior draw that explain its readings.
-
-    Damped Gauss-Newton on |weights - prior draw|^2 + |perturbed readings - line|^2 / sd^2, for all
-    draws at once: a step that does not reduce a draw's cost is shortened to a quarter.
-
-    Args:
-        prior: (draws, weights), standard normal.
-        readings: the measurements.
-        errors: (draws, readings), standard normal; reading plus error is the target of a draw.
-    """
-    target = readings.log_y + readings.sd * errors
-
-    def noise(value: Array) -> Array:
-        return np.where(readings.at_least & (value > target), _INACTIVE_SD, readings.sd)
-
-    def cost_of(weights: Array) -> Array:
-        value, _ = readings.predicted(weights)
-        misfit = (target - value) / noise(value)
-        cost: Array = ((weights - prior) ** 2).sum(axis=1) + (misfit**2).sum(axis=1)
-        return cost
-
-    def minimum_near(weights: Array) -> Array:
-        """Return the minimum of the problem linearized at these weights."""
-        value, share = readings.predicted(weights)
-        share = share[:, :, None]
-        jacobian = share * readings.features_a + (1 - share) * readings.features_b
-        jacobian = jacobian + readings.features_y
-        residual = target - value + np.einsum("snp,sp->sn", jacobian, weights - prior)
-        gram = jacobian @ jacobian.transpose(0, 2, 1)
-        diagonal = range(len(readings.sd))
-        gram[:, diagonal, diagonal] += noise(value) ** 2
-        move = np.linalg.solve(gram, residual[:, :, None])[:, :, 0]
-        minimum: Array = prior + np.einsum("snp,sn->sp", jacobian, move)
-        return minimum
-
-    weights, goal = prior, prior
-    cost = np.full(len(prior), np.inf)
-    length = np.ones(len(prior))
-    for _ in range(_ITERATIONS):
-        trial = weights + length[:, None] * (goal - weights)
-        trial_cost = cost_of(trial)
-        better = trial_cost < cost
-        weights = np.where(better[:, None], trial, weights)
-        cost = np.where(better, trial_cost, cost)
-        length = np.where(better, np.minimum(1.0, 2 * length), length / 4)
-        goal = np.where(better[:, None], minimum_near(weights), goal)
-    return weights

@@ -40,11 +40,11 @@ MIN_WORTH_WITH_PRIOR = 0.001
 
 With a prior on memory the ladder is short, and there are probes to spare for smaller gains."""
 
-PATIENCE = 20
+PATIENCE = 12
 """After this many probes the minimum grows with the square of their number."""
 
 NOISE_WORTH = 0.05
-"""The share of a probe's noise below which no gain is looked for."""
+"""The share of the noise of the leading plan's probes below which no gain is looked for."""
 
 POTENTIAL_CREDIT = 0.6
 """The share of a variant's potential that a probe of it is credited with."""
@@ -201,7 +201,7 @@ def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
     found = [*_new_plans(posterior, leader, allowed), *_repeats(posterior, leader, allowed)]
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
-    least = max(least, NOISE_WORTH * posterior.typical_noise)
+    least = max(least, NOISE_WORTH * posterior.noise(leader))
     least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
     return plan if worth > least * posterior.spec.effort.least_worth_factor else None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,6 @@ from autofit.planning.curves import (
     LineFamily,
     LinePrior,
     Point,
-    added,
 )
 from autofit.planning.departures import LEAST, Departures, spread_of
 from autofit.planning.feasibility import (
@@ -34,22 +33,51 @@ from autofit.planning.feasibility import (
     exclusions_of,
     trusted,
 )
+from autofit.planning.least_squares import added
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 DRAWS = 160
 MEMORY_ERROR = 0.02
 """Standard deviation of the log of the bytes that a probe holds, around the variant's line."""
 
-_FEW_DRAWS = 24
-_OVERLAP = 4.0
-_OVERLAP_ODDS = 0.05
 _LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next probe exactly
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
 _MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
-_TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15, uneven=0.03, intercept=0.15)
-_PREDICTED_TIME_PRIOR = replace(
-    _TIME_PRIOR, predicted=1.0, intercept=0.2, hinted_slope=0.2, interaction=0.1
-)
+_TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15)
+_PREDICTED_TIME_PRIOR = replace(_TIME_PRIOR, predicted=1.0, intercept=0.2, hinted_slope=0.2)
+
+
+@dataclass(frozen=True)
+class _Regime:
+    """One of the ways in which step times may follow from the settings and the micro-batch.
+
+    Attributes:
+        odds: the probability beforehand, up to a factor.
+        power: of the sum of fixed and growing time; see `autofit.planning.curves.added`.
+        uneven: standard deviation of the effect of a size that is no multiple of 2, 4 or 8.
+        factor: by how much the deviations of fixed times and interactions are multiplied.
+    """
+
+    odds: float
+    power: float
+    uneven: float
+    factor: float
+
+    def prior(self, usual: LinePrior) -> LinePrior:
+        """Return the prior of lines in this regime."""
+        return replace(
+            usual,
+            uneven=self.uneven,
+            intercept=self.factor * usual.intercept,
+            interaction=self.factor * usual.interaction,
+        )
+
+
+_REGIMES = [
+    _Regime(odds * others, power, uneven, factor)
+    for others, power in ((1.0, 1.0), (0.1, 4.0))
+    for odds, uneven, factor in ((1.0, 0.0, 1.0), (0.2, 0.08, 1.0), (0.2, 0.03, 2.0))
+]
 
 
 class Posterior:
@@ -137,30 +165,43 @@ class Posterior:
     @cached_property
     def time(self) -> LineDraws:
         """Seconds of one micro-batch over its size, departures left out."""
-        random = np.random.default_rng(self.seed + 4)
-        overlaps = random.random((DRAWS, 1)) < self._overlap[0]
-        return self._time_lines(DRAWS, self.spread, np.where(overlaps, _OVERLAP, 1.0))
+        probabilities, spreads = self._regimes
+        shares = np.diff(np.round(DRAWS * np.cumsum([0.0, *probabilities])).astype(int))
+        return LineDraws.joined(
+            [
+                self._time_family(regime).draws(
+                    self._spread_points(spread), int(count), self.seed + 10 * index, regime.power
+                )
+                for index, (regime, spread, count) in enumerate(
+                    zip(_REGIMES, spreads, shares, strict=True), start=1
+                )
+                if count
+            ]
+        )
 
     @property
     def spread(self) -> float:
         """Standard deviation of the log of a plan's mean step time around its line."""
-        return self._overlap[1]
+        probabilities, spreads = self._regimes
+        return spreads[int(np.argmax(probabilities))]
 
     @cached_property
-    def _overlap(self) -> tuple[float, float]:
-        """The probability that fixed and growing time overlap, and the spread around the lines."""
-        apart, overlapping = self._spread(1.0), self._spread(_OVERLAP)
-        odds = _OVERLAP_ODDS * (apart / overlapping) ** 4
-        return odds / (1 + odds), min(apart, overlapping)
-
-    def _spread(self, power: float) -> float:
+    def _regimes(self) -> tuple[Array, list[float]]:
+        """The probability of each regime, and the spread around its lines."""
+        log_odds = np.log([regime.odds for regime in _REGIMES])
+        spreads = [LEAST] * len(_REGIMES)
         points = self._time_points
-        noise = np.array([point.error for point in points])
-        spread = LEAST
-        for _ in range(2):
-            log_y = self._time_lines(_FEW_DRAWS, spread, power).log_values_of(points).mean(axis=0)
-            spread = spread_of(np.log([point.y for point in points]) - log_y, noise)
-        return spread
+        if points:
+            noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
+            for index, regime in enumerate(_REGIMES):
+                family = self._time_family(regime)
+                for _ in range(2):
+                    fitted = family.fitted(self._spread_points(spreads[index]), regime.power)
+                    spreads[index] = spread_of(log_y - fitted.log_y, noise)
+                fitted = family.fitted(self._spread_points(spreads[index]), regime.power)
+                log_odds[index] += fitted.log_evidence
+        odds = np.exp(log_odds - log_odds.max())
+        return odds / odds.sum(), spreads
 
     @cached_property
     def departures(self) -> Departures:
@@ -169,17 +210,19 @@ class Posterior:
         residuals = np.log([point.y for point in points]) - self.time.log_values_of(points)
         return Departures(points, residuals, self.spread, len(self.variants), self.seed + 3)
 
-    def _time_lines(self, draws: int, spread: float, power: Array | float) -> LineDraws:
+    def _time_family(self, regime: _Regime) -> LineFamily:
         lines = self._by_index(self.spec.predicted_times)
-        family = LineFamily(
+        return LineFamily(
             self.variants,
             self.spec.space.dimensions,
-            _PREDICTED_TIME_PRIOR if lines else _TIME_PRIOR,
+            regime.prior(_PREDICTED_TIME_PRIOR if lines else _TIME_PRIOR),
             slope_hints=self._hints("seconds_per_sample"),
             lines=lines,
         )
-        points = [replace(p, error=math.hypot(p.error, spread)) for p in self._time_points]
-        return family.draws(points, draws, self.seed + 1, power)
+
+    def _spread_points(self, spread: float) -> list[Point]:
+        """Return the measured times as points around lines that do not know of departures."""
+        return [replace(p, error=math.hypot(p.error, spread)) for p in self._time_points]
 
     @property
     def seed(self) -> int:

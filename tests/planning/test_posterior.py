@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, Settings
 from autofit.planning.posterior import Posterior
 from autofit.units import GIB
 from tests.simulated import (
@@ -77,6 +78,53 @@ def test_lines_of_one_setting_at_a_time_are_composed(device: SimulatedDevice) ->
             plan = Plan(16, settings=settings)
             expected = float(np.median(posterior.held_bytes(plan)))
             assert expected == pytest.approx(device.memory(plan), rel=near), (index, settings)
+
+
+def _timed(device: SimulatedDevice, seconds: Callable[[int], float]) -> Posterior:
+    """The posterior after the plain variant took so many seconds at some sizes."""
+    sizes = (4, 8, 13, 16, 24, 30, 32, 37)
+    trials = [
+        make_trial(
+            number,
+            Plan(size, settings=PLAIN),
+            step_times_s=[factor * seconds(size) for factor in (0.998, 1.0, 1.002)],
+            peak_reserved_bytes=2 * GIB,
+        )
+        for number, size in enumerate(sizes)
+    ]
+    return Posterior(device.spec(), trials)
+
+
+def _log_speed(posterior: Posterior, settings: Settings, size: int) -> float:
+    return float(posterior.log_speed(Plan(size, settings=settings)).mean())
+
+
+def test_sizes_that_suited_no_kernel_are_expected_to_suit_none_elsewhere(
+    device: SimulatedDevice,
+) -> None:
+    def gain_of_40(odd: float) -> float:
+        posterior = _timed(device, lambda n: (0.1 + 0.01 * n) * (odd if n % 8 else 1.0))
+        return _log_speed(posterior, HALF, 40) - _log_speed(posterior, HALF, 41)
+
+    assert gain_of_40(1.25) == pytest.approx(np.log(1.25), abs=0.06)
+    assert gain_of_40(1.0) == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize("power", [1.0, 4.0])
+def test_fixed_and_growing_time_add_up_or_overlap_as_they_were_measured(
+    device: SimulatedDevice, power: float
+) -> None:
+    """A step of 10 samples has as much of the one as of the other."""
+    posterior = _timed(device, lambda n: (0.1**power + (0.01 * n) ** power) ** (1 / power))
+    expected = np.log(10) - np.log((2 * 0.1**power) ** (1 / power))
+    assert _log_speed(posterior, PLAIN, 10) == pytest.approx(expected, abs=0.02)
+
+
+def test_a_regular_device_is_believed_to_be_regular(device: SimulatedDevice) -> None:
+    """What a few regular step times say of another variant's speed is as sure as its own slope."""
+    speeds = _timed(device, lambda n: 0.1 + 0.01 * n).log_speeds(np.array([16] * 10))
+    plain = Posterior(device.spec(), ()).index(Plan(1, settings=PLAIN))
+    assert speeds[:, plain].std() < 0.02
 
 
 def test_accidents_of_an_ill_machine_are_not_blamed_on_their_plans(
