@@ -127,7 +127,7 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
         others = sorted(beliefs, key=lambda plan: -beliefs[plan])
         wanted += [plan for plan in others if _may_win(posterior, plan, leader)]
     if compared and len(rivals) <= _MOST_MEASURED_FASTER:
-        wanted += _measured_faster(posterior, _winner(posterior, compared).plan)
+        wanted += _measured_faster(posterior, _winner(posterior, compared).plan, errors=1.0)
     return next((plan for plan in wanted if plan not in had_turn), None)
 
 
@@ -171,15 +171,21 @@ def _preference(posterior: Posterior, finalist: Finalist) -> tuple[int, int, int
     return numerics, len(changed), max(_held_bytes(trial) for trial in finalist.blocks)
 
 
-def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
-    """Return plans that all probes together show to be faster than that one, the fastest first."""
+def _measured_faster(posterior: Posterior, than: Plan, errors: float = _BEHIND) -> list[Plan]:
+    """Return plans that measured faster than that one in all probes together, the fastest first.
+
+    Args:
+        posterior: of the search.
+        than: the plan.
+        errors: by how many standard errors they were faster.
+    """
     speeds = _measured(posterior)
     counts = {plan: sum(t.plan == plan for t in posterior.fitting) for plan in speeds}
     noise = {t.plan: posterior.noise(t) / math.sqrt(counts[t.plan]) for t in posterior.fitting}
     return [
         plan
         for plan in sorted(speeds, key=lambda plan: -speeds[plan])
-        if speeds[plan] - speeds[than] > _BEHIND * math.hypot(noise[plan], noise[than])
+        if speeds[plan] - speeds[than] > errors * math.hypot(noise[plan], noise[than])
     ]
 
 

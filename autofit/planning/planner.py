@@ -105,8 +105,8 @@ def decide(posterior: Posterior, *, may_repeat: bool = True) -> Decision:
 
     Args:
         posterior: of the search so far.
-        may_repeat: whether the leading plan may be repeated, which tells noise from odd step times.
-            Not where another sampler proposes the plans: it would never be run.
+        may_repeat: whether a plan may be repeated, which tells noise from odd step times. Not where
+            another sampler proposes the plans: it would never be run.
     """
     space = posterior.spec.space
     if not posterior.probes:
@@ -115,9 +115,10 @@ def decide(posterior: Posterior, *, may_repeat: bool = True) -> Decision:
     if doubted is not None:
         return Decision(doubted)
     costly = np.array([space.is_costly(settings) for settings in posterior.variants])
-    plan = propose(posterior, posterior.usable & ~costly)
+    plan = propose(posterior, posterior.usable & ~costly, may_repeat=may_repeat)
     if plan is None and costly.any():
-        plan = propose(posterior, posterior.usable & costly & _beside_leaders(posterior))
+        beside = posterior.usable & costly & _beside_leaders(posterior)
+        plan = propose(posterior, beside, may_repeat=may_repeat)
     if plan is not None:
         return Decision(plan)
     fits = any(trial.ok for trial in posterior.probes)
@@ -193,12 +194,14 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
     return cost
 
 
-def propose(posterior: Posterior, allowed: Mask) -> Plan | None:
+def propose(posterior: Posterior, allowed: Mask, *, may_repeat: bool = True) -> Plan | None:
     """Return the plan of an allowed variant that is most worth a probe; None if none is."""
     leader = leading(posterior)
     if leader is None:
         return _likeliest_to_fit(posterior, allowed)
-    found = [*_new_plans(posterior, leader, allowed), *_repeats(posterior, leader, allowed)]
+    found = _new_plans(posterior, leader, allowed)
+    if may_repeat:
+        found += _repeats(posterior, leader, allowed)
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
     least = max(least, NOISE_WORTH * posterior.noise(leader))

