@@ -514,9 +514,8 @@ class _Foreign(RandomSampler):
 def test_without_max_probes_the_planner_ends_another_samplers_search(
     device: SimulatedDevice,
 ) -> None:
-    result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0))
+    result = run_search(device.prober(), device.spec(), sampler=_Foreign(seed=0), veto=False)
     assert result.stopped_because == "no plan left is expected to gain enough to be worth a probe"
-    assert all(trial.role is not Role.VETOED for trial in result.trials)
 
 
 class _Stubborn(RandomSampler):
