@@ -53,6 +53,10 @@ OOM_COST = 0.055
 OOM_COST_WITH_PRIOR = 0.3
 """The cost of the first OOM: a lost probe, and perhaps a new worker. See `oom_cost`."""
 
+SMALLEST_FACTOR = 0.25
+"""The cost's factor while no more than the smallest micro-batch is known to fit: there is much to
+gain from the next, and nothing yet tells fixed bytes from those of a sample."""
+
 CEILING_MARGIN = 0.8 * MEMORY_ERROR
 """The log margin below the budget at a ceiling: about 80 % of its probes then fit."""
 
@@ -188,9 +192,10 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
     frequency), so it grows with the square root.
     """
     happened = oom_probes_of(posterior.probes)
+    factor = SMALLEST_FACTOR if np.all(posterior.largest <= posterior.sizes.smallest) else 1.0
     if posterior.has_prior_memory:
-        return OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk
-    cost: Array = OOM_COST * (1 + happened) * np.sqrt(risk)
+        return factor * OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk
+    cost: Array = factor * OOM_COST * (1 + happened) * np.sqrt(risk)
     return cost
 
 
