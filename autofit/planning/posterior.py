@@ -295,9 +295,12 @@ class Posterior:
         Estimated as the largest of the scatter of the probe's own steps, and the median scatter of
         all probes with similar step times. A few steps alone are a poor estimate; the median
         because one probe that another process disturbed says nothing about the others. Where
-        repeated probes of a plan differ by more than the median, that is so much larger.
+        repeated probes of a plan differ by more than the median, that is so much larger; where by
+        less, both are so much smaller.
         """
-        return max(_scatter_of_steps(trial), self._usual_noise(trial) * self._excess_noise)
+        excess = self._excess_noise
+        own = _scatter_of_steps(trial) * min(1.0, excess)
+        return max(own, self._usual_noise(trial) * excess)
 
     @cached_property
     def typical_noise(self) -> float:
