@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autofit.planning.curves import Array, Point
+from autofit.planning.curves import Point
+from autofit.planning.least_squares import Array
 
 LEAST = 0.01
 """Standard deviation of the log of a plan's mean step time around its line where nothing says that

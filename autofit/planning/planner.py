@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, oom_probes_of
 from autofit.plan import Plan
-from autofit.planning.curves import MULTIPLES, Array
+from autofit.planning.curves import MULTIPLES
 from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
+from autofit.planning.least_squares import Array
 from autofit.planning.posterior import MEMORY_ERROR, Posterior
 from autofit.units import format_bytes
 

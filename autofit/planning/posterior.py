@@ -18,7 +18,6 @@ import numpy as np
 from autofit.measurement import Outcome, Role, Trial
 from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.curves import (
-    Array,
     Hints,
     LineDraws,
     LineFamily,
@@ -33,7 +32,7 @@ from autofit.planning.feasibility import (
     exclusions_of,
     trusted,
 )
-from autofit.planning.least_squares import added
+from autofit.planning.least_squares import Array, added
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 DRAWS = 160

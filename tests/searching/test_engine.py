@@ -17,10 +17,11 @@ from optuna.trial import TrialState
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
 from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Plan, variant_key
+from autofit.planning.feasibility import MOST_ACCIDENTS
 from autofit.planning.search_spec import Effort
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
-from autofit.searching.engine import MOST_ACCIDENTS, MOST_VETOES, run_search
+from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
