@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -60,11 +61,13 @@ class CudaTorch:
         folder: of the package.
         version: such as "2.11.0+cu130".
         cuda: the version of CUDA it was built with.
+        cudnn: the version of cuDNN it was built with, as cuDNN gives it: 91900 is 9.19.0.
     """
 
     folder: Path
     version: str
     cuda: str
+    cudnn: int
 
 
 def find_cuda_torch() -> CudaTorch:
@@ -90,7 +93,18 @@ def find_cuda_torch() -> CudaTorch:
         raise EmulationUnavailable(f"torch {version} was built without CUDA; {advice}")
     if cuda.partition(".")[0] != SUPPORTED_CUDA:
         raise EmulationUnavailable(f"torch {version} was built for CUDA {cuda}; {advice}")
-    return CudaTorch(folder, version, cuda)
+    return CudaTorch(folder, version, cuda, _cudnn_version())
+
+
+def _cudnn_version() -> int:
+    """Return what torch asks for, or else the version that torch 2.11 was built with."""
+    try:
+        asked_for = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:  # a torch that was built and not installed
+        asked_for = []
+    found = re.search(r"nvidia-cudnn-\w+==(\d+)\.(\d+)\.(\d+)", "\n".join(asked_for))
+    major, minor, patch = map(int, found.groups()) if found else (9, 19, 0)
+    return 10000 * major + 100 * minor + patch
 
 
 def build_driver() -> Path:

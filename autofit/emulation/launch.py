@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autofit.emulation.build import DRIVER, build_driver, build_values
+from autofit.emulation.build import DRIVER, build_driver, build_values, find_cuda_torch
 from autofit.emulation.card import EmulatedCard, cards_setting, emulated_card
 from autofit.emulation.faults import Fault, faults_setting
 from autofit.emulation.machine import Machine
@@ -57,6 +57,7 @@ def emulated_environment(
         f"{PREFIX}FAULTS": faults_setting(faults),
         f"{PREFIX}NVML": ",".join(nvml),
         f"{PREFIX}VALUES": "1" if values else "0",
+        f"{PREFIX}CUDNN": str(find_cuda_torch().cudnn),
         "TRITON_LIBCUDA_PATH": str(driver),
     }
     return environment

@@ -200,7 +200,7 @@ EXPORT int cudnnBackendGetAttribute(void* made, int name, int type, long long wa
     if (type == TYPE_INT64) *static_cast<long long*>(out) = 0;
     if (type == TYPE_INT32) *static_cast<int*>(out) = 0;
   }
-  if (count) *count = there;
+  if (count) *count = out ? std::min(there, wanted) : there;
   return SUCCESS;
 }
 EXPORT int cudnnBackendExecute(void* handle, void*, void*) {
