@@ -26,6 +26,21 @@ def test_noise_is_no_spread() -> None:
     assert spread_of(np.zeros(0), np.zeros(0)) == LEAST
 
 
+def test_a_few_noisy_probes_hardly_ever_show_a_spread() -> None:
+    residuals = np.random.default_rng(0).normal(0, 0.1, (200, 12))
+    spreads = [spread_of(row, np.full(12, 0.1)) for row in residuals]
+    assert np.mean(np.array(spreads) > LEAST) < 0.1
+
+
+def test_a_noisy_probe_shows_a_share_of_its_departure() -> None:
+    """Half of it, where the noise is as large as departures are; the rest is unknown."""
+    residuals = np.full((DRAWS, 1), 0.4)
+    departures = Departures([Point(0, 8, 1.0, 0.3)], residuals, 0.3, variants=1, seed=0)
+    drawn = departures.of(0, np.log(8))
+    assert drawn.mean() == pytest.approx(0.2, abs=0.02)
+    assert drawn.std() == pytest.approx(0.3 / np.sqrt(2), rel=0.1)
+
+
 def test_at_a_measured_size_the_departure_is_known() -> None:
     departures = _departures((0, 8, -0.2), (0, 64, 0.5))
     for size, departure in ((8, -0.2), (64, 0.5)):
