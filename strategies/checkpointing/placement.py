@@ -30,6 +30,9 @@ MOST_TRIED = 200
 QUANTA = 2048
 """Steps in which the knapsack counts released bytes."""
 
+ROUNDING = 1e-9
+"""Share by which sums of the same seconds may differ."""
+
 MAX_LEVELS = 24
 LEAST_STEP = 0.01
 """Share of what plain training holds that a level must save beyond the one before it."""
@@ -144,10 +147,17 @@ def _items(timeline: Timeline, names: Sequence[str], seconds: Mapping[str, float
 
 
 def undominated(placements: Iterable[Placement]) -> list[Placement]:
-    """Return those that need less memory than every faster one, fastest first."""
+    """Return those that need less memory than every faster one, fastest first.
+
+    Of those that take as long but for a rounding, the one that needs least.
+    """
     kept: list[Placement] = []
     for placement in sorted(placements, key=lambda p: (p.recompute_s, p.peak_bytes)):
-        if not kept or placement.peak_bytes < kept[-1].peak_bytes:
+        if not kept:
+            kept.append(placement)
+        elif placement.peak_bytes < kept[-1].peak_bytes:
+            if placement.recompute_s <= kept[-1].recompute_s * (1 + ROUNDING):
+                kept.pop()
             kept.append(placement)
     return kept
 

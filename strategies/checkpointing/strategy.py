@@ -42,6 +42,9 @@ SMALL, LARGE = 2, (8, 32, 128)
 LONG_ENOUGH_S = 0.03
 """From this duration on, kernels rather than their launches determine the times of a step."""
 
+LEAST_SHARE_OF_A_STEP = 1e-6
+"""What a unit costs at least, though a coarse clock may not see it: else it would seem plain."""
+
 MOST_NAMED = 8
 """Units named in a note."""
 
@@ -195,7 +198,8 @@ def make_dimension(
 
 def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
     """Return the best placements of a timeline's units, possibly more than become levels."""
-    seconds = {unit: times.of(unit, model) for unit in timeline.calls_of}
+    least_s = LEAST_SHARE_OF_A_STEP * times.step_s
+    seconds = {unit: max(times.of(unit, model), least_s) for unit in timeline.calls_of}
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
 
 

@@ -101,6 +101,16 @@ def test_a_layer_shared_with_a_unit_is_not_nested_in_it(part: Part) -> None:
     assert all(found.are_apart(p.units) for p in placements)
 
 
+def test_placements_that_differ_in_time_by_a_rounding_are_one_point(part: Part) -> None:
+    placement = part("placement")
+    sums = {0.1 + 0.2: 70, 0.3: 80}
+    assert len(sums) == 2
+    plain = placement.Placement((), 100, 0.0)
+    least = placement.Placement(("all",), 50, 0.4)
+    tied = [placement.Placement((str(peak),), peak, seconds) for seconds, peak in sums.items()]
+    assert placement.undominated([least, *tied, plain]) == [plain, tied[0], least]
+
+
 def test_a_timeline_without_units_has_one_placement(part: Part) -> None:
     timeline = part("timeline")
     storages = [timeline.Storage(100, 0, 0)]

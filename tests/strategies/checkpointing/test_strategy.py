@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_hints_say_less_memory_for_more_time(levels: Dimension) -> None:
         assert before.seconds_per_sample is not None
         assert after.bytes_per_sample < before.bytes_per_sample
         assert after.seconds_per_sample > before.seconds_per_sample
+
+
+def test_parts_that_a_coarse_clock_does_not_see_are_no_plain_level(
+    monkeypatch: pytest.MonkeyPatch, part: Callable[[str], Any]
+) -> None:
+    strategy = part("strategy")
+    time_parts = strategy.time_parts
+
+    def coarse(*arguments: Any) -> Any:
+        times = time_parts(*arguments)
+        return replace(times, seconds=dict.fromkeys(times.seconds, 0.0))
+
+    monkeypatch.setattr(strategy, "time_parts", coarse)
+    (found,) = load_strategies(["checkpointing"])
+    levels = found.dimensions(PlainContext(attention))[SETTING]
+    assert 0 not in levels.payloads
+    test_hints_say_less_memory_for_more_time(levels)
 
 
 def test_levels_survive_the_report(levels: Dimension) -> None:
