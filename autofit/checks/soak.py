@@ -35,6 +35,8 @@ SPEED_TOLERANCE = 0.05
 If the report's own steps scatter more than this, their scatter is allowed."""
 LOSS_TOLERANCE = 0.05
 QUARTER = 4
+_FEWEST_COMPARED = 4
+"""Steps of a quarter; the median of fewer is not told from noise."""
 _NOISE = 3.0
 """Standard deviations of its steps' losses that the report's one loss may lie off."""
 _HIDDEN_CAUSES = {
@@ -200,6 +202,8 @@ def _speed(expected: Measurement, measured: Measurement) -> str | None:
 def _drift(measured: Measurement) -> str | None:
     """Compare the first and last quarter: throttling and fragmentation show late."""
     quarter = len(measured.step_times_s) // QUARTER
+    if quarter < _FEWEST_COMPARED:
+        return None
     first, last = measured.step_times_s[:quarter], measured.step_times_s[-quarter:]
     if not _is_slower(first, last):
         return None

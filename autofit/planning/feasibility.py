@@ -2,8 +2,9 @@
 
 A fault is blamed on the settings that never worked anywhere: if bfloat16 alone is new in a failing
 variant, every variant with bfloat16 is excluded; if several settings are new, the variants that
-have all of them are. A fault of a variant that worked before bounds its micro-batch. No fault moves
-a memory line.
+have all of them are. A fault of a variant that worked before bounds its micro-batch; where faults
+that are not about memory bound several variants, the bound holds for all that have what these
+share. No fault moves a memory line.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Exclusions:
     Attributes:
         blamed: settings that fail together -> the reason.
         largest: variant -> the largest micro-batch that is not known to be refused.
+        shared: (settings, size): what several variants share that were refused at this micro-batch
+            or less, not for memory; it is the largest for every variant with these settings.
         smallest: the smallest micro-batch that is not known to fail in the plain variant; it holds
             for every variant.
         smallest_of: variant -> likewise, if only that variant is known to fail.
@@ -98,6 +101,7 @@ class Exclusions:
 
     blamed: Mapping[VariantKey, str]
     largest: Mapping[VariantKey, int]
+    shared: Sequence[tuple[VariantKey, int]]
     smallest: int
     smallest_of: Mapping[VariantKey, int]
 
@@ -108,7 +112,10 @@ class Exclusions:
 
     def bound(self, settings: Settings) -> int | None:
         """Return a variant's largest micro-batch that is not known to be refused; None: any."""
-        return self.largest.get(variant_key(settings))
+        have = set(settings.items())
+        bounds = [size for common, size in self.shared if have.issuperset(common)]
+        own = self.largest.get(variant_key(settings))
+        return min(bounds if own is None else [own, *bounds], default=None)
 
     def least(self, settings: Settings) -> int:
         """Return a variant's smallest micro-batch that is not known to fail."""
@@ -142,6 +149,7 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     """Return the exclusions that follow from these trials."""
     blamed: dict[VariantKey, str] = {}
     largest: dict[VariantKey, int] = {}
+    largest_apart_from_memory: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
     plain = spec.space.baseline
     ran = [t.plan for t in trials if t.role is not Role.VETOED and t.measurement.step_times_s]
@@ -158,6 +166,9 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
         if outcome.about_memory or outcome in _ABOUT_SIZE or (worked and of_size):
             below = plan.micro_batch - 1
             largest[plan.variant] = min(below, largest.get(plan.variant, below))
+            if not outcome.about_memory:
+                apart = largest_apart_from_memory
+                apart[plan.variant] = min(below, apart.get(plan.variant, below))
         elif plan.variant == plain.variant and plan.micro_batch < plain.micro_batch:
             smallest = max(smallest, plan.micro_batch + 1)
         elif outcome is Outcome.UNSUPPORTED and plan.micro_batch < plain.micro_batch:
@@ -167,4 +178,22 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
             new = tuple(pair for pair in plan.variant if pair not in works)
             detail = trial.measurement.detail
             blamed[new or plan.variant] = outcome.value + (f": {detail}" if detail else "")
-    return Exclusions(blamed, largest, smallest, smallest_of)
+    shared = _shared_bounds(largest_apart_from_memory, trials)
+    return Exclusions(blamed, largest, shared, smallest, smallest_of)
+
+
+def _shared_bounds(
+    largest: Mapping[VariantKey, int], trials: Sequence[Trial]
+) -> list[tuple[VariantKey, int]]:
+    """Return bounds for what refused variants share, less those that a larger size disproves."""
+    bounds: list[tuple[VariantKey, int]] = []
+    common: set[tuple[str, Scalar]] | None = None
+    for variant, size in sorted(largest.items(), key=lambda item: item[1]):
+        if common is None:
+            common = set(variant)
+            continue
+        common &= set(variant)
+        ran = (t.plan for t in trials if t.ok and common.issubset(t.plan.variant))
+        if not any(plan.micro_batch > size for plan in ran):
+            bounds.append((tuple(sorted(common)), size))
+    return bounds

@@ -112,7 +112,8 @@ def _next_best(record: Record) -> str:
     else:
         others = [(t.plan, _rate(t)) for t in ran if t.ok and t.plan != best.plan]
         if not others:
-            return f"{tried}, and no other fits" if len(ran) > 1 else "no other plan was run"
+            alone = all(trial.plan == best.plan for trial in ran)
+            return "no other plan was run" if alone else f"{tried}, and no other worked"
         plan, speed = max(others, key=lambda each: each[1])
     its_spread = spread_of(*_range_of(plan, record)) * speed
     is_tie = is_final and speed > (record.speed_of(best) or 0.0)

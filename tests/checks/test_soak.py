@@ -208,11 +208,21 @@ SEEN = replace(TOLD, step_times_s=[0.1] * 20, loss=1.0)
         (replace(SEEN, peak_allocated_bytes=GIB + 20 * MIB), "peak allocated rose"),
         (replace(SEEN, step_times_s=[0.12] * 20), "the median step took 120 ms"),
         (replace(SEEN, step_times_s=[0.1] * 15 + [0.2] * 5), "steps slowed from 100 ms to 200 ms"),
+        (replace(SEEN, step_times_s=[0.1] * 6 + [0.2] * 2), None),
         (replace(SEEN, loss=2.2), "the loss rose from 2 to 2.2"),
         (replace(SEEN, loss=2.2, step_times_s=[0.1] * 8), None),
         (Measurement(Outcome.LEAK, "1 MiB a step"), "it ended leak: 1 MiB a step"),
     ],
-    ids=["all held", "peak", "speed", "drift", "loss", "too short for the loss", "leak"],
+    ids=[
+        "all held",
+        "peak",
+        "speed",
+        "drift",
+        "too short for a drift",
+        "loss",
+        "too short for the loss",
+        "leak",
+    ],
 )
 def test_what_differs_is_named(seen: Measurement, strayed: str | None) -> None:
     lines = compare(TOLD, seen)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autofit.measurement import Outcome
+from dataclasses import replace
+
+from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, Scalar
 from autofit.planning.feasibility import exclusions_of
 from tests.simulated import (
@@ -49,3 +51,26 @@ def test_a_small_micro_batch_that_fails_is_not_the_variants_fault(device: Simula
     found = exclusions_of(device.spec(), trials)
     assert found.why(HALF) is None
     assert found.least(HALF) == 4
+
+
+def test_a_size_that_several_variants_are_refused_bounds_what_they_share(
+    device: SimulatedDevice,
+) -> None:
+    second: dict[str, Scalar] = {**HALF, "checkpointing.level": 2}
+    other: dict[str, Scalar] = {**PLAIN, "checkpointing.level": 2}
+    trials = [
+        make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
+        make_trial(1, Plan(64, settings=HALF), Outcome.SIZE_LIMIT),
+        make_trial(2, Plan(32, settings=second), Outcome.SIZE_LIMIT),
+    ]
+    third: dict[str, Scalar] = {**HALF, "checkpointing.level": 1}
+    one = exclusions_of(device.spec(), trials[:2])
+    assert one.bound(third) is None
+    both = exclusions_of(device.spec(), trials)
+    assert (both.bound(second), both.bound(third), both.bound(other)) == (31, 63, None)
+    everywhere = [*trials, make_trial(3, Plan(21, settings=PLAIN), Outcome.SIZE_LIMIT)]
+    assert exclusions_of(device.spec(), everywhere).bound(other) == 31
+    disproved = [*everywhere, make_trial(4, Plan(100, settings=third), step_times_s=[0.1])]
+    assert exclusions_of(device.spec(), disproved).bound(third) is None
+    memory = [replace(trial, measurement=Measurement(Outcome.OOM)) for trial in trials[1:]]
+    assert exclusions_of(device.spec(), [trials[0], *memory]).bound(third) is None

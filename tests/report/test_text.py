@@ -185,9 +185,11 @@ def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record)
     tied = replace(compared(record, baseline=[400, 400], best=[396]), best_number=6)
     assert re.search(r"16 x 2.* 1% faster .*tie.* baseline", headline(tied))
     failures = replace(record, trials=record.trials[:3], best_number=0)
-    assert headline(failures).endswith("3 plans run, and no other fits")
+    assert headline(failures).endswith("3 plans run, and no other worked")
     alone = replace(record, trials=record.trials[:1], best_number=0)
     assert headline(alone).endswith("no other plan was run")
+    twice = replace(alone, trials=(*alone.trials, replace(alone.trials[0], number=1)))
+    assert headline(twice).endswith("no other plan was run")
 
 
 @pytest.mark.parametrize(
