@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import typer.main
+from torch.utils.data import DataLoader
 
 import autofit
 from autofit.checks.regression import compare_with
@@ -50,8 +52,9 @@ def make_workload() -> autofit.Workload:
 
 def record() -> None:
     """Search for the report and the study that the tests damage."""
+    loader = functools.partial(DataLoader, torch.randn(64, 8))  # a tensor is a dataset of rows
     found = autofit.search(
-        make_workload(), device="cpu", vram_budget="8MiB", isolation="inprocess", max_probes=4,
+        replace(make_workload(), loader=loader), device="cpu", vram_budget="8MiB", max_probes=4,
         strategies=["precision", "memory_format"],  # for a layer there are no others
     )  # fmt: skip
     found.save(RECORDED / "report.json")
