@@ -52,7 +52,8 @@ def make_workload() -> autofit.Workload:
 
 def record() -> None:
     """Search for the report and the study that the tests damage."""
-    loader = functools.partial(DataLoader, torch.randn(64, 8))  # a tensor is a dataset of rows
+    rows: Any = torch.randn(64, 8)  # a tensor is a dataset of its rows
+    loader = functools.partial(DataLoader, rows)
     found = autofit.search(
         replace(make_workload(), loader=loader), device="cpu", vram_budget="8MiB", max_probes=4,
         strategies=["precision", "memory_format"],  # for a layer there are no others
