@@ -332,7 +332,7 @@ def test_a_driver_that_hangs_at_first_is_ended(
 def test_a_gpu_that_computes_wrong_is_refused(
     open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(f"{PREFIX}VALUES", "0")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the layer that gives values
     with pytest.raises(DeviceUnavailable, match="added 1024 ones up to 0"):
         open_probing(FaultyModel(), device="cuda")
     assert machine.held_bytes() == {}
