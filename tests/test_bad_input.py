@@ -202,7 +202,11 @@ def test_when_nothing_fits_it_says_what_was_tried_needed_and_allowed() -> None:
         global_batch=8,
     )
     with pytest.raises(autofit.NoFeasiblePlan, match=r"nearest, 1 x \d+") as caught:
-        autofit.search(workload, **(HERE | {"vram_budget": "4MiB"}))
+        autofit.search(
+            workload,
+            # Whether an optimizer's implementations are offered depends on their measured times.
+            **(HERE | {"vram_budget": "4MiB", "strategies": ["precision", "checkpointing"]}),
+        )
     refused = caught.value
     assert refused.plan is not None
     assert refused.plan.micro_batch == 1
