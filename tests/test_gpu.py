@@ -73,7 +73,7 @@ def probed(prober: Prober, settings: dict[str, Scalar]) -> Any:
 def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
     given = workload()
     report = autofit.search(
-        given, device=DEVICE, vram_budget=BUDGET, max_micro_batch=2 * SAMPLES, max_probes=12
+        given, device=DEVICE, vram_budget=BUDGET, max_micro_batch=2 * SAMPLES, max_probes=24
     )
     assert report.best.role is Role.CONFIRMED
     best: Any = report.best.measurement
