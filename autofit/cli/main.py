@@ -52,7 +52,6 @@ from autofit.cli.options import (
 from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
 from autofit.interrupts import ended_like_interrupted
-from autofit.units import format_bytes
 
 app = typer.Typer(
     cls=Commands,
@@ -269,25 +268,15 @@ def strategies() -> None:
 
 
 @app.command()
-def doctor(device: DeviceName = None) -> None:
-    """Show versions, device, memory and strategies as autofit sees them."""
-    import importlib.metadata
+def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
+    """Look at this machine as a search would, and say what to do (exit code 4: none could run)."""
+    with stdout_for_results_only():
+        from autofit.checks.doctor import diagnose
 
-    from autofit.devices.base import TRIED_TORCH
-    from autofit.devices.open import open_device
-    from autofit.registry import installed_names
-
-    opened = open_device(device)
-    for name, value in vars(opened.environment).items():
-        shown = format_bytes(value) if name == "total_bytes" else value
-        print_result(f"{name:<16}{'-' if shown is None else shown}")
-    print_result(f"{'tried torch':<16}{', '.join(TRIED_TORCH)}")
-    print_result(f"{'free':<16}{format_bytes(opened.free_bytes)}")
-    offers = [name for name, has in vars(opened.capabilities).items() if has is True]
-    print_result(f"{'native types':<16}{', '.join(['float32', *offers])}")
-    print_result(f"{'strategies':<16}{', '.join(installed_names())}")
-    for package in ("torch-autofit", "optuna", "cloudpickle"):
-        print_result(f"{package:<16}{importlib.metadata.version(package)}")
+        diagnosis = diagnose(device)
+    print_result(json.dumps(diagnosis.to_dict(), indent=1) if as_json else str(diagnosis))
+    if not diagnosis.can_search:
+        raise typer.Exit(4)
 
 
 capacity.register(app)

@@ -133,6 +133,16 @@ def build_values() -> Path:
     return _built("values", torch, [*sources, *headers], _build_values, sources)
 
 
+def why_unavailable() -> str | None:
+    """Return what an emulated GPU lacks here and how to get it; None: nothing. Builds nothing."""
+    try:
+        _cuda_headers(find_cuda_torch())
+        _compiler()
+    except EmulationUnavailable as error:
+        return str(error)
+    return None
+
+
 def cache_folder() -> Path:
     """Return where builds are kept."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

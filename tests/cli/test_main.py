@@ -712,16 +712,6 @@ def test_strategies_are_listed_with_how_far_they_go(here: Callable[..., Ran]) ->
     assert rows["precision"] == "reduced_precision"
 
 
-def test_doctor_says_what_is_here(here: Callable[..., Ran]) -> None:
-    ran = here("doctor", "--device", "cpu")
-    assert ran.code == 0
-    rows = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
-    assert rows["device"] == "cpu"
-    assert rows["torch"] == torch.__version__
-    assert "2.13" in rows["tried"].removeprefix("torch").strip().split(", ")
-    assert {"checkpointing,", "precision"} <= set(rows["strategies"].split())
-
-
 def test_the_version_is_shown(folder: Path) -> None:
     ran = autofit("--version", cwd=folder)
     assert ran.code == 0

@@ -1,0 +1,116 @@
+"""What `autofit doctor` finds on machines that are well and ill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+
+from autofit import registry
+from autofit.checks.doctor import Diagnosis, Finding, diagnose
+from autofit.emulation.card import emulated_card
+from autofit.emulation.faults import Fault
+from autofit.emulation.launch import emulated_environment, new_machine
+from autofit.emulation.machine import Machine
+from autofit.errors import InvalidRequest
+
+
+def found(diagnosis: Diagnosis, subject: str) -> Finding:
+    return next(finding for finding in diagnosis.findings if finding.subject == subject)
+
+
+def test_a_machine_that_can_search_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "there.is:none", registry.GROUP)
+    before = torch.get_rng_state()
+    diagnosis = diagnose("cpu")
+    assert diagnosis.can_search
+    assert diagnosis.facts["device"] == "cpu"
+    assert diagnosis.facts["torch"] == torch.__version__
+    assert "float32" in diagnosis.facts["native types"]
+    assert {"checkpointing", "precision"} <= set(diagnosis.facts["strategies"].split(", "))
+    assert "trained a small model on cpu" in found(diagnosis, "worker").found
+    assert json.loads(json.dumps(diagnosis.to_dict()))["can_search"] is True
+    assert all(str(finding) in str(diagnosis) for finding in diagnosis.findings)
+    assert torch.equal(before, torch.get_rng_state())
+
+    installed = registry._installed()
+    monkeypatch.setattr(registry, "_installed", lambda: {"broken": broken} | installed)
+    diagnosis = diagnose("cpu")
+    assert not diagnosis.can_search
+    assert "broken cannot be used" in found(diagnosis, "strategies").found
+
+
+def test_a_device_that_is_not_there_stops_searches_and_a_wrong_name_is_refused() -> None:
+    if not torch.cuda.is_available():
+        diagnosis = diagnose("cuda")
+        assert not diagnosis.can_search
+        assert "torch finds no CUDA device here" in found(diagnosis, "device").found
+    with pytest.raises(InvalidRequest, match="tpu"):
+        diagnose("tpu")
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_described() -> None:
+    diagnosis = diagnose("cuda")
+    assert diagnosis.can_search, str(diagnosis)
+    assert diagnosis.facts["gpu"] == torch.cuda.get_device_name()
+    assert "trained a small model on cuda:0" in found(diagnosis, "worker").found
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = new_machine()
+    yield made
+    made.remove()
+
+
+def doctor(machine: Machine, code: int, **options: Any) -> dict[str, Any]:
+    """Return the JSON of the command on an emulated card, which must end with that code."""
+    variables = options.pop("variables", {})
+    environment = emulated_environment(
+        [emulated_card("L4")], machine=machine, values=False, **options
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "autofit", "doctor", "--json"],
+        env={**os.environ, **environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    return answer
+
+
+@pytest.mark.emulated
+def test_a_silent_nvml_and_settings_of_the_allocator_are_named(machine: Machine) -> None:
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    answer = doctor(machine, 0, nvml=["refuse"], variables=variables)
+    of = {each["subject"]: each for each in answer["findings"]}
+    assert answer["facts"]["gpu"] == "NVIDIA L4"
+    assert "estimated" in of["NVML"]["advice"]
+    assert "expandable_segments" in of["allocator"]["found"]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"faults": [Fault("launch", times=10**6, error=700)]}, ""),
+        ({"variables": {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}}, "unset it"),
+    ],
+)
+def test_a_device_that_cannot_train_stops_searches(
+    machine: Machine, options: dict[str, Any], advice: str
+) -> None:
+    answer = doctor(machine, 4, **options)
+    assert not answer["can_search"]
+    assert any(each["stops_searches"] and each["advice"] for each in answer["findings"])
+    assert any(advice in (each["advice"] or "") for each in answer["findings"])
