@@ -79,6 +79,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("torch-autofit")
+    if name == "integrations":
+        return import_module("autofit.integrations")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'autofit' has no attribute {name!r}")
     drawn = random.getstate()

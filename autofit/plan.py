@@ -152,8 +152,20 @@ class Plan:
             )
 
     @classmethod
-    def split(cls, global_batch: int, micro_batch: int, settings: Settings | None = None) -> Plan:
+    def split(
+        cls,
+        global_batch: int,
+        micro_batch: int,
+        settings: Settings | None = None,
+        *,
+        even: bool = False,
+    ) -> Plan:
         """Return the plan for `global_batch` samples in micro-batches of at most `micro_batch`.
+
+        Args:
+            global_batch, micro_batch: samples.
+            settings: those that are not at their first value.
+            even: all micro-batches have one size, a divisor of the global batch.
 
         Raises:
             InvalidRequest: one of the two is below one.
@@ -161,6 +173,8 @@ class Plan:
         steps = steps_for(
             check_count("global_batch", global_batch), check_count("micro_batch", micro_batch)
         )
+        if even:
+            steps = next(k for k in range(steps, global_batch + 1) if global_batch % k == 0)
         return cls(
             -(-global_batch // steps),
             accumulation_steps=steps,

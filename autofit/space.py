@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, Scalar, Settings, check_count, steps_for
+from autofit.plan import Dimension, Plan, Scalar, Settings, check_count
 
 UNBOUNDED_MICRO_BATCH = 2**20
 """Largest micro-batch where nothing else bounds it: an Optuna parameter needs an upper end."""
@@ -24,6 +24,7 @@ class Space:
         may_resplit: whether the accumulation count may differ from the baseline's; without effect
             where there is no global batch.
         max_micro_batch: largest micro-batch to try; None: bounded by the device alone.
+        even_split: whether all micro-batches have one size, a divisor of the global batch.
         fixed: settings with a single value, which a plan may name but need not.
     """
 
@@ -32,6 +33,7 @@ class Space:
     global_batch: int | None = None
     may_resplit: bool = True
     max_micro_batch: int | None = None
+    even_split: bool = False
     fixed: Settings = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class Space:
             return Plan(wanted, settings=settings)
         if self.only_micro_batch is not None:
             wanted = self.only_micro_batch
-        return Plan.split(self.global_batch, min(wanted, self.global_batch), settings)
+        return self._split(self.global_batch, wanted, settings)
 
     def variants(self) -> Iterator[Settings]:
         """Yield each variant once, the plain one first."""
@@ -128,4 +130,8 @@ class Space:
             wanted = min(wanted, self.max_micro_batch)
         if self.global_batch is None:
             return wanted
-        return -(-self.global_batch // steps_for(self.global_batch, min(wanted, self.global_batch)))
+        return self._split(self.global_batch, wanted, {}).micro_batch
+
+    def _split(self, global_batch: int, micro_batch: int, settings: Settings) -> Plan:
+        size = min(micro_batch, global_batch)
+        return Plan.split(global_batch, size, settings, even=self.even_split)

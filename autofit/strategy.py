@@ -9,7 +9,7 @@ strategy must pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -239,6 +239,25 @@ class TrainingView(Protocol):
 
     def step(self, batch: Any) -> torch.Tensor:
         """Run one optimizer step, the user's own where there is one; return the detached loss."""
+
+
+STANDARD_TERMS = ("autocast", "tf32", "optimizer_implementation")
+"""What trainers of other libraries know under names of their own: the type of autocast around the
+forward ("bfloat16", "float16"), TF32 in matrix products and convolutions (True), and which of
+torch's implementations the optimizer steps with ("for_loop", "foreach", "fused")."""
+
+
+class InStandardTerms(Protocol):
+    """What a strategy may offer besides, so that a trainer's own arguments can express it.
+
+    A setting without it is applied to the model itself, by `Strategy.apply`.
+    """
+
+    standard_terms: Collection[str]
+    """Those of `STANDARD_TERMS` that its settings may set."""
+
+    def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+        """Term -> value, all that these settings do; {} where they are plain PyTorch."""
 
 
 @runtime_checkable

@@ -49,6 +49,7 @@ class OptimizerImplementation:
     name = "optimizer"
     phase = Phase.OPTIMIZER
     numerics = Numerics.ROUNDING
+    standard_terms = ("optimizer_implementation",)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the implementations that the optimizer has on this device, found by stepping it.
@@ -87,6 +88,11 @@ class OptimizerImplementation:
             return nullcontext()
         names = payloads[SETTING]["optimizers"]
         return implemented([each for name, each in _named(training) if name in names], value)
+
+    def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+        """Return what trainers call it: an implementation."""
+        value = settings.get(SETTING, "as_is")
+        return {} if value == "as_is" else {"optimizer_implementation": value}
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""

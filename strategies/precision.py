@@ -26,6 +26,7 @@ class Precision:
     name = "precision"
     phase = Phase.STEP
     numerics = Numerics.REDUCED_PRECISION
+    standard_terms = ("autocast", "tf32")
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the types the device supports natively; "as_is" alone without float32 weights."""
@@ -47,6 +48,13 @@ class Precision:
         if dtype == "as_is":
             return nullcontext()
         return _tf32() if dtype == "tf32" else _autocast(training, _AUTOCAST[dtype])
+
+    def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+        """Return what trainers call it: autocast in a type, or TF32."""
+        dtype = settings.get(SETTING, "as_is")
+        if dtype in _AUTOCAST:
+            return {"autocast": dtype}
+        return {"tf32": True} if dtype == "tf32" else {}
 
     def describe(
         self,

@@ -76,6 +76,10 @@ OWNERS = {
     "numpy": ("planning/",),
     "typer": ("cli/",),
     "rich": ("cli/progress.py", "report/"),
+    "transformers": ("integrations/",),
+    "accelerate": ("integrations/",),
+    "lightning": ("integrations/",),
+    "pytorch_lightning": ("integrations/",),
 }
 """A dependency -> the only places that import it."""
 

@@ -118,3 +118,13 @@ def test_bounds_below_one_are_refused(name: str) -> None:
 def test_counts_from_numpy_can_be_written_to_a_study() -> None:
     space = Space({}, 2, max_micro_batch=np.int64(8), global_batch=np.int64(16))  # type: ignore[arg-type]  # they are no ints
     assert json.loads(json.dumps([space.max_micro_batch, space.global_batch])) == [8, 16]
+
+
+def test_an_even_split_has_micro_batches_of_one_size() -> None:
+    space = Space({}, sample_batch_size=5, global_batch=12, even_split=True)
+    assert {size: space.plan(size, {}).micro_batch for size in range(1, 14)} == {
+        1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 6, 9: 6, 10: 6, 11: 6, 12: 12, 13: 12
+    }  # fmt: skip
+    assert space.baseline == Plan(4, accumulation_steps=3, global_batch=12)
+    fixed = Space({}, 5, global_batch=12, may_resplit=False, even_split=True)
+    assert fixed.only_micro_batch == 4

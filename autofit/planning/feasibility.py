@@ -35,8 +35,8 @@ _ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
 class Sizes:
     """The micro-batches that each variant of a space may have.
 
-    With a global batch of G samples they are ceil(G / k); without one, every whole number. If the
-    accumulation may not change, there is only one.
+    With a global batch of G samples they are ceil(G / k), or the divisors of G where splits must be
+    even; without one, every whole number. If the accumulation may not change, there is only one.
 
     Args:
         space: the space.
@@ -50,6 +50,7 @@ class Sizes:
         self._whole = space.global_batch
         self._largest = space.largest_micro_batch
         self._fixed = space.only_micro_batch
+        self._divisors = _divisors(space.global_batch) if space.even_split else None
         self.smallest = np.array([self._fixed or self._at_least(size) for size in smallest])
 
     def down(self, wanted: NDArray[np.float64]) -> MicroBatches:
@@ -61,7 +62,10 @@ class Sizes:
         size = np.floor(np.clip(wanted, 0, self._largest)).astype(np.int64)
         if self._fixed is not None:
             return np.where(size >= self._fixed, self._fixed, 0)
-        if self._whole is not None:
+        if self._divisors is not None:
+            at = np.searchsorted(self._divisors, size, side="right")
+            size = np.where(at > 0, self._divisors[at - 1], 0)
+        elif self._whole is not None:
             steps = -(-self._whole // np.maximum(size, 1))
             size = -(-self._whole // steps) * (size >= 1)
         return np.where(size >= self.smallest, size, 0)
@@ -79,10 +83,19 @@ class Sizes:
         return handy
 
     def _at_least(self, size: int) -> int:
+        if self._divisors is not None:
+            at = min(int(np.searchsorted(self._divisors, size)), len(self._divisors) - 1)
+            return int(self._divisors[at])
         if self._whole is None or size <= 1:
             return size
         steps = max(1, -(-self._whole // (size - 1)) - 1)
         return -(-self._whole // steps)
+
+
+def _divisors(global_batch: int | None) -> MicroBatches | None:
+    if global_batch is None:
+        return None
+    return np.array([size for size in range(1, global_batch + 1) if global_batch % size == 0])
 
 
 @dataclass(frozen=True)

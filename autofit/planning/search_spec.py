@@ -48,6 +48,7 @@ _SPEC: Shape = {
     "global_batch": Maybe(COUNT),
     "may_resplit": FLAG,
     "max_micro_batch": Maybe(COUNT),
+    "even_split?": FLAG,
     "vram_budget_bytes": COUNT,
     "seed": AMOUNT,
     "identity": Table(TEXT),
@@ -115,6 +116,7 @@ class SearchSpec:
         return {
             "dimensions": [[name, d.to_dict()] for name, d in self.space.dimensions.items()],
             **{name: getattr(self.space, name) for name in _GEOMETRY},
+            "even_split": self.space.even_split,
             "vram_budget_bytes": self.vram_budget_bytes,
             "seed": self.seed,
             "identity": dict(self.identity),
@@ -135,6 +137,7 @@ class SearchSpec:
         space = Space(
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
             **{name: data[name] for name in _GEOMETRY},
+            even_split=data.get("even_split", False),
         )
         return cls(
             space,

@@ -61,6 +61,7 @@ class Survey:
         dimensions: setting -> its values.
         notes: what a reader of the report should know.
         busy: what others did on the device before this search computed there; None: not much.
+        even_split: whether all micro-batches of a plan must have one size.
     """
 
     environment: Environment
@@ -77,6 +78,7 @@ class Survey:
     dimensions: Mapping[str, Dimension]
     notes: tuple[str, ...] = ()
     busy: str | None = None
+    even_split: bool = False
 
     def space(self, max_micro_batch: int | None = None) -> Space:
         """Return the search space that these facts leave."""
@@ -88,6 +90,7 @@ class Survey:
             global_batch=self.global_batch,
             may_resplit=self.may_resplit,
             max_micro_batch=max_micro_batch,
+            even_split=self.even_split,
             fixed=fixed,
         )
 
@@ -189,6 +192,7 @@ def take_survey(
             *resplit.notes,
         ),
         busy=busy,
+        even_split=workload.even_split,
     )
 
 

@@ -54,6 +54,7 @@ def search(
     train_step: Callable[..., torch.Tensor] | None = None,
     global_batch: int | None = None,
     allow_resplit: bool = False,
+    even_split: bool = False,
     loader: Loader | None = None,
     vram_budget: str | float | None = None,
     device: str | None = None,
@@ -88,6 +89,7 @@ def search(
         train_step: (training, batch) -> loss, the whole optimizer step.
         global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
         allow_resplit: change the accumulation count even where that changes the gradients.
+        even_split: split the global batch into micro-batches of one size only.
         loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many of
             them as it takes) that makes a `DataLoader`; or a live one, made again with other
             numbers of workers. What it delivers is measured against what the best plan consumes.
@@ -148,6 +150,7 @@ def search(
         train_step=train_step,
         global_batch=global_batch,
         allow_resplit=allow_resplit,
+        even_split=even_split,
         loader=loader,
     )
     kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
@@ -273,6 +276,7 @@ def _identity(
     return {
         "workload": survey.fingerprint,
         "allow_resplit": str(workload.allow_resplit),
+        **({"even_split": "True"} if workload.even_split else {}),  # studies of before have none
         "strategies": ",".join(strategy.name for strategy in strategies),
         "numerics": numerics.name.lower(),
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),

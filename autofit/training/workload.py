@@ -52,6 +52,8 @@ class Workload:
         global_batch: samples per optimizer step to keep; None: free.
         allow_resplit: let the accumulation count change even where split and whole gradients
             differ.
+        even_split: split the global batch into micro-batches of one size only, as trainers need
+            that make batches themselves.
         loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many
             of them as it takes) that makes a `DataLoader`, or a live one. A search measures what it
             delivers against what its answer consumes.
@@ -72,6 +74,7 @@ class Workload:
     train_step: Callable[[Training, Batch], torch.Tensor] | None = None
     global_batch: int | None = None
     allow_resplit: bool = False
+    even_split: bool = False
     loader: Loader | None = None
 
     def __post_init__(self) -> None:
@@ -81,8 +84,9 @@ class Workload:
             )
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
-        if not isinstance(self.allow_resplit, bool):
-            raise InvalidRequest(f"allow_resplit must be True or False, got {self.allow_resplit!r}")
+        for name in ("allow_resplit", "even_split"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be True or False, got {value!r}")
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
         if self.global_batch is not None:
@@ -171,7 +175,7 @@ class Workload:
                 "give a smaller micro_batch, or a larger global_batch"
             )
         _check_steps(samples, size)
-        plan = Plan.split(samples, min(size, samples), settings)
+        plan = Plan.split(samples, min(size, samples), settings, even=self.even_split)
         if micro_batch is not None and plan.micro_batch != micro_batch:
             steps = plan.accumulation_steps
             raise InvalidRequest(

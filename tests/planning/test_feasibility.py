@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, Scalar
-from autofit.planning.feasibility import exclusions_of
+from autofit.planning.feasibility import Sizes, exclusions_of
+from autofit.space import Space
 from tests.simulated import (
     HALF,
     PLAIN,
@@ -74,3 +77,15 @@ def test_a_size_that_several_variants_are_refused_bounds_what_they_share(
     assert exclusions_of(device.spec(), disproved).bound(third) is None
     memory = [replace(trial, measurement=Measurement(Outcome.OOM)) for trial in trials[1:]]
     assert exclusions_of(device.spec(), [trials[0], *memory]).bound(third) is None
+
+
+def test_sizes_are_those_of_the_plans_of_the_space() -> None:
+    wanted = range(14)
+    for even in (False, True):
+        space = Space({}, 5, global_batch=12, even_split=even)
+        sizes = Sizes(space, [1, 4])
+        plans = [space.plan(size, {}).micro_batch if size else 0 for size in wanted]
+        down = sizes.down(np.array([[size, size] for size in wanted], dtype=np.float64))
+        assert down[:, 0].tolist() == plans
+        assert down[:, 1].tolist() == [size if size >= 4 else 0 for size in plans]
+        assert Sizes(space, [5]).smallest.tolist() == [6]

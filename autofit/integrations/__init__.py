@@ -1,0 +1,20 @@
+"""Trainings that another library runs: a workload out of theirs, a plan into it.
+
+    report = autofit.integrations.transformers.search(trainer, vram_budget="24GiB")
+    autofit.integrations.transformers.apply(report, trainer)
+
+Each module here belongs to one library, and imports it when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["accelerate", "lightning", "transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'autofit.integrations' has no attribute {name!r}")
+    return import_module(f"autofit.integrations.{name}")

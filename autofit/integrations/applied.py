@@ -1,0 +1,246 @@
+"""A plan in another library's loop: what its arguments express, and the rest, on the model.
+
+A stack is given those settings that have a name in it (`Strategy.in_standard_terms`). All others
+are applied to the model and the optimizer by their strategies, exactly as `Report.apply` does, for
+as long as the training lasts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
+from autofit.report.report import Report
+from autofit.strategy import Strategy
+
+ForwardContext = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Division:
+    """A plan, divided between a stack's own arguments and the model.
+
+    Attributes:
+        plan: the whole plan.
+        arguments: standard term -> value, which the stack is given.
+        rest: what is applied to model and optimizer.
+        plain: every setting at its first value.
+    """
+
+    plan: Plan
+    arguments: Mapping[str, Scalar]
+    rest: ResolvedPlan
+    plain: Mapping[str, Scalar]
+
+    def lines(self, stack: str) -> list[str]:
+        """Say which settings are applied to the model, as this stack has no argument for them."""
+        return [
+            f"{name}={value} is applied to model and optimizer, since {stack} cannot express it"
+            for _, settings, _ in self.rest.by_strategy()
+            for name, value in unlike(settings, self.plain).items()
+        ]
+
+
+def divide(
+    report: Report,
+    expresses: Callable[[str, Scalar], bool],
+    strategies: Iterable[str | Strategy] | None = None,
+) -> Division:
+    """Divide a report's best plan.
+
+    Args:
+        report: of a search.
+        expresses: (standard term, value) -> whether the stack has an argument for it.
+        strategies: as for `Report.apply`.
+
+    Raises:
+        InvalidRequest: a strategy of the plan is not installed, or its micro-batches differ in
+            size, which no trainer makes.
+    """
+    record = report.record
+    plan, plain = record.best.plan, record.plain_settings
+    check_even(plan)
+    resolved = record.resolve_best(strategies, report.strategies)
+    arguments: dict[str, Scalar] = {}
+    rest: list[Strategy] = []
+    for strategy, settings, _ in resolved.by_strategy():
+        if not unlike(settings, plain):
+            continue
+        terms = terms_of(strategy, settings)
+        if terms and all(expresses(*term) for term in terms.items()):
+            arguments |= terms
+        else:
+            rest.append(strategy)
+    return Division(plan, arguments, replace(resolved, strategies=rest), plain)
+
+
+def terms_of(strategy: Strategy, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+    """Return the settings in standard terms; {} if the strategy offers none."""
+    in_terms: Callable[..., Mapping[str, Scalar]] | None = getattr(
+        strategy, "in_standard_terms", None
+    )
+    return in_terms(settings) if in_terms else {}
+
+
+def check_even(plan: Plan) -> None:
+    """Refuse a plan whose micro-batches differ in size.
+
+    Raises:
+        InvalidRequest: they do.
+    """
+    if len(set(plan.micro_batch_sizes)) > 1:
+        sizes = " + ".join(map(str, plan.micro_batch_sizes))
+        raise InvalidRequest(
+            f"the plan splits {plan.samples_per_step} samples into {sizes}, and a trainer makes "
+            "micro-batches of one size only: search again with even_split=True, or train by "
+            "report.apply(model, optimizer), which runs this plan as it was measured"
+        )
+
+
+@dataclass
+class Applied(AbstractContextManager["Applied"]):
+    """A plan applied to another library's training; leaving it, or `undo`, takes that back.
+
+    Attributes:
+        lines: what was set, and what is applied to the model; `str` joins them.
+    """
+
+    lines: tuple[str, ...]
+    _undo: ExitStack = field(repr=False)
+
+    def undo(self) -> None:
+        """Give arguments, model and optimizer back as they were; safe to call twice."""
+        self._undo.close()
+
+    def __exit__(self, *raised: object) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+@contextmanager
+def on_model(
+    rest: ResolvedPlan, model: torch.nn.Module, optimizer: Any, entry: str = "forward"
+) -> Iterator[None]:
+    """Apply these settings to model and optimizer, for as long as this is entered.
+
+    Args:
+        rest: the settings, with their strategies.
+        model: as the stack trains it, without the wrappers that the stack puts around it.
+        optimizer: torch's own, without the stack's wrapper.
+        entry: the method of the model that the stack calls for forward or loss.
+
+    Raises:
+        InvalidRequest: a strategy needs what only `Report.apply` can give.
+    """
+    view = _ForeignTraining(model, optimizer)
+    with ExitStack() as stack:
+        for strategy, settings, payloads in rest.by_strategy():
+            view.strategy = strategy.name
+            stack.enter_context(strategy.apply(view, settings, payloads))
+        if view.contexts:
+            stack.enter_context(_entered_around(model, entry, view.contexts))
+        yield
+
+
+class _ForeignTraining:
+    """What a strategy sees of a training that another library runs (`TrainingView`)."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self.model = model
+        self.strategy = ""
+        self.contexts: list[ForwardContext] = []
+        self._optimizer = optimizer
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        raise self._refused("replaces the optimizer")
+
+    @property
+    def scaler(self) -> None:
+        return None
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        if scaler is not None:
+            raise self._refused("scales the loss")
+
+    def wrap_forward(self, context: ForwardContext) -> Callable[[], None]:
+        self.contexts.append(context)
+        return lambda: self.contexts.remove(context)
+
+    def wrap_optimizer_step(
+        self, wrapper: Callable[[Callable[[], None]], None]
+    ) -> Callable[[], None]:
+        raise self._refused("wraps the optimizer's update")
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        raise self._refused("runs the loss")
+
+    def step(self, batch: Any) -> torch.Tensor:
+        raise self._refused("runs a step")
+
+    def _refused(self, what: str) -> InvalidRequest:
+        return InvalidRequest(
+            f"the plan's strategy {self.strategy!r} {what}, which cannot be done inside another "
+            "library's loop: train by report.apply(model, optimizer), or search again without it"
+        )
+
+
+@contextmanager
+def _entered_around(
+    model: torch.nn.Module, entry: str, contexts: list[ForwardContext]
+) -> Iterator[None]:
+    """Enter the contexts around every call of that method of this model."""
+    original = getattr(model, entry)
+    before = vars(model).get(entry)
+
+    @functools.wraps(original)  # signatures are read to find out which columns a model takes
+    def covered(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            return original(*args, **kwargs)
+
+    vars(model)[entry] = covered
+    try:
+        yield
+    finally:
+        if before is None:
+            vars(model).pop(entry, None)
+        else:
+            vars(model)[entry] = before
+
+
+def library(*names: str) -> Any:
+    """Import the first of these modules that is installed.
+
+    Raises:
+        InvalidRequest: none is.
+    """
+    for name in names:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.partition(".")[0]:
+                raise  # it is installed, and lacks something
+    extra = names[0].partition(".")[0]
+    raise InvalidRequest(
+        f"{extra} is not installed here: pip install {extra}, or torch-autofit[{extra}]"
+    )

@@ -1,0 +1,455 @@
+"""Search a live `transformers.Trainer`, and write the plan back into its arguments.
+
+    report = autofit.integrations.transformers.search(trainer, vram_budget="24GiB")
+    print(autofit.integrations.transformers.apply(report, trainer))
+    trainer.train()
+
+What is searched is what the Trainer would run: its model, its collator over its longest samples,
+its `compute_loss`, the optimizer that it creates, its clipping, and
+per_device_train_batch_size x gradient_accumulation_steps samples in an optimizer step. One device.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.integrations.applied import Applied, Division, divide, library, on_model
+from autofit.plan import Scalar
+from autofit.registry import load_strategies
+from autofit.report.report import Report
+from autofit.strategy import Strategy
+from autofit.training.batch import batch_size, tensors_of
+from autofit.training.workload import Workload
+
+MOST_EXAMINED = 10_000
+"""Samples of the data set that are looked at for the longest ones, evenly spread over it."""
+_LOADED = 32
+"""Batches that are looked at where the data set has no length."""
+_AMP = {"bf16": "bfloat16", "fp16": "float16"}
+_LEFT_BEHIND = (
+    "model",
+    "model_wrapped",
+    "train_dataset",
+    "eval_dataset",
+    "optimizer",
+    "lr_scheduler",
+    "callback_handler",
+    "accelerator",
+    "gather_function",
+    "_memory_tracker",
+    "deepspeed",
+)
+"""Attributes of a Trainer that its loss does without, and that are large or do not travel."""
+
+
+def workload(
+    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **options: Any
+) -> Workload:
+    """Return what a Trainer trains, as a workload.
+
+    Args:
+        trainer: a live `transformers.Trainer`, of any subclass; it is not changed.
+        sample_batch: a batch as its collator makes them, as long as the longest; None: the
+            collator is given the longest of `examine` samples of the training data.
+        examine: samples to look at for the longest ones.
+        options: further fields of the `Workload`, such as allow_resplit.
+
+    Raises:
+        InvalidRequest: the Trainer uses more than one device, or has no training data.
+    """
+    _check_one_device(trainer)
+    args = trainer.args
+    if sample_batch is None:
+        sample_batch = _longest_batch(trainer, examine)
+    loss = TrainerLoss(trainer)
+    given: dict[str, Any] = {
+        "loss_fn": loss,
+        "loss_weight": loss.items if loss.counts_items(sample_batch) else None,
+        "optimizer": _optimizer(trainer),
+        "clip_grad_norm": args.max_grad_norm or None,
+        "global_batch": samples_per_step(args),
+        "even_split": True,  # a Trainer's loader makes micro-batches of one size
+    }
+    return Workload(trainer.model, sample_batch, **given | options)
+
+
+def search(
+    trainer: Any,
+    *,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    strategies: Iterable[str | Strategy] | None = None,
+    numerics: Any = "reduced_precision",
+    **options: Any,
+) -> Report:
+    """Find the fastest way to run this Trainer, with its own samples per optimizer step.
+
+    Args:
+        trainer: a live `transformers.Trainer`; its model, arguments and data stay as they are.
+        sample_batch, examine: see `workload`.
+        strategies, numerics: as for `autofit.search`. Where the arguments ask for bf16 or fp16,
+            every plan keeps that, and no other type is tried.
+        options: further arguments of `autofit.search` (vram_budget, timeout, study, progress, ...).
+
+    Raises:
+        InvalidRequest: see `workload`, and what `autofit.search` raises.
+    """
+    from autofit.searching.search import search as run
+
+    chosen = load_strategies(strategies, numerics=numerics)
+    if own := _own_precision(trainer.args):
+        chosen = tuple(s for s in chosen if "autocast" not in getattr(s, "standard_terms", ()))
+    with _in_training_mode(trainer.model):
+        report = run(
+            workload(trainer, sample_batch=sample_batch, examine=examine),
+            device=options.pop("device", None) or str(trainer.args.device),
+            strategies=chosen,
+            numerics=numerics,
+            **options,
+        )
+    notes = (*report.record.notes, *_notes(trainer, own))
+    return replace(report, record=replace(report.record, notes=notes))
+
+
+def apply(
+    report: Report, trainer: Any, *, strategies: Iterable[str | Strategy] | None = None
+) -> Applied:
+    """Write a report's best plan into a Trainer; what its arguments lack, `train` applies.
+
+    Args:
+        report: of `search`, or of a search of the same training.
+        trainer: its arguments are changed. Settings that `TrainingArguments` do not know are
+            applied to the model and the optimizer while `trainer.train()` runs.
+        strategies: as for `Report.apply`.
+
+    Returns:
+        What was set, to be printed; `undo` takes it back.
+
+    Raises:
+        InvalidRequest: the Trainer uses more than one device, or cannot run the plan.
+    """
+    _check_one_device(trainer)
+    args = trainer.args
+    division = divide(report, lambda term, value: _expresses(trainer, term, value), strategies)
+    changed = {name: v for name, v in _arguments(division, args).items() if v != _held(args, name)}
+    before = {name: getattr(args, name) for name in changed}
+    lines = [f"{name}={value!r} (was {_held(args, name)!r})" for name, value in changed.items()]
+    callback = _callback(division)
+    with ExitStack() as stack:
+        stack.callback(_write, trainer, before)
+        _write(trainer, changed)
+        if division.rest.strategies:
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+            stack.callback(callback.undo)
+        flags = _tf32_flags() if "tf32" in division.arguments else nullcontext()
+        stack.enter_context(flags)
+        undo = stack.pop_all()
+    return Applied((*lines, *division.lines("TrainingArguments")), undo)
+
+
+class TrainerLoss:
+    """(model, batch) -> the loss of one micro-batch as a mean, by a Trainer's `compute_loss`.
+
+    A Trainer adds up the losses of a step's micro-batches, each of them divided by the items (valid
+    tokens, say) of the whole step, or else by the number of micro-batches. So this is the share
+    that a micro-batch adds, times their number. It depends on that number where a `compute_loss` of
+    the user's own leaves the division out: then the accumulation stays as it is.
+
+    It travels to the worker without the Trainer's model, data, optimizer and callbacks. Where the
+    Trainer's own arguments ask for bf16 or fp16, it is computed under that autocast.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._precision = _own_precision(trainer.args)
+        # named here so that a study knows a training with another loss
+        self._functions = (type(trainer).compute_loss, trainer.compute_loss_func)
+        self._smoothing = trainer.args.label_smoothing_factor
+        self._samples = samples_per_step(trainer.args)
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        model.train()  # as `Trainer.training_step` does
+        micro_batches = self._samples / batch_size(batch)
+        items = self._items_in(batch)
+        with self._own_autocast(model), self._with_model(model):
+            loss: torch.Tensor = self._trainer.compute_loss(
+                model,
+                dict(batch),
+                num_items_in_batch=None if items is None else micro_batches * items,
+            )
+        return micro_batches * loss if self._is_share(items) else loss
+
+    def _is_share(self, items: Any) -> bool:
+        """Whether the Trainer adds up these losses as they are, as its `training_step` decides."""
+        trainer = self._trainer
+        told: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return told
+        counted = trainer.model_accepts_loss_kwargs and items is not None
+        return counted or trainer.compute_loss_func is not None
+
+    def _own_autocast(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        if self._precision is None:
+            return nullcontext()
+        device = next(model.parameters()).device.type
+        return torch.autocast(device, dtype=getattr(torch, self._precision))
+
+    @contextmanager
+    def _with_model(self, model: torch.nn.Module) -> Iterator[None]:
+        """Have the Trainer know its model where it has left it behind, for `compute_loss` alone."""
+        before = self._trainer.model
+        if before is None:
+            self._trainer.model = self._trainer.model_wrapped = model
+        try:
+            yield
+        finally:
+            if before is None:  # else a probe's model would outlive it
+                self._trainer.model = self._trainer.model_wrapped = None
+
+    def counts_items(self, batch: Any) -> bool:
+        """Whether the Trainer takes its loss over the items of a step, such as valid tokens."""
+        return self._items_in(batch) is not None
+
+    def items(self, batch: Any) -> float:
+        """What the loss of this batch is a mean over, as the Trainer counts it."""
+        return float(self._items_in(batch))
+
+    def _items_in(self, batch: Any) -> Any:
+        device = next((tensor.device for tensor in tensors_of(batch)), torch.device("cpu"))
+        return self._trainer._get_num_items_in_batch([batch], device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what the loss does without; `__setstate__` makes an Accelerator anew."""
+        trainer = copy.copy(self._trainer)
+        for name in _LEFT_BEHIND:
+            vars(trainer).pop(name, None)
+        return {**vars(self), "_trainer": trainer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._trainer.accelerator = library("accelerate").Accelerator()
+        self._trainer.model = self._trainer.model_wrapped = None
+
+
+def samples_per_step(args: Any) -> int:
+    """Return the samples of an optimizer step."""
+    return int(args.train_batch_size * args.gradient_accumulation_steps)
+
+
+def _check_one_device(trainer: Any) -> None:
+    args = trainer.args
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise InvalidRequest(
+            f"this Trainer uses {max(args.world_size, args.n_gpu)} devices, and autofit searches "
+            "for one: start it in one process with CUDA_VISIBLE_DEVICES=0"
+        )
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        raise InvalidRequest(
+            "this Trainer uses DeepSpeed or FSDP, which shard the model, and autofit searches for "
+            "one device without: leave deepspeed= and fsdp= out of its arguments"
+        )
+
+
+def _longest_batch(trainer: Any, examine: int) -> Any:
+    """Return a micro-batch of the Trainer's longest samples, as its collator makes it."""
+    if trainer.train_dataset is None:
+        raise InvalidRequest(
+            "this Trainer has no train_dataset to take the longest batch of: give one to the "
+            "Trainer, or sample_batch= as its collator makes it"
+        )
+    known = len(trainer.accelerator._dataloaders)
+    loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
+    del trainer.accelerator._dataloaders[known:]  # what asking for a loader adds
+    samples, dataset = trainer.args.train_batch_size, loader.dataset
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        batches = list(islice(iter(loader), _LOADED))
+        if not batches:
+            raise InvalidRequest("the training data set delivered no batch: give sample_batch=")
+        return _plain(max(batches, key=_length))
+    count = min(len(dataset), examine)
+    if count == 0:
+        raise InvalidRequest("the training data set is empty: give sample_batch=")
+    places = (place * len(dataset) // count for place in range(count))
+    found = heapq.nlargest(samples, ((_length(dataset[p]), -p) for p in places))
+    chosen = [dataset[-place] for _, place in found]
+    return _plain(loader.collate_fn([chosen[at % len(chosen)] for at in range(samples)]))
+
+
+def _plain(batch: Any) -> Any:
+    """Return a tokenizer's output as a dictionary."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _length(sample: Any) -> int:
+    """Return the number of values in a sample or a batch: of tensors, arrays and lists."""
+    if isinstance(sample, Mapping):
+        return sum(map(_length, sample.values()))
+    if isinstance(sample, torch.Tensor):
+        return sample.numel()
+    size = getattr(sample, "size", None)  # of an array
+    if isinstance(size, int):
+        return size
+    if isinstance(sample, (list, tuple)):
+        is_flat = not sample or isinstance(sample[0], (int, float))
+        return len(sample) if is_flat else sum(map(_length, sample))
+    return 1
+
+
+def _optimizer(trainer: Any) -> Any:
+    """Return the optimizer that the Trainer has, or would create for its model."""
+    if trainer.optimizer is not None:
+        return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    other = copy.copy(trainer)  # `create_optimizer` keeps what it makes
+    other.create_optimizer()
+    return other.optimizer
+
+
+def _own_precision(args: Any) -> str | None:
+    """Return the type of autocast that the arguments ask for."""
+    return next((dtype for name, dtype in _AMP.items() if getattr(args, name)), None)
+
+
+def _notes(trainer: Any, own: str | None) -> Iterator[str]:
+    args = trainer.args
+    if own:
+        name = next(name for name, dtype in _AMP.items() if dtype == own)
+        scale = ", though without float16's scaling of the loss" if own == "float16" else ""
+        yield (
+            f"every plan ran under autocast in {own}, since TrainingArguments have {name}=True"
+            f"{scale}; without it other types are tried as well"
+        )
+    if _checkpoints(args):
+        yield (
+            "no plan ran with the activation checkpointing of TrainingArguments: placements are "
+            "searched in its place, and applying a plan turns it off"
+        )
+    if args.torch_compile:
+        yield "no plan ran with torch_compile=True of TrainingArguments"
+
+
+def _checkpoints(args: Any) -> bool:
+    return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
+
+
+@contextmanager
+def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Have the model in training mode, as it trains; a loaded one is in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _expresses(trainer: Any, term: str, value: Scalar) -> bool:
+    """Whether the arguments of this Trainer have a place for it."""
+    if term == "optimizer_implementation":
+        is_torch = str(_held(trainer.args, "optim")) in ("adamw_torch", "adamw_torch_fused")
+        return is_torch and value == "fused" and trainer.optimizer is None
+    return term in ("autocast", "tf32")
+
+
+def _arguments(division: Division, args: Any) -> dict[str, Any]:
+    """Return the names and values of arguments that run the plan."""
+    plan, terms = division.plan, division.arguments
+    wanted: dict[str, Any] = {
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation_steps,
+        "auto_find_batch_size": False,  # it would change the global batch without a word
+        "gradient_checkpointing": False,
+    }
+    if hasattr(args, "activation_checkpointing"):  # its name since transformers 5
+        wanted["activation_checkpointing"] = False
+    if "autocast" in terms:
+        wanted |= {name: dtype == terms["autocast"] for name, dtype in _AMP.items()}
+    if "tf32" in terms:
+        wanted["tf32"] = True
+    if "optimizer_implementation" in terms:
+        wanted["optim"] = type(args.optim)("adamw_torch_fused")
+    return wanted
+
+
+def _held(args: Any, name: str) -> Any:
+    value = getattr(args, name)
+    return getattr(value, "value", value)  # of an enumeration
+
+
+def _write(trainer: Any, values: Mapping[str, Any]) -> None:
+    """Set these arguments, with all that the Trainer has derived from them."""
+    args = trainer.args
+    for name, value in values.items():
+        setattr(args, name, value)
+    trainer._train_batch_size = args.train_batch_size
+    if not values.keys() & _AMP.keys():
+        return
+    accelerate = library("accelerate")
+    args.mixed_precision = next((name for name in _AMP if getattr(args, name)), "no")
+    _take_off_autocast(trainer.model)
+    accelerate.state.AcceleratorState._reset_state()
+    trainer.create_accelerator_and_postprocess()
+
+
+def _take_off_autocast(model: torch.nn.Module) -> None:
+    """Undo `Accelerator.prepare_model`, which keeps the autocast of the precision of before.
+
+    `Accelerator.unwrap_model(keep_fp32_wrapper=False)` would take decorators of the model's own
+    forward off, too.
+    """
+    attributes = vars(model)
+    if attributes.pop("_is_accelerate_prepared", False) and "_original_forward" in attributes:
+        original = attributes.pop("_original_forward")
+        attributes.pop("forward")
+        if original != model.forward:
+            attributes["forward"] = original
+
+
+@contextmanager
+def _tf32_flags() -> Iterator[None]:
+    """Turn on TF32, which TrainingArguments do only where they are made."""
+    parts: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [part.allow_tf32 for part in parts]
+    try:
+        for part in parts:
+            part.allow_tf32 = True
+        yield
+    finally:
+        for part, allowed in zip(parts, before, strict=True):
+            part.allow_tf32 = allowed
+
+
+def _callback(division: Division) -> Any:
+    """Return a callback that applies the rest of a plan while a Trainer trains."""
+    base: Any = library("transformers").TrainerCallback
+
+    class ApplyPlan(base):  # type: ignore[misc]  # a class of a library that is optional
+        """Applies a plan's settings to model and optimizer from the begin to the end of `train`."""
+
+        def __init__(self) -> None:
+            self._stack = ExitStack()
+
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **others: Any
+        ) -> None:
+            self.undo()  # an earlier `train` that raised
+            own = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
+            self._stack.enter_context(on_model(division.rest, model, own))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.undo()
+
+        def undo(self) -> None:
+            self._stack.close()
+
+    return ApplyPlan()

@@ -1,0 +1,79 @@
+"""Reports whose best plan is chosen by a test, as a search of that workload would leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.plan import Dimension, Plan
+from autofit.registry import load_strategies
+from autofit.report.record import Record, SearchSummary
+from autofit.report.report import Report
+from autofit.training.batch import describe
+from autofit.training.workload import Workload
+
+DIMENSIONS = {
+    "precision.dtype": Dimension(["as_is", "tf32", "bfloat16", "float16"]),
+    "optimizer.implementation": Dimension(
+        ["as_is", "for_loop", "foreach", "fused"],
+        payloads={value: {"optimizers": [""]} for value in ("for_loop", "foreach", "fused")},
+    ),
+    "memory_format.layout": Dimension(["as_is", "channels_last"]),
+}
+RAN = Measurement(
+    Outcome.OK,
+    step_times_s=[0.1] * 5,
+    peak_allocated_bytes=2**20,
+    peak_reserved_bytes=2**21,
+    non_torch_bytes=0,
+    allocator_retries=0,
+    micro_batches_run=2,
+    loss=0.5,
+    seconds=1.0,
+)
+
+
+def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Report:
+    """Return a report whose best plan is this one, with these modules at checkpointing level 1."""
+    level = Dimension([0, 1], payloads={1: {"units": list(units), "state": []}} if units else {})
+    dimensions: Mapping[str, Dimension] = DIMENSIONS | {"checkpointing.level": level}
+    plain = {name: dimension.values[0] for name, dimension in dimensions.items()}
+    best = Plan(
+        plan.micro_batch,
+        accumulation_steps=plan.accumulation_steps,
+        global_batch=plan.global_batch,
+        settings=plain | dict(plan.settings),
+    )
+    baseline = Plan.split(plan.samples_per_step, workload.sample_batch_size, plain)
+    record = Record(
+        version="0.1.0",
+        created="2026-01-02T03:04:05Z",
+        environment={"device": "cpu", "gpu": None, "torch": "2.13.0"},
+        workload={
+            "fingerprint": "2;model=f00d",
+            "parameters": sum(p.numel() for p in workload.build_model().parameters()),
+            "global_batch": workload.global_batch,
+            "loss": "loss_fn",
+            "given": ["loss_fn"],
+            "clip_grad_norm": workload.clip_grad_norm,
+            "sample_shapes": describe(workload.batch(workload.sample_batch_size)),
+        },
+        vram_budget_bytes=2**26,
+        search=SearchSummary(2, 0, 1.0, "no plan is expected to be 1% faster", 0),
+        dimensions=dimensions,
+        trials=(
+            Trial(0, Role.CONFIRMED, baseline, RAN),
+            Trial(1, Role.CONFIRMED, best, RAN),
+        ),
+        best_number=1,
+        baseline_number=0,
+    )
+    return Report(record, strategies=load_strategies(), workload=workload)
+
+
+@pytest.fixture
+def make_report() -> Callable[..., Any]:
+    return report_of

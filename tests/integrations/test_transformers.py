@@ -1,0 +1,297 @@
+"""Plans in a real `transformers.Trainer` of tiny models with random weights, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autofit
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.report.report import Report
+
+WANTED = "not installed: pip install -e .[dev]"
+transformers = pytest.importorskip("transformers", reason=f"transformers is {WANTED}")
+pytest.importorskip("accelerate", reason=f"accelerate is {WANTED}")
+Trainer: Any = transformers.Trainer
+
+from autofit.integrations import transformers as integration  # noqa: E402  # after the skip
+
+LENGTHS = (5, 31, 12, 9, 24, 7, 16, 28)
+TOKENS = 32
+
+
+def causal_lm() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=TOKENS,
+        n_embd=16,
+        n_layer=3,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        loss_type="ForCausalLMLoss",
+    )
+    return transformers.GPT2LMHeadModel(config).eval()  # as `from_pretrained` returns it
+
+
+def samples() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"input_ids": torch.randint(1, 64, (LENGTHS[n % 8],), generator=generator).tolist()}
+        for n in range(24)
+    ]
+
+
+def collate(chosen: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad to a common length; what is padding is no target."""
+    ids = torch.zeros(len(chosen), TOKENS, dtype=torch.int64)
+    for row, sample in zip(ids, chosen, strict=True):
+        row[: len(sample["input_ids"])] = torch.tensor(sample["input_ids"])
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": ids.masked_fill(ids == 0, -100),
+    }
+
+
+class InOrder(Trainer):  # type: ignore[misc]  # of a library without types here
+    """Takes the samples in order, and keeps the loss of every optimizer step."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.losses = [*getattr(self, "losses", ()), float(loss)]
+        return loss
+
+
+class OwnLoss(InOrder):
+    """Adds a penalty, over the items of the whole step as the Trainer wants it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        penalty = outputs["logits"].square().mean(-1)[inputs["attention_mask"] > 0].sum()
+        loss = loss + self.args.weight_decay * penalty / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class MeanLoss(InOrder):
+    """Leaves the items of the step out: what it adds grows with the number of micro-batches."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def trainer_of(folder: Path, kind: Any = InOrder, **changed: Any) -> Any:
+    arguments = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": 0.02,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    args = transformers.TrainingArguments(str(folder), **arguments | changed)
+    return kind(causal_lm(), args, train_dataset=samples(), data_collator=collate)
+
+
+def losses_by_apply(report: Report, trainer: Any) -> list[float]:
+    """The losses of three optimizer steps by `report.apply`, on copies."""
+    model = copy.deepcopy(trainer.model)
+    other = copy.copy(trainer)
+    other.model, other.optimizer = model, None
+    data = trainer.train_dataset
+    with report.apply(model, other.create_optimizer()) as training:
+        return [float(training.step(collate(data[at : at + 8]))) for at in (0, 8, 16)]
+
+
+PLANS: dict[str, tuple[Plan, tuple[str, ...], dict[str, Any]]] = {
+    "accumulation": (Plan(2, accumulation_steps=4, global_batch=8), (), {}),
+    "no accumulation": (Plan(8, global_batch=8), (), {}),
+    "bfloat16": (
+        Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"}),
+        (),
+        {},
+    ),
+    "label smoothing": (Plan(8, global_batch=8), (), {"label_smoothing_factor": 0.1}),
+    "placement": (
+        Plan(
+            8,
+            settings={
+                "checkpointing.level": 1,
+                "optimizer.implementation": "for_loop",
+                "precision.dtype": "bfloat16",
+            },
+        ),
+        ("transformer.h.0", "transformer.h.2"),
+        {},
+    ),
+    "fused": (
+        Plan(2, accumulation_steps=4, settings={"optimizer.implementation": "fused"}),
+        (),
+        {"optim": "adamw_torch"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", [InOrder, OwnLoss])
+def test_three_steps_of_the_trainer_have_the_losses_of_apply(
+    name: str, kind: Any, tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    plan, units, arguments = PLANS[name]
+    trainer = trainer_of(tmp_path, kind, **arguments)
+    report = make_report(integration.workload(trainer), plan, units)
+    expected = losses_by_apply(report, trainer)
+    integration.apply(report, trainer)
+    trainer.train()
+    steps = plan.accumulation_steps
+    found = [sum(trainer.losses[at : at + steps]) for at in range(0, len(trainer.losses), steps)]
+    # bfloat16 rounds to three digits; accelerate casts the logits, and the loss is out of autocast
+    rounding = 1e-4 if "precision.dtype" in plan.settings else 1e-5
+    assert found == pytest.approx(expected, rel=rounding)
+    assert len(set(expected)) == 3
+
+
+def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    before = copy.copy(vars(trainer))
+    workload = integration.workload(trainer)
+    assert vars(trainer) == before
+    assert trainer.accelerator._dataloaders == []
+    assert (workload.global_batch, workload.sample_batch_size) == (8, 4)
+    assert workload.clip_grad_norm == 0.3
+    optimizer: Any = workload.optimizer
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    batch: Any = workload.sample_batch
+    lengths = sorted(batch["attention_mask"].sum(1).tolist())
+    assert lengths == [28, 31, 31, 31], "the longest of all samples"
+    assert workload.recipe.weight(batch) == sum(lengths), "targets that are not -100"
+
+
+def test_the_loss_travels_without_the_trainers_model_and_data(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, OwnLoss)
+    workload = integration.workload(trainer)
+    loss_fn: Any = workload.loss_fn
+    trainer.compute_metrics = None
+    written = pickle.dumps(loss_fn)
+    assert len(written) < 100_000
+    copied = pickle.loads(written)
+    batch = workload.batch(4)
+    expected = loss_fn(trainer.model, batch)
+    assert copied(trainer.model, batch).item() == expected.item()
+    assert copied._trainer.model is None, "or the model of a probe would outlive it"
+
+
+def test_what_the_arguments_can_say_is_written_there_and_taken_back(
+    tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path, optim="adamw_torch", gradient_checkpointing=True)
+    plan = Plan(
+        2,
+        accumulation_steps=4,
+        settings={
+            "precision.dtype": "bfloat16",
+            "optimizer.implementation": "fused",
+            "checkpointing.level": 1,
+        },
+    )
+    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
+    before, callbacks = copy.copy(vars(trainer.args)), list(trainer.callback_handler.callbacks)
+    applied = integration.apply(report, trainer)
+    args = trainer.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
+    assert (args.bf16, args.optim, trainer.accelerator.mixed_precision) == (
+        True,
+        "adamw_torch_fused",
+        "bf16",
+    )
+    assert not args.gradient_checkpointing
+    assert "per_device_train_batch_size=2 (was 4)" in applied.lines
+    assert "checkpointing.level=1 is applied to model and optimizer" in applied.lines[-1]
+    trainer.train()
+    assert "forward" not in vars(trainer.model.transformer.h[1]), "training has ended"
+    applied.undo()
+    assert vars(args) == before
+    assert trainer.callback_handler.callbacks == callbacks
+    assert trainer.accelerator.mixed_precision == "no"
+    trainer.train()  # without the autocast of before
+    assert trainer.model.forward.__func__ is type(trainer.model).forward
+
+
+def test_an_uneven_split_is_refused(tmp_path: Path, make_report: Callable[..., Report]) -> None:
+    trainer = trainer_of(tmp_path)
+    report = make_report(integration.workload(trainer), Plan.split(8, 3))
+    with pytest.raises(InvalidRequest, match=r"into 3 \+ 3 \+ 2.*even_split"):
+        integration.apply(report, trainer)
+
+
+def test_a_trainer_without_data_asks_for_a_batch(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    batch = collate(samples()[:4])
+    trainer.train_dataset = None
+    with pytest.raises(InvalidRequest, match="sample_batch="):
+        integration.workload(trainer)
+    assert integration.workload(trainer, sample_batch=batch).sample_batch_size == 4
+
+
+@pytest.mark.parametrize(("kind", "adds_up"), [(OwnLoss, True), (MeanLoss, False)])
+def test_a_loss_that_grows_with_the_accumulation_shows_it(
+    kind: Any, adds_up: bool, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, kind)
+    workload = integration.workload(trainer)
+    recipe, model = workload.recipe, trainer.model
+    batch: Any = workload.sample_batch
+    halves = [{name: t[at] for name, t in batch.items()} for at in (slice(2), slice(2, 4))]
+    losses = [recipe.loss_and_source(model, each)[0].item() for each in (batch, *halves)]
+    weights = [recipe.weight(half) for half in halves]
+    split = sum(w * loss for w, loss in zip(weights, losses[1:], strict=True)) / sum(weights)
+    assert (split == pytest.approx(losses[0], rel=1e-6)) is adds_up
+
+
+@pytest.mark.slow
+def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, bf16=True, gradient_checkpointing=True)
+    before, args = copy.copy(vars(trainer)), copy.copy(vars(trainer.args))
+    weights = [parameter.clone() for parameter in trainer.model.parameters()]
+    report = autofit.integrations.transformers.search(
+        trainer, vram_budget="64MiB", max_probes=3, effort="quick"
+    )
+    assert vars(trainer) == before
+    assert vars(trainer.args) == args
+    assert not trainer.model.training
+    assert all(map(torch.equal, weights, trainer.model.parameters()))
+    assert report.best.ok
+    assert 8 % report.best.plan.micro_batch == 0
+    assert "precision.dtype" not in report.best.plan.settings, "the arguments have bf16"
+    told = " ".join(report.record.notes)
+    assert "TrainingArguments have bf16=True" in told
+    assert "eval mode" not in told
+    assert "activation checkpointing of TrainingArguments" in told
+    integration.apply(autofit.load(report.save(tmp_path / "report.json")), trainer)
+    trainer.train()
+    assert trainer.state.global_step == 3
