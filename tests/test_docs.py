@@ -1,0 +1,102 @@
+"""Every example of the documentation runs, and the site builds without a warning.
+
+Of each page the blocks of Python with a title are files, those without are one script, and blocks of
+bash are run after it, in an empty folder. A block whose title begins with "not run" says why it is
+not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    title: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = [Block(*match.groups(default="")) for match in _BLOCK.finditer(page.read_text())]
+    return [block for block in found if not block.title.startswith("not run")]
+
+
+def runs(page: Path) -> bool:
+    return any(block.language in ("python", "bash") for block in blocks_of(page))
+
+
+def test_pages_have_examples_that_run() -> None:
+    names = {page.name for page in DOCS.glob("*.md") if runs(page)}
+    assert {"index.md", "search.md", "strategies.md", "report.md", "capacity.md"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(p.name for p in DOCS.glob("*.md") if runs(p)))
+def test_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
+    if name in EMULATED:
+        pytest.skip("its commands start emulated GPUs: tests/emulation runs them")
+    script, commands = [], []
+    for block in blocks_of(DOCS / name):
+        if block.language == "bash":
+            commands.append(block.text)
+        elif block.language == "python" and block.title:
+            (tmp_path / block.title).write_text(block.text)
+        elif block.language == "python":
+            script.append(block.text)
+    if script:
+        (tmp_path / "page.py").write_text("\n\n".join(script))
+        run([sys.executable, "page.py"], tmp_path)
+    for command in commands:
+        run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
+
+
+EMULATED = {"emulation.md"}
+
+
+def run(command: list[str], folder: Path) -> None:
+    variables = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install -e '.[docs]'")
+    ran = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="https?://(?!autofit)[^"]+"')
+    loaded = {tag for page in pages for tag in elsewhere.findall(page.read_text())}
+    assert len(pages) > 8
+    assert loaded == set()
