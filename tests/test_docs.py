@@ -1,8 +1,7 @@
 """Every example of the documentation runs, and the site builds without a warning.
 
-Of each page the blocks of Python with a title are files, those without are one script, and blocks of
-bash are run after it, in an empty folder. A block whose title begins with "not run" says why it is
-not.
+Of each page the blocks of Python with a title are files, those without are one script, and blocks
+of bash are run after it, in an empty folder. A block whose title begins with "not run" says why.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ def runs(page: Path) -> bool:
     return any(block.language in ("python", "bash") for block in blocks_of(page))
 
 
+# The commands of emulation.md start emulated GPUs; tests/emulation runs their like.
+PAGES = sorted(p.name for p in DOCS.glob("*.md") if runs(p) and p.name != "emulation.md")
+
+
 def test_pages_have_examples_that_run() -> None:
-    names = {page.name for page in DOCS.glob("*.md") if runs(page)}
-    assert {"index.md", "search.md", "strategies.md", "report.md", "capacity.md"} <= names
+    assert {"index.md", "search.md", "strategies.md", "report.md", "capacity.md"} <= set(PAGES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(p.name for p in DOCS.glob("*.md") if runs(p)))
+@pytest.mark.parametrize("name", PAGES)
 def test_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
-    if name in EMULATED:
-        pytest.skip("its commands start emulated GPUs: tests/emulation runs them")
     script, commands = [], []
     for block in blocks_of(DOCS / name):
         if block.language == "bash":
@@ -61,9 +61,6 @@ def test_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
         run([sys.executable, "page.py"], tmp_path)
     for command in commands:
         run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
-
-
-EMULATED = {"emulation.md"}
 
 
 def run(command: list[str], folder: Path) -> None:
@@ -86,7 +83,7 @@ def run(command: list[str], folder: Path) -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("material", reason="needs mkdocs-material: pip install -e '.[docs]'")
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install -e '.[dev]'")
     ran = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,
