@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import autofit
+from autofit.integrations import accelerate, lightning, transformers
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 CALLED_BY_USERS: list[Callable[..., Any]] = [
@@ -40,6 +41,14 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.Cards.save,
     autofit.Cards.to_dict,
     autofit.Cards.to_csv,
+    transformers.workload,
+    transformers.search,
+    transformers.apply,
+    lightning.workload,
+    lightning.search,
+    lightning.arguments,
+    accelerate.arguments,
+    accelerate.applied,
 ]
 
 
@@ -57,7 +66,8 @@ def _signature(function: Callable[..., Any]) -> str:
         for parameter in signature.parameters.values()
     ]
     shown = signature.replace(parameters=bare, return_annotation=signature.empty)
-    return f"{function.__qualname__}{shown}"
+    home = function.__module__.partition("autofit.integrations.")[2]
+    return f"{home}.{function.__qualname__}{shown}".lstrip(".")
 
 
 class _Shown:

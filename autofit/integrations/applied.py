@@ -41,6 +41,12 @@ class Division:
     rest: ResolvedPlan
     plain: Mapping[str, Scalar]
 
+    @property
+    def terms_of_rest(self) -> frozenset[str]:
+        """The standard terms of what is applied to model and optimizer."""
+        parts = (terms_of(strategy, own) for strategy, own, _ in self.rest.by_strategy())
+        return frozenset(term for terms in parts for term in terms)
+
     def lines(self, stack: str) -> list[str]:
         """Say which settings are applied to the model, as this stack has no argument for them."""
         return [

@@ -12,28 +12,28 @@ per_device_train_batch_size x gradient_accumulation_steps samples in an optimize
 from __future__ import annotations
 
 import copy
-import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import islice
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from autofit.errors import InvalidRequest
 from autofit.integrations.applied import Applied, Division, divide, library, on_model
+from autofit.integrations.workloads import (
+    MOST_EXAMINED,
+    in_training_mode,
+    longest_batch,
+    own_autocast,
+    precision_note,
+    search_as_is,
+)
 from autofit.plan import Scalar
-from autofit.registry import load_strategies
 from autofit.report.report import Report
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size, tensors_of
 from autofit.training.workload import Workload
 
-MOST_EXAMINED = 10_000
-"""Samples of the data set that are looked at for the longest ones, evenly spread over it."""
-_LOADED = 32
-"""Batches that are looked at where the data set has no length."""
 _AMP = {"bf16": "bfloat16", "fp16": "float16"}
 _LEFT_BEHIND = (
     "model",
@@ -87,6 +87,7 @@ def search(
     *,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
+    allow_resplit: bool = False,
     strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
     **options: Any,
@@ -96,28 +97,26 @@ def search(
     Args:
         trainer: a live `transformers.Trainer`; its model, arguments and data stay as they are.
         sample_batch, examine: see `workload`.
-        strategies, numerics: as for `autofit.search`. Where the arguments ask for bf16 or fp16,
-            every plan keeps that, and no other type is tried.
+        allow_resplit, strategies, numerics: as for `autofit.search`. Where the arguments ask for
+            bf16 or fp16, every plan keeps that, and no other type is tried.
         options: further arguments of `autofit.search` (vram_budget, timeout, study, progress, ...).
 
     Raises:
         InvalidRequest: see `workload`, and what `autofit.search` raises.
     """
-    from autofit.searching.search import search as run
-
-    chosen = load_strategies(strategies, numerics=numerics)
-    if own := _own_precision(trainer.args):
-        chosen = tuple(s for s in chosen if "autocast" not in getattr(s, "standard_terms", ()))
-    with _in_training_mode(trainer.model):
-        report = run(
-            workload(trainer, sample_batch=sample_batch, examine=examine),
-            device=options.pop("device", None) or str(trainer.args.device),
-            strategies=chosen,
+    own = _own_precision(trainer.args)
+    trained = workload(
+        trainer, sample_batch=sample_batch, examine=examine, allow_resplit=allow_resplit
+    )
+    with in_training_mode(trainer.model):
+        return search_as_is(
+            trained,
+            precision=own,
+            strategies=strategies,
             numerics=numerics,
-            **options,
+            notes=_notes(trainer.args, own),
+            **{"device": str(trainer.args.device)} | options,
         )
-    notes = (*report.record.notes, *_notes(trainer, own))
-    return replace(report, record=replace(report.record, notes=notes))
 
 
 def apply(
@@ -181,7 +180,7 @@ class TrainerLoss:
         model.train()  # as `Trainer.training_step` does
         micro_batches = self._samples / batch_size(batch)
         items = self._items_in(batch)
-        with self._own_autocast(model), self._with_model(model):
+        with own_autocast(model, self._precision), self._with_model(model):
             loss: torch.Tensor = self._trainer.compute_loss(
                 model,
                 dict(batch),
@@ -197,12 +196,6 @@ class TrainerLoss:
             return told
         counted = trainer.model_accepts_loss_kwargs and items is not None
         return counted or trainer.compute_loss_func is not None
-
-    def _own_autocast(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        if self._precision is None:
-            return nullcontext()
-        device = next(model.parameters()).device.type
-        return torch.autocast(device, dtype=getattr(torch, self._precision))
 
     @contextmanager
     def _with_model(self, model: torch.nn.Module) -> Iterator[None]:
@@ -270,39 +263,7 @@ def _longest_batch(trainer: Any, examine: int) -> Any:
     known = len(trainer.accelerator._dataloaders)
     loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
     del trainer.accelerator._dataloaders[known:]  # what asking for a loader adds
-    samples, dataset = trainer.args.train_batch_size, loader.dataset
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        batches = list(islice(iter(loader), _LOADED))
-        if not batches:
-            raise InvalidRequest("the training data set delivered no batch: give sample_batch=")
-        return _plain(max(batches, key=_length))
-    count = min(len(dataset), examine)
-    if count == 0:
-        raise InvalidRequest("the training data set is empty: give sample_batch=")
-    places = (place * len(dataset) // count for place in range(count))
-    found = heapq.nlargest(samples, ((_length(dataset[p]), -p) for p in places))
-    chosen = [dataset[-place] for _, place in found]
-    return _plain(loader.collate_fn([chosen[at % len(chosen)] for at in range(samples)]))
-
-
-def _plain(batch: Any) -> Any:
-    """Return a tokenizer's output as a dictionary."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
-
-
-def _length(sample: Any) -> int:
-    """Return the number of values in a sample or a batch: of tensors, arrays and lists."""
-    if isinstance(sample, Mapping):
-        return sum(map(_length, sample.values()))
-    if isinstance(sample, torch.Tensor):
-        return sample.numel()
-    size = getattr(sample, "size", None)  # of an array
-    if isinstance(size, int):
-        return size
-    if isinstance(sample, (list, tuple)):
-        is_flat = not sample or isinstance(sample[0], (int, float))
-        return len(sample) if is_flat else sum(map(_length, sample))
-    return 1
+    return longest_batch(loader, examine, trainer.args.train_batch_size)
 
 
 def _optimizer(trainer: Any) -> Any:
@@ -319,15 +280,10 @@ def _own_precision(args: Any) -> str | None:
     return next((dtype for name, dtype in _AMP.items() if getattr(args, name)), None)
 
 
-def _notes(trainer: Any, own: str | None) -> Iterator[str]:
-    args = trainer.args
+def _notes(args: Any, own: str | None) -> Iterator[str]:
     if own:
         name = next(name for name, dtype in _AMP.items() if dtype == own)
-        scale = ", though without float16's scaling of the loss" if own == "float16" else ""
-        yield (
-            f"every plan ran under autocast in {own}, since TrainingArguments have {name}=True"
-            f"{scale}; without it other types are tried as well"
-        )
+        yield precision_note(own, f"{name}=True of TrainingArguments")
     if _checkpoints(args):
         yield (
             "no plan ran with the activation checkpointing of TrainingArguments: placements are "
@@ -339,18 +295,6 @@ def _notes(trainer: Any, own: str | None) -> Iterator[str]:
 
 def _checkpoints(args: Any) -> bool:
     return bool(getattr(args, "activation_checkpointing", args.gradient_checkpointing))
-
-
-@contextmanager
-def _in_training_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Have the model in training mode, as it trains; a loaded one is in evaluation mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _expresses(trainer: Any, term: str, value: Scalar) -> bool:

@@ -289,7 +289,7 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert 8 % report.best.plan.micro_batch == 0
     assert "precision.dtype" not in report.best.plan.settings, "the arguments have bf16"
     told = " ".join(report.record.notes)
-    assert "TrainingArguments have bf16=True" in told
+    assert "bf16=True of TrainingArguments" in told
     assert "eval mode" not in told
     assert "activation checkpointing of TrainingArguments" in told
     integration.apply(autofit.load(report.save(tmp_path / "report.json")), trainer)

@@ -1,0 +1,313 @@
+"""Search a LightningModule, and have a Lightning Trainer run the plan.
+
+    report = autofit.integrations.lightning.search(module, datamodule, vram_budget="24GiB")
+    trainer = Trainer(max_epochs=3, **autofit.integrations.lightning.arguments(report))
+    trainer.fit(module, datamodule)
+
+What is searched is the module's `training_step` over the longest samples of its training loader,
+and the optimizer of its `configure_optimizers`. `arguments` are precision, accumulate_grad_batches
+and a callback, which applies to the module what a Trainer has no argument for, and sets the
+DataModule's `batch_size`. For `lightning` and `pytorch_lightning` alike. One device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.integrations.applied import Division, divide, library, on_model
+from autofit.integrations.workloads import (
+    MOST_EXAMINED,
+    longest_batch,
+    own_autocast,
+    precision_note,
+    search_as_is,
+)
+from autofit.report.report import Report
+from autofit.strategy import Strategy
+from autofit.training.batch import batch_size
+from autofit.training.workload import Workload
+from autofit.units import kind_of
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
+
+
+def workload(
+    module: Any,
+    data: Any = None,
+    *,
+    trainer: Any = None,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    **options: Any,
+) -> Workload:
+    """Return what a LightningModule trains, as a workload.
+
+    Args:
+        module: a live LightningModule with one optimizer, which Lightning steps.
+        data: a DataModule, or a training DataLoader, whose longest samples are taken; its
+            micro-batches are those of the baseline.
+        trainer: a Lightning Trainer whose accumulation, clipping and precision are the training's;
+            None: one micro-batch a step, in the module's own precision, not clipped.
+        sample_batch: in place of data.
+        examine: samples to look at for the longest ones.
+        options: further fields of the `Workload`, such as optimizer, where `configure_optimizers`
+            needs a Trainer, or global_batch.
+
+    Raises:
+        InvalidRequest: the module or the Trainer trains in a way that cannot be searched, or there
+            is no data.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        raise InvalidRequest(
+            f"{kind_of(module)} steps its optimizers itself (automatic_optimization=False): write "
+            "that as train_step=(training, batch) -> loss for autofit.search"
+        )
+    if sample_batch is None:
+        sample_batch = longest_batch(_loader(data), examine)
+    sample_batch = module.on_before_batch_transfer(sample_batch, 0)
+    given: dict[str, Any] = {
+        "loss_fn": ModuleLoss(precision=_own_precision(trainer)),
+        "even_split": True,  # a loader makes micro-batches of one size
+        "global_batch": batch_size(sample_batch) * getattr(trainer, "accumulate_grad_batches", 1),
+        **_clipping(trainer),
+    }
+    if "optimizer" not in options:
+        given["optimizer"] = _optimizer(module)
+    return Workload(module, sample_batch, **given | options)
+
+
+def search(
+    module: Any,
+    data: Any = None,
+    *,
+    trainer: Any = None,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    optimizer: Any = None,
+    global_batch: int | None = None,
+    allow_resplit: bool = False,
+    strategies: Iterable[str | Strategy] | None = None,
+    numerics: Any = "reduced_precision",
+    **options: Any,
+) -> Report:
+    """Find the fastest way to train a LightningModule.
+
+    Args:
+        module, data, trainer, sample_batch, examine: see `workload`.
+        optimizer: parameters -> Optimizer; None: that of `configure_optimizers`.
+        global_batch: samples per optimizer step; None: those of `data` times the accumulation.
+        allow_resplit, strategies, numerics: as for `autofit.search`. Where the Trainer has mixed
+            precision, every plan keeps that, and no other type is tried.
+        options: further arguments of `autofit.search` (vram_budget, timeout, study, progress, ...).
+
+    Raises:
+        InvalidRequest: see `workload`, and what `autofit.search` raises.
+    """
+    own = _own_precision(trainer)
+    more = {"optimizer": optimizer, "global_batch": global_batch}
+    trained = workload(
+        module,
+        data,
+        trainer=trainer,
+        sample_batch=sample_batch,
+        examine=examine,
+        allow_resplit=allow_resplit,
+        **{name: value for name, value in more.items() if value is not None},
+    )
+    device = {} if trainer is None else {"device": str(trainer.strategy.root_device)}
+    return search_as_is(
+        trained,
+        precision=own,
+        strategies=strategies,
+        numerics=numerics,
+        notes=[precision_note(own, f"precision={trainer.precision!r} of the Trainer")]
+        if own
+        else [],
+        **device | options,
+    )
+
+
+def arguments(
+    report: Report,
+    *,
+    callbacks: Sequence[Any] = (),
+    strategies: Iterable[str | Strategy] | None = None,
+) -> dict[str, Any]:
+    """Return arguments of a Lightning Trainer that run a report's best plan.
+
+    Args:
+        report: of `search`, or of a search of the same module.
+        callbacks: further ones, of your own.
+        strategies: as for `Report.apply`.
+
+    Returns:
+        precision (where the plan has one), accumulate_grad_batches and callbacks. The DataLoader
+        must make micro-batches of `report.best.plan.micro_batch` samples; of a DataModule the
+        attribute `batch_size` is set while the Trainer fits, where it has one.
+
+    Raises:
+        InvalidRequest: Lightning is not installed, or cannot run the plan.
+    """
+    division = divide(report, lambda term, value: term == "autocast", strategies)
+    found: dict[str, Any] = {
+        "accumulate_grad_batches": division.plan.accumulation_steps,
+        "callbacks": [*callbacks, _callback(division)],
+    }
+    if "autocast" in division.arguments:
+        found.update(precision=_MIXED[str(division.arguments["autocast"])])
+    return found
+
+
+@dataclass(frozen=True)
+class ModuleLoss:
+    """(module, batch) -> the loss of a LightningModule's `training_step`.
+
+    Attributes:
+        precision: the type of autocast that the Trainer has; None: none.
+    """
+
+    precision: str | None = None
+
+    def __call__(self, module: Any, batch: Any) -> torch.Tensor:
+        batch = module.on_after_batch_transfer(batch, 0)
+        asks_for_index = len(inspect.signature(module.training_step).parameters) > 1
+        with own_autocast(module, self.precision):
+            output = module.training_step(batch, *(0,) * asks_for_index)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor):
+            raise InvalidRequest(
+                f"training_step of {kind_of(module)} returned {kind_of(output)} and no loss"
+            )
+        return loss
+
+
+def _loader(data: Any) -> Any:
+    """Return the training loader of a DataModule, set up as `Trainer.fit` does; a loader as is."""
+    if data is None:
+        raise InvalidRequest("give a DataModule or a DataLoader as data, or sample_batch=")
+    if not hasattr(data, "train_dataloader"):
+        return data
+    data.prepare_data()
+    data.setup("fit")
+    return data.train_dataloader()
+
+
+def _own_precision(trainer: Any) -> str | None:
+    """Return the type of a Trainer's autocast.
+
+    Raises:
+        InvalidRequest: its precision is of another kind, or it has several devices.
+    """
+    if trainer is None:
+        return None
+    if trainer.world_size > 1:
+        raise InvalidRequest(
+            f"this Trainer uses {trainer.world_size} devices, and autofit searches for one: make "
+            "it with devices=1"
+        )
+    kept = {mixed: dtype for dtype, mixed in _MIXED.items()} | {"32-true": None}
+    if trainer.precision not in kept:
+        raise InvalidRequest(
+            f"this Trainer has precision={trainer.precision!r}, and autofit knows "
+            f"{', '.join(kept)}: for another make the module's weights of that type, and give no "
+            "trainer"
+        )
+    return kept[trainer.precision]
+
+
+def _clipping(trainer: Any) -> dict[str, Any]:
+    value = getattr(trainer, "gradient_clip_val", None)
+    if not value:
+        return {}
+    if str(trainer.gradient_clip_algorithm or "norm").endswith("norm"):
+        return {"clip_grad_norm": float(value)}
+    return {"before_step": partial(_clip_values, most=float(value))}
+
+
+def _clip_values(module: torch.nn.Module, optimizer: Any, *, most: float) -> None:
+    torch.nn.utils.clip_grad_value_(module.parameters(), most)
+
+
+def _optimizer(module: Any) -> Any:
+    """Return the one optimizer of `configure_optimizers`."""
+    try:
+        made = module.configure_optimizers()
+    except RuntimeError as error:
+        if "not attached to a `Trainer`" not in str(error):
+            raise
+        raise InvalidRequest(
+            f"configure_optimizers of {kind_of(module)} asks for its Trainer, and there is none "
+            "in a search: give optimizer=parameters -> Optimizer"
+        ) from error
+    if isinstance(made, Mapping):
+        made = made["optimizer"]
+    while isinstance(made, (tuple, list)) and made:  # [optimizers], [schedulers]
+        if len(made) > 1 and isinstance(made[1], torch.optim.Optimizer):
+            break
+        made = made[0]
+        made = made.get("optimizer") if isinstance(made, Mapping) else made
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InvalidRequest(
+            f"configure_optimizers of {kind_of(module)} returned {kind_of(made)}, and a search "
+            "needs one optimizer: give optimizer=parameters -> Optimizer, or for several "
+            "train_step= to autofit.search"
+        )
+    return made
+
+
+def _callback(division: Division) -> Any:
+    """Return a callback that applies what a Trainer has no argument for, while it fits."""
+    used = [name for name in _PACKAGES if name in sys.modules]
+    base: Any = library(*used, *_PACKAGES).Callback
+
+    class ApplyPlan(base):  # type: ignore[misc]  # a class of a library that is optional
+        """Applies a plan to module, optimizer and DataModule while a Trainer fits."""
+
+        def __init__(self) -> None:
+            self._stack = ExitStack()
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            data, size = trainer.datamodule, division.plan.micro_batch
+            if stage == "fit" and hasattr(data, "batch_size"):
+                self._stack.callback(setattr, data, "batch_size", data.batch_size)
+                data.batch_size = size
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            applied = on_model(division.rest, pl_module, optimizer, "training_step")
+            self._stack.enter_context(applied)
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            found, meant = batch_size(batch), division.plan.micro_batch
+            if batch_idx == 0 and found != meant:
+                steps = division.plan.accumulation_steps
+                warnings.warn(
+                    f"the training loader makes micro-batches of {found} samples and the plan has "
+                    f"{meant}, so an optimizer step has {steps * found} samples instead of "
+                    f"{steps * meant}: give the DataLoader batch_size={meant}",
+                    stacklevel=2,
+                )
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self._stack.close()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self._stack.close()
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            self._stack.close()
+
+    return ApplyPlan()

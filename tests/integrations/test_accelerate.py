@@ -1,0 +1,135 @@
+"""Plans in a loop with a real Accelerator, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from autofit.errors import InvalidRequest
+from autofit.integrations import accelerate as integration
+from autofit.plan import Plan
+from autofit.report.report import Report
+from autofit.training.workload import Workload
+
+accelerate: Any = pytest.importorskip(
+    "accelerate", reason="accelerate is not installed: pip install -e .[dev]"
+)
+INPUTS = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.arange(24) % 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Accelerate keeps its state for a process."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 3))
+
+
+def workload_of(model: nn.Module) -> Workload:
+    return Workload(
+        model, (INPUTS[:4], TARGETS[:4]), criterion=nn.CrossEntropyLoss(), global_batch=8
+    )
+
+
+def losses_of(report: Report, accelerator: Any, model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(INPUTS, TARGETS), report.best.plan.micro_batch)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    with integration.applied(report, accelerator, model, optimizer):
+        for inputs, target in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(inputs), target)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    steps = report.best.plan.accumulation_steps
+    return [sum(losses[at : at + steps]) / steps for at in range(0, len(losses), steps)]
+
+
+PLANS: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "accumulation": (Plan(2, accumulation_steps=4), ()),
+    "bfloat16": (Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"}), ()),
+    "placement": (
+        Plan(8, settings={"checkpointing.level": 1, "optimizer.implementation": "fused"}),
+        ("1", "2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_three_steps_of_the_loop_have_the_losses_of_apply(
+    name: str, make_report: Callable[..., Report]
+) -> None:
+    plan, units = PLANS[name]
+    model = model_of()
+    report = make_report(workload_of(model), plan, units)
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.05)
+    with report.apply(other, optimizer) as training:
+        expected = [
+            training.step((INPUTS[at : at + 8], TARGETS[at : at + 8])).item() for at in (0, 8, 16)
+        ]
+    accelerator = accelerate.Accelerator(cpu=True, **integration.arguments(report))
+    assert losses_of(report, accelerator, model) == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 3
+    assert not any("forward" in vars(child) for child in model.modules() if child is not model)
+
+
+def test_what_was_set_is_told_and_given_back(make_report: Callable[..., Report]) -> None:
+    model = model_of()
+    plan = Plan(2, accumulation_steps=4, settings={"checkpointing.level": 1})
+    report = make_report(workload_of(model), plan, ("1",))
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with integration.applied(report, accelerator, model, optimizer) as applied:
+        assert accelerator.gradient_accumulation_steps == 4
+        assert "gradient_accumulation_steps=4 (was 1)" in str(applied)
+        assert "checkpointing.level=1 is applied to model and optimizer" in str(applied)
+        assert "forward" in vars(model[1])  # type: ignore[index]  # a Sequential
+    assert accelerator.gradient_accumulation_steps == 1
+    assert "forward" not in vars(model[1])  # type: ignore[index]  # likewise
+
+
+@pytest.mark.parametrize("has", ["no", "bf16"])
+def test_another_precision_than_the_plans_is_refused(
+    has: str, make_report: Callable[..., Report]
+) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=has)
+    report = make_report(workload_of(model), Plan(8, settings={"precision.dtype": "float16"}))
+    with (
+        pytest.raises(InvalidRequest, match=f"mixed_precision='{has}', and the plan another"),
+        integration.applied(report, accelerator, model, optimizer),
+    ):
+        pass
+    assert integration.arguments(report)["mixed_precision"] == "fp16"
+
+
+def test_precision_that_the_plan_was_not_measured_with_is_warned_of(
+    make_report: Callable[..., Report],
+) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    report = make_report(workload_of(model), Plan(8))
+    with (
+        pytest.warns(UserWarning, match="the plan was measured without"),
+        integration.applied(report, accelerator, model, optimizer),
+    ):
+        pass

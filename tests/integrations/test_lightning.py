@@ -1,0 +1,181 @@
+"""Plans in a real Lightning Trainer, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from autofit.errors import InvalidRequest
+from autofit.integrations import lightning as integration
+from autofit.plan import Plan
+from autofit.report.report import Report
+
+lightning: Any = pytest.importorskip(
+    "lightning.pytorch", reason="lightning is not installed: pip install -e .[dev]"
+)
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(place)
+        return torch.randn(8, generator=generator), torch.tensor(place % 3)
+
+
+class Data(lightning.LightningDataModule):  # type: ignore[misc]  # of a library without types here
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:
+        self.numbers = Numbers()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.numbers, self.batch_size)
+
+
+class Classifier(lightning.LightningModule):  # type: ignore[misc]  # likewise
+    """Keeps the loss of every micro-batch that Lightning runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 3))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        loss = nn.functional.cross_entropy(self.net(inputs), target)
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def trainer_of(**arguments: Any) -> Any:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return lightning.Trainer(accelerator="cpu", devices=1, **quiet | arguments)
+
+
+PLANS: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "accumulation": (Plan(2, accumulation_steps=4), ()),
+    "no accumulation": (Plan(8), ()),
+    "bfloat16": (Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"}), ()),
+    "placement": (
+        Plan(
+            4,
+            accumulation_steps=2,
+            settings={"checkpointing.level": 1, "optimizer.implementation": "fused"},
+        ),
+        ("net.1", "net.2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_three_steps_of_the_trainer_have_the_losses_of_apply(
+    name: str, make_report: Callable[..., Report]
+) -> None:
+    plan, units = PLANS[name]
+    module, data = Classifier(), Data()
+    own = trainer_of(accumulate_grad_batches=2, gradient_clip_val=0.5)
+    report = make_report(integration.workload(module, data, trainer=own), plan, units)
+    other = copy.deepcopy(module)
+    expected = []
+    with report.apply(other, other.configure_optimizers()["optimizer"]) as training:
+        for batch in DataLoader(Numbers(), 8):
+            expected.append(training.step(batch).item())
+    module.losses.clear()
+    trainer = trainer_of(max_epochs=1, gradient_clip_val=0.5, **integration.arguments(report))
+    trainer.fit(module, datamodule=data)
+    steps = plan.accumulation_steps
+    starts = range(0, len(module.losses), steps)
+    found = [sum(module.losses[at : at + steps]) / steps for at in starts]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == 3
+    assert data.batch_size == 4, "given back"
+    assert not any("forward" in vars(child) for child in module.modules())
+
+
+def test_a_workload_is_what_the_module_trains() -> None:
+    module, own = Classifier(), trainer_of(accumulate_grad_batches=3, gradient_clip_val=0.5)
+    workload = integration.workload(module, Data(), trainer=own)
+    assert (workload.sample_batch_size, workload.global_batch) == (4, 12)
+    assert workload.clip_grad_norm == 0.5
+    assert isinstance(workload.optimizer, torch.optim.AdamW)
+    loader = DataLoader(Numbers(), 6)
+    assert integration.workload(module, loader).global_batch == 6
+
+
+def test_a_search_keeps_the_trainers_mixed_precision() -> None:
+    module, own = Classifier(), trainer_of(precision="bf16-mixed")
+    report = integration.search(
+        module, Data(), trainer=own, vram_budget="64MiB", max_probes=2, effort="quick"
+    )
+    assert report.best.ok
+    assert "precision.dtype" not in report.best.plan.settings
+    assert "precision='bf16-mixed' of the Trainer asks for it" in " ".join(report.record.notes)
+    assert module._trainer is None
+    assert module.losses == [], "the copies in the worker were trained"
+
+
+def test_a_loader_of_another_size_is_warned_of(make_report: Callable[..., Report]) -> None:
+    module = Classifier()
+    report = make_report(integration.workload(module, Data()), Plan(2, accumulation_steps=2))
+    trainer = trainer_of(max_steps=2, **integration.arguments(report))
+    with pytest.warns(UserWarning, match="has 8 samples instead of 4"):
+        trainer.fit(module, DataLoader(Numbers(), 4))
+
+
+def test_a_callback_of_ones_own_runs_beside_the_plans(make_report: Callable[..., Report]) -> None:
+    began = []
+
+    class Mine(lightning.Callback):  # type: ignore[misc]  # likewise
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            began.append(pl_module)
+
+    module = Classifier()
+    report = make_report(integration.workload(module, Data()), Plan(4))
+    trainer = trainer_of(max_steps=1, **integration.arguments(report, callbacks=[Mine()]))
+    trainer.fit(module, datamodule=Data())
+    assert began == [module]
+
+
+def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> None:
+    module = Classifier()
+    with pytest.raises(InvalidRequest, match="give a DataModule or a DataLoader"):
+        integration.workload(module)
+    with pytest.raises(InvalidRequest, match="precision='64-true'"):
+        integration.workload(module, Data(), trainer=trainer_of(precision="64-true"))
+    module.automatic_optimization = False
+    with pytest.raises(InvalidRequest, match="train_step="):
+        integration.workload(module, Data())
+
+
+def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1 / self.trainer.max_epochs)
+
+    with pytest.raises(InvalidRequest, match="give optimizer="):
+        integration.workload(Scheduled(), Data())
+    given = integration.workload(Scheduled(), Data(), optimizer=torch.optim.SGD)
+    assert given.optimizer is torch.optim.SGD
