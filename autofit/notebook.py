@@ -1,7 +1,11 @@
-"""How objects show themselves in a notebook: a line and a table, as HTML that needs no script."""
+"""Whether a person watches, and how objects show themselves in a notebook.
+
+What they show is a line and a table, as HTML that needs no script.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -27,6 +31,17 @@ def shown(
     if text := "\n".join(code):
         parts.append(f'<pre style="margin:6px 0">{escape(text)}</pre>')
     return f'<div style="max-width:60em">{"".join(parts)}</div>'
+
+
+def is_watched() -> bool:
+    """Return whether a person sees standard error as it is written: a terminal or a notebook."""
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
 
 
 def _cells(row: Sequence[str]) -> str:

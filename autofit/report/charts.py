@@ -29,7 +29,7 @@ from autofit.report.chart_parts import (
     scale_for,
     title,
 )
-from autofit.report.record import Record, frontier
+from autofit.report.record import Record, frontier, one_a_plan
 from autofit.report.rows import outcome_words, short_settings, trial_speed
 from autofit.units import format_bytes, format_seconds
 
@@ -79,18 +79,6 @@ def _ran(record: Record) -> list[Trial]:
     return [trial for trial in record.trials if trial.role is not Role.VETOED]
 
 
-def _one_a_plan(record: Record) -> list[Trial]:
-    """Return a trial of each fitting plan: that of median speed in the final comparison, or the
-    last."""
-    fits = [trial for trial in _ran(record) if trial.ok and trial.samples_per_second]
-    last = {trial.plan: trial for trial in fits}
-    blocks = {plan: record.blocks(plan) for plan in last}
-    return [
-        blocks[plan][(len(blocks[plan]) - 1) // 2] if blocks[plan] else trial
-        for plan, trial in last.items()
-    ]
-
-
 class _Bytes:
     """The axis of held bytes: its unit, its end, and the budget on it or beyond it."""
 
@@ -109,12 +97,12 @@ class _Bytes:
 
 def _frontier(record: Record) -> Chart:
     held = _Bytes(record)
-    fits, baseline = _one_a_plan(record), record.baseline_beside_best
+    fits, baseline = one_a_plan(record.trials), record.baseline_beside_best
 
     def place(trial: Trial) -> tuple[float, float]:
         return held.of(trial), record.speed_of(trial) or 0.0
 
-    edge = [place(trial) for trial in reversed(frontier(fits))]
+    edge = [place(trial) for trial in reversed(frontier(record.trials))]
     named = {record.best.plan, baseline.plan}
     others = [trial for trial in fits if trial.plan not in named]
     failed = [

@@ -391,15 +391,22 @@ def _check_memory_use(use: Mapping[str, Any]) -> None:
         raise InvalidRequest("the memory over a step is not complete")
 
 
-def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Return the Pareto frontier of speed and held bytes, the fastest trial first.
+def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
+    """Return a trial of each plan that fits: that of median speed in the final comparison, if any.
 
-    Of several trials of one plan the last that ran counts: a confirmation is more accurate than a
-    probe, and a vetoed proposal only repeats an earlier result.
+    Of a plan that was not in it, the last; a vetoed proposal only repeats an earlier result.
     """
-    ran = [t for t in trials if t.role is not Role.VETOED and t.ok and t.samples_per_second]
-    latest = {trial.plan: trial for trial in ran}
-    by_speed = sorted(latest.values(), key=lambda trial: -(trial.samples_per_second or 0.0))
+    of: dict[Plan, list[Trial]] = {}
+    for trial in trials:
+        if trial.role is not Role.VETOED and trial.ok and trial.samples_per_second:
+            of.setdefault(trial.plan, []).append(trial)
+    blocks = {plan: [t for t in its if t.role is Role.CONFIRMED] for plan, its in of.items()}
+    return [middle_of(blocks[plan]) if blocks[plan] else its[-1] for plan, its in of.items()]
+
+
+def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """Return the Pareto frontier of speed and held bytes of `one_a_plan`, the fastest first."""
+    by_speed = sorted(one_a_plan(trials), key=lambda trial: -(trial.samples_per_second or 0.0))
     kept: list[Trial] = []
     for trial in by_speed:
         held = trial.measurement.held_bytes

@@ -14,6 +14,7 @@ from optuna.samplers import BaseSampler
 
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
@@ -33,6 +34,7 @@ from autofit.searching.result import (
     with_measured_need,
 )
 from autofit.searching.study import Store
+from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.training.loader import Loader
@@ -108,8 +110,9 @@ def search(
         seed: of everything random.
         isolation: "process": probes run in a worker; "inprocess": in this process, for models that
             cannot be pickled. It cannot survive hangs and device faults.
-        progress: True shows it on standard error; or what is called with each event of
-            `autofit.searching.events`.
+        progress: True shows it on standard error, False does not; None: where that is a terminal
+            or a notebook. Or what is called with each event of `autofit.searching.events`. All
+            events go to the logger "autofit" too.
         profile: a file for a trace of the best plan's steps, in torch's own format (.json or
             .json.gz).
 
@@ -157,8 +160,7 @@ def search(
     with _shown(progress) as on_event:
 
         def on_stage(stage: str) -> None:
-            if on_event is not None:
-                on_event(events.StageStarted(stage, allowance.progress()))
+            on_event(events.StageStarted(stage, allowance.progress()))
 
         target, ends_at = Target(device, vram_budget, seed, isolation), math.inf
         if timeout is not None:
@@ -169,7 +171,7 @@ def search(
             ) as prober:
                 survey = prober.survey()
                 check_weights_fit(survey)
-                if survey.busy is not None and on_event is not None:
+                if survey.busy is not None:
                     on_event(events.MachineBusy(survey.busy, allowance.progress()))
                 identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
                 with Store.open(study, identity, began=allowance.began) as store:
@@ -234,15 +236,15 @@ def search(
 
 
 @contextmanager
-def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent | None]:
-    """Yield the function to call with events; the progress line is imported on demand."""
-    if progress is not True:
-        yield None if progress is False else progress
+def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
+    """Yield the function to call with events; what shows them is imported on demand."""
+    if callable(progress) or not (is_watched() if progress is None else progress):
+        yield logged(progress if callable(progress) else None)
         return
     from autofit.cli.progress import ProgressLine
 
     with ProgressLine() as line:
-        yield line
+        yield logged(line)
 
 
 def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]:

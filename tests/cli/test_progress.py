@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import autofit
 from autofit.cli.progress import ProgressLine
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan, Settings
@@ -26,6 +32,7 @@ from autofit.searching.events import (
     StageStarted,
     Vetoed,
 )
+from autofit.searching.wording import logged
 
 PLAIN: Settings = {"folding.level": 0, "precision.dtype": "as_is"}
 FOLDED: Settings = {**PLAIN, "folding.level": 2}
@@ -169,6 +176,44 @@ def test_a_terminal_gets_a_live_line_that_never_wraps(monkeypatch: pytest.Monkey
         "probe 3 (search) 8 x 1, folding.level=2: unsupported, held 30.0 MiB (no such kernel)",
         "confirming the leading plans: nothing is left to try",
     ]
+
+
+def test_every_event_is_logged_and_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    passed: list[Event] = []
+    show = logged(passed.append)
+    with caplog.at_level(logging.INFO, logger="autofit"):
+        for event in STORY:
+            show(event)
+    assert passed == STORY
+    assert [record.getMessage() for record in caplog.records] == lines_of(STORY)
+    doubtful = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(doubtful) == 1
+    assert "again in a fresh worker" in doubtful[0]
+
+
+def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shown(**more: Any) -> str:
+        with (
+            terminal(100, monkeypatch) as (descriptor, received),
+            os.fdopen(os.dup(descriptor), "w") as stream,
+        ):
+            monkeypatch.setattr(sys, "stderr", stream)
+            autofit.search(
+                nn.Linear(8, 4),
+                torch.randn(4, 8),
+                loss_fn=lambda model, batch: model(batch).square().mean(),
+                device="cpu",
+                vram_budget="16MiB",
+                max_probes=1,
+                isolation="inprocess",
+                **more,
+            )
+        return b"".join(received).decode()
+
+    assert "probe 1 (baseline) 4 x 1: ok" in shown()
+    assert "probe" not in shown(progress=False)
 
 
 def test_a_file_is_no_terminal(tmp_path: Path) -> None:
