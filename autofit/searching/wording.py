@@ -21,6 +21,7 @@ from autofit.searching.events import (
 from autofit.units import counted, format_bytes, format_clock, format_rate
 
 _LOGGER = logging.getLogger("autofit")
+_LOGGER.addHandler(logging.NullHandler())  # else Python shows warnings where none is configured
 
 
 def logged(then: OnEvent | None) -> OnEvent:
