@@ -82,6 +82,15 @@ class WorkerFailed(AutofitError):
     """The worker process could not be started, or kept dying whatever it was given."""
 
 
+class Unsupported(AutofitError):
+    """The model or the device cannot run with these settings.
+
+    What a strategy raises while it is applied or in a step; it ends a probe as `unsupported`.
+    """
+
+    exit_code = 3
+
+
 class CannotTell(AutofitError):
     """A question that could be answered neither by tracing nor by running."""
 

@@ -96,6 +96,8 @@ MEASUREMENT: dict[str, Any] = {
     "contended?": FLAG,
     "seconds?": Maybe(NUMBER),
     "busy_percent?": Maybe(NUMBER),
+    "start_up_s?": Maybe(DURATION),
+    "notes?": [TEXT],
 }
 """A measurement as JSON."""
 TRIAL: dict[str, Any] = MEASUREMENT | {
@@ -129,6 +131,9 @@ class Measurement:
         seconds: duration of the probe, building and warm-up included.
         busy_percent: share of the time in which the device computed, as NVML has it, over the last
             second or less of the timed steps; None: unknown.
+        start_up_s: seconds that the training took before its steps had their usual duration, such
+            as those of a compilation: from building it to the end of warm-up, less the steps.
+        notes: what the plan's strategies have to say of the run.
     """
 
     outcome: Outcome
@@ -144,11 +149,14 @@ class Measurement:
     contended: bool = False
     seconds: float | None = None
     busy_percent: int | None = None
+    start_up_s: float | None = None
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
         object.__setattr__(self, "step_times_s", tuple(self.step_times_s))
         object.__setattr__(self, "losses", tuple(self.losses))
+        object.__setattr__(self, "notes", tuple(self.notes))
 
     @property
     def ok(self) -> bool:
@@ -178,6 +186,7 @@ class Measurement:
             "outcome": self.outcome.value,
             "step_times_s": list(self.step_times_s),
             "losses": list(self.losses),
+            "notes": list(self.notes),
         }
 
     @classmethod

@@ -49,8 +49,9 @@ DIMENSION: Shape = {
     "values": [SCALAR],
     "payloads?": [ANYTHING],
     "hints?": [Maybe(Leaf("numbers or null", lambda value: _are_numbers(value)))],
-    "when?": Maybe(Table([SCALAR])),
+    "when?": Maybe(Table([Maybe(SCALAR)])),
     "trial_cost_s?": NUMBER,
+    "trial_costs_s?": [Maybe(NUMBER)],
     "fresh_worker?": FLAG,
     "addresses?": [TEXT],
 }
@@ -284,6 +285,9 @@ class Hint:
     fixed_bytes: float | None = None
 
 
+_BY_VALUE = ("payloads", "hints", "trial_costs_s")
+
+
 @dataclass(frozen=True)
 class Dimension:
     """The values one setting may take, and what is known about them.
@@ -294,9 +298,13 @@ class Dimension:
             stored in study and report and handed to the strategy's `apply`.
         hints: expected effect of a value, relative to the first value.
         when: limits the dimension to settings of others, {"other.setting": [allowed values]};
-            where it does not hold, the setting has its first value.
+            where it does not hold, the setting has its first value. None among them allows what
+            has no such setting, or nothing to choose of it.
         trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
-            a dimension with a cost are tried last, on the leading plans only.
+            a dimension with a cost are tried last, on the leading plans only, and in no search
+            that was told neither `train_steps` nor the name of their strategy.
+        trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
+            value makes what another setting costs cheaper.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
         addresses: which of `BOUNDS` its values shorten; a report names the dimension where that
             takes most of a step's time.
@@ -305,8 +313,9 @@ class Dimension:
     values: Sequence[Scalar]
     payloads: Mapping[Scalar, Any] = field(default_factory=dict, kw_only=True)
     hints: Mapping[Scalar, Hint] = field(default_factory=dict, kw_only=True)
-    when: Mapping[str, Sequence[Scalar]] | None = field(default=None, kw_only=True)
+    when: Mapping[str, Sequence[Scalar | None]] | None = field(default=None, kw_only=True)
     trial_cost_s: float = field(default=0.0, kw_only=True)
+    trial_costs_s: Mapping[Scalar, float] = field(default_factory=dict, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
     addresses: Sequence[str] = field(default=(), kw_only=True)
 
@@ -321,7 +330,7 @@ class Dimension:
             raise InvalidRequest("a dimension needs at least one value, the one of plain PyTorch")
         if len(set(self.values)) != len(self.values):
             raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
-        for name in ("payloads", "hints"):
+        for name in _BY_VALUE:
             given = getattr(self, name)
             object.__setattr__(self, name, MappingProxyType(dict(given)))
             unknown = set(given) - set(self.values)
@@ -332,8 +341,19 @@ class Dimension:
 
     def __reduce__(self) -> tuple[Callable[..., Dimension], tuple[Any, ...]]:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain |= {"payloads": dict(self.payloads), "hints": dict(self.hints)}
+        plain |= {name: dict(plain[name]) for name in _BY_VALUE}
         return partial(Dimension, **plain), ()
+
+    def trial_cost_of(self, value: Scalar) -> float:
+        """Return the extra seconds that a probe of the value costs; 0 for the first."""
+        if value == self.values[0]:
+            return 0.0
+        return self.trial_costs_s.get(value, self.trial_cost_s)
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether a probe of some value costs extra seconds."""
+        return any(self.trial_cost_of(value) > 0 for value in self.values)
 
     def allowed_with(self, settings: Settings) -> bool:
         """Return whether `when` allows values other than the first next to these settings."""
@@ -347,6 +367,7 @@ class Dimension:
             "hints": [_hint_to_list(self.hints.get(value)) for value in self.values],
             "when": {name: list(allowed) for name, allowed in (self.when or {}).items()},
             "trial_cost_s": self.trial_cost_s,
+            "trial_costs_s": [self.trial_costs_s.get(value) for value in self.values],
             "fresh_worker": self.fresh_worker,
             "addresses": list(self.addresses),
         }
@@ -362,12 +383,14 @@ class Dimension:
         values = data["values"]
         payloads = zip(values, data.get("payloads", ()), strict=False)
         hints = zip(values, data.get("hints", ()), strict=False)
+        costs = zip(values, data.get("trial_costs_s", ()), strict=False)
         return cls(
             values,
             payloads={value: payload for value, payload in payloads if payload is not None},
             hints={value: Hint(*hint[:3]) for value, hint in hints if hint is not None},
             when=data.get("when") or None,
             trial_cost_s=data.get("trial_cost_s", 0.0),
+            trial_costs_s={value: cost for value, cost in costs if cost is not None},
             fresh_worker=data.get("fresh_worker", False),
             addresses=[each for each in data.get("addresses", ()) if each in BOUNDS],
         )

@@ -6,7 +6,8 @@ it and its origin. No strategy is known by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from itertools import pairwise
@@ -37,6 +38,20 @@ def check_installed(name: str) -> None:
         raise InvalidRequest(
             f"there is no strategy {name!r}; installed are: {known}. Pass another one as an object"
         )
+
+
+def unavailable(device_type: str) -> Iterator[str]:
+    """Yield each installed strategy that this machine lacks something for, with the reason."""
+    for strategy in _loadable():
+        why = getattr(strategy, "unavailable", lambda device_type: None)(device_type)
+        if why is not None:
+            yield f"{strategy.name}: {why}"
+
+
+def _loadable() -> Iterator[Strategy]:
+    for name in installed_names():
+        with suppress(InvalidRequest):
+            yield _by_name(name)
 
 
 def load_strategies(

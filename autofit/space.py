@@ -110,9 +110,14 @@ class Space:
                 raise InvalidRequest(f"{name} cannot be {value!r} here; it can be one of {values}")
         return {**self.plain_settings, **settings}
 
+    def trial_cost_s(self, settings: Settings) -> float:
+        """Return the extra seconds that a probe of the variant costs."""
+        costs = [d.trial_cost_of(settings[name]) for name, d in self.dimensions.items()]
+        return max(0.0, sum(costs))
+
     def is_costly(self, settings: Settings) -> bool:
         """Return whether a value of the variant is marked as costly to try."""
-        return any(dimension.trial_cost_s > 0 for dimension in self._changed(settings))
+        return self.trial_cost_s(settings) > 0
 
     def needs_fresh_worker(self, settings: Settings) -> bool:
         """Return whether a value of the variant needs a worker of its own."""

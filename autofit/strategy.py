@@ -9,7 +9,7 @@ strategy must pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -234,6 +234,12 @@ class TrainingView(Protocol):
     ) -> Callable[[], None]:
         """Call `wrapper(step)` in place of the update; return the function that undoes it."""
 
+    def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
+        """Have `notes()` called at the end of a probe; return the function that undoes it.
+
+        What it returns stands in the measurement's notes.
+        """
+
     def loss(self, batch: Any) -> torch.Tensor:
         """Run forward and loss of one micro-batch, under the forward contexts in force."""
 
@@ -262,7 +268,11 @@ class InStandardTerms(Protocol):
 
 @runtime_checkable
 class Strategy(Protocol):
-    """One technique, such as reduced precision, as dimensions of the search space."""
+    """One technique, such as reduced precision, as dimensions of the search space.
+
+    It may have a method `unavailable(device_type) -> str | None` that says, without a model, what
+    this machine lacks for it; `autofit doctor` shows that.
+    """
 
     name: str
     """Prefix of its settings."""

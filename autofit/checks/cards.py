@@ -310,7 +310,7 @@ class _Here:
 
 def _minor(dimension: Dimension) -> str | None:
     """Return why the values of a dimension make no main variants; None: they do."""
-    if dimension.trial_cost_s:
+    if dimension.is_costly:
         return "other values are costly to try"
     hints = [dimension.hints.get(value) for value in dimension.values[1:]]
     per_sample = [(hint.bytes_per_sample, hint.seconds_per_sample) for hint in hints if hint]

@@ -71,7 +71,7 @@ def check(
         chosen, target = load_strategies(strategies), Target(device, vram_budget)
 
         def resolved(survey: Survey) -> ResolvedPlan:
-            return resolve(plan, survey.space(), chosen, payloads)
+            return resolve(plan, survey.space_for(plan), chosen, payloads)
 
         return _by_probe(*run_one(workload, chosen, target, resolved))
     budget = budget_bytes(

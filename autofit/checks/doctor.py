@@ -29,7 +29,7 @@ from autofit.measurement import Measurement, Outcome
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Target, open_prober
 from autofit.probing.session import Session
-from autofit.registry import GROUP, installed_names, load_strategies, resolve
+from autofit.registry import GROUP, installed_names, load_strategies, resolve, unavailable
 from autofit.strategy import Capabilities
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
@@ -232,6 +232,10 @@ def _look_at_device(name: str | None) -> tuple[dict[str, str], list[Finding]]:
         "native types": ", ".join(["float32", *native]),
     }
     findings = [*chosen, _of_probe(environment.device, measured, time.monotonic() - began)]
+    findings += [
+        Finding("strategies", why, "install that, and searches can use the strategy")
+        for why in unavailable(environment.device.partition(":")[0])
+    ]
     if environment.device != "cpu":
         findings += [*_of_gpu(seen, environment), *_of_allocator()]
     return facts, findings

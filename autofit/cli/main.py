@@ -94,6 +94,10 @@ def search(
     max_micro_batch: Annotated[int | None, typer.Option(min=1, help="the largest to try")] = None,
     max_probes: Annotated[int | None, typer.Option(min=1, help="the most plans to run")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds until it stops")] = None,
+    train_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="optimizer steps you will train: then compiles too"),
+    ] = None,
     effort: Annotated[
         str, typer.Option(help="quick, normal or thorough: how small a gain is still looked for")
     ] = "normal",
@@ -121,6 +125,7 @@ def search(
         max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,
+        train_steps=train_steps,
         effort=effort,
         study=study,
         sampler=None,
@@ -148,6 +153,7 @@ def search(
                 max_micro_batch=max_micro_batch,
                 max_probes=max_probes,
                 timeout=timeout,
+                train_steps=train_steps,
                 effort=effort,
                 study=study,
                 seed=seed,

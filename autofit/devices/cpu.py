@@ -19,6 +19,7 @@ import torch
 from autofit.devices.base import Environment, MemoryReading
 from autofit.errors import DeviceUnavailable
 from autofit.memory.allocator import CachingAllocator
+from autofit.memory.compiled import CompiledMemoryTracer
 from autofit.memory.expandable import expandable_segments
 from autofit.memory.tracer import MemoryTracer
 from autofit.strategy import Capabilities
@@ -110,10 +111,16 @@ class CpuDevice(TracedDevice):
 
     def __init__(self, *, record: bool = False) -> None:
         allocator = CachingAllocator(expandable_segments=expandable_segments())
-        self.tracer = MemoryTracer(allocator, device_type="cpu", record=record)
+        self.tracer = CompiledMemoryTracer(allocator, device_type="cpu", record=record)
         super().__init__(self.tracer)
         self.torch_device = torch.device("cpu")
         self.total_bytes, self.free_bytes = host_memory()
+
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        """Allocate what operators and compiled code create in the simulated allocator."""
+        with self.tracer.accounting():
+            yield
 
     @property
     def capabilities(self) -> Capabilities:

@@ -113,7 +113,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         except OutOfBudget as refusal:
             # The traceback must not keep alive what did not fit.
             del given, result
-            raise torch.OutOfMemoryError(f"CUDA out of memory (simulated). {refusal}") from None
+            raise _out_of_memory(refusal) from None
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -131,6 +131,18 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def register_foreign(self, value: Any) -> None:
         """Never count the storages of the tensors in `value`, or in its lists, tuples and dicts."""
         self._meet(tensors_in(value))
+
+    def allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor that no operator made, once its storage is allocated.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it.
+        """
+        try:
+            self._settle([tensor])
+        except OutOfBudget as refusal:
+            raise _out_of_memory(refusal) from None
+        return tensor
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -279,6 +291,10 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self.events.append((-number, 0))
         self._busy = False
         self._release_collected()
+
+
+def _out_of_memory(refusal: OutOfBudget) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(f"CUDA out of memory (simulated). {refusal}")
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):

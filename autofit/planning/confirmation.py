@@ -50,7 +50,8 @@ class Finalist:
     Attributes:
         plan: the plan.
         blocks: its fitting trials of the comparison, at least one.
-        log_speed: median over the blocks of the log of samples per second.
+        log_speed: median over the blocks of the log of samples per second, with its start over
+            the whole training where that is known.
         error: standard error of that.
     """
 
@@ -102,7 +103,11 @@ def finalists(posterior: Posterior) -> list[Finalist]:
         Finalist(
             plan,
             tuple(its),
-            compared_log_speed(its),
+            float(
+                posterior.over_training(
+                    np.array(compared_log_speed(its)), _start_up_s(posterior, plan)
+                )
+            ),
             posterior.noise(its[-1]) / math.sqrt(len(its)),
         )
         for plan, its in blocks.items()
@@ -194,7 +199,16 @@ def _measured(posterior: Posterior) -> Mapping[Plan, float]:
     rates: dict[Plan, list[float]] = {}
     for trial in posterior.fitting:
         rates.setdefault(trial.plan, []).append(math.log(trial.samples_per_second or 0.0))
-    return {plan: statistics.fmean(logs) for plan, logs in rates.items()}
+    return {
+        plan: float(
+            posterior.over_training(np.array(statistics.fmean(logs)), _start_up_s(posterior, plan))
+        )
+        for plan, logs in rates.items()
+    }
+
+
+def _start_up_s(posterior: Posterior, plan: Plan) -> float:
+    return float(posterior.start_up_s[posterior.index(plan)])
 
 
 def _expected_value(posterior: Posterior, trial: Trial) -> float:

@@ -15,7 +15,7 @@ Dayanik, SIAM J. Control Optim. 47, 2008). Worths are differences of log speed: 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autofit.measurement import Measurement, Outcome, Trial, oom_probes_of
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan
 from autofit.planning.curves import MULTIPLES
 from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
@@ -105,13 +105,16 @@ class Forecast:
     seconds: float | None
 
 
-def decide(posterior: Posterior, *, may_repeat: bool = True) -> Decision:
+def decide(
+    posterior: Posterior, *, may_repeat: bool = True, seconds_left: float | None = None
+) -> Decision:
     """Return the plan to probe next, or the reason why none can be expected to win.
 
     Args:
         posterior: of the search so far.
         may_repeat: whether a plan may be repeated, which tells noise from odd step times. Not where
             another sampler proposes the plans: it would never be run.
+        seconds_left: costly values are tried only where that is expected to suffice; None: always.
     """
     space = posterior.spec.space
     if not posterior.probes:
@@ -122,8 +125,11 @@ def decide(posterior: Posterior, *, may_repeat: bool = True) -> Decision:
     costly = np.array([space.is_costly(settings) for settings in posterior.variants])
     plan = propose(posterior, posterior.usable & ~costly, may_repeat=may_repeat)
     if plan is None and costly.any():
+        seconds = _probe_seconds(posterior)
         beside = posterior.usable & costly & _beside_leaders(posterior)
-        plan = propose(posterior, beside, may_repeat=may_repeat)
+        if seconds_left is not None:
+            beside &= seconds <= seconds_left
+        plan = propose(posterior, beside, may_repeat=may_repeat, seconds=seconds)
     if plan is not None:
         return Decision(plan)
     fits = any(trial.ok for trial in posterior.probes)
@@ -200,15 +206,30 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
     return cost
 
 
-def propose(posterior: Posterior, allowed: Mask, *, may_repeat: bool = True) -> Plan | None:
-    """Return the plan of an allowed variant that is most worth a probe; None if none is."""
+def propose(
+    posterior: Posterior, allowed: Mask, *, may_repeat: bool = True, seconds: Array | None = None
+) -> Plan | None:
+    """Return the plan of an allowed variant that is most worth a probe; None if none is.
+
+    Args:
+        posterior: of the search so far.
+        allowed: (variants), which may be proposed.
+        may_repeat: as for `decide`.
+        seconds: (variants), that a probe takes, where they differ so much that the gain per second
+            decides. Then no probe is proposed that takes longer than what it is expected to save
+            over the training, where the length of that is known.
+    """
     leader = leading(posterior)
     if leader is None:
         return _likeliest_to_fit(posterior, allowed)
-    found = _new_plans(posterior, leader, allowed)
+    found = _new_plans(posterior, leader, allowed, seconds)
     if may_repeat:
         found += _repeats(posterior, leader, allowed)
+    if seconds is not None:
+        found = _per_second(posterior, leader, found, seconds)
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
+    if seconds is not None and plan is not None:
+        worth *= float(seconds[posterior.index(plan)])
     least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
     least = max(least, NOISE_WORTH * posterior.noise(leader))
     least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
@@ -223,8 +244,35 @@ def _surprise(posterior: Posterior) -> Plan | None:
     return leader.plan if posterior.spread > _SURPRISE * posterior.typical_noise else None
 
 
-def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
-    """Return, per level of OOM risk, the best plan at that risk."""
+def _probe_seconds(posterior: Posterior) -> Array:
+    """(variants): seconds that a probe is expected to take."""
+    space = posterior.spec.space
+    ran = [t.measurement for t in posterior.fitting if not space.is_costly(t.plan.settings)]
+    usual = [m.seconds for m in ran if m.seconds is not None]
+    extra_s = np.array([space.trial_cost_s(settings) for settings in posterior.variants])
+    return extra_s + (float(np.mean(usual)) if usual else 0.0)
+
+
+def _per_second(
+    posterior: Posterior, leader: Trial, found: Sequence[Proposal], seconds: Array
+) -> list[Proposal]:
+    """Return the worth per second of those probes that may pay within the training."""
+    samples = posterior.spec.train_samples
+    training_s = math.inf
+    if samples is not None:
+        training_s = samples / math.exp(float(posterior.log_speed(leader.plan).mean()))
+    costs = [float(seconds[posterior.index(plan)]) for _, plan in found]
+    return [
+        (worth / cost_s, plan)
+        for (worth, plan), cost_s in zip(found, costs, strict=True)
+        if worth > 0 and worth * training_s > cost_s
+    ]
+
+
+def _new_plans(
+    posterior: Posterior, leader: Trial, allowed: Mask, seconds: Array | None
+) -> list[Proposal]:
+    """Return, per level of OOM risk, the best plan at that risk, per second where that counts."""
     ahead = posterior.log_speed(leader.plan)[:, None]
     potential = np.maximum(posterior.log_speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
     proposals: list[Proposal] = []
@@ -239,7 +287,7 @@ def _new_plans(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Propo
         chance = fits.mean(axis=0)
         worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
         worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
-        best = int(np.argmax(worth))
+        best = int(np.argmax(worth if seconds is None else worth / seconds))
         if worth[best] > -np.inf:
             plan = posterior.spec.space.plan(int(sizes[best]), posterior.variants[best])
             proposals.append((float(worth[best]), plan))
@@ -373,6 +421,13 @@ def _beside_leaders(posterior: Posterior) -> Mask:
     cheap = [t for t in posterior.probes if t.ok and not space.is_costly(t.plan.settings)]
     cheap.sort(key=lambda trial: -float(posterior.log_speed(trial.plan).mean()))
     leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
-    costly = {name for name, dimension in space.dimensions.items() if dimension.trial_cost_s > 0}
+    costly = _not_cheap(space.dimensions)
     rests = [{pair for pair in variant if pair[0] not in costly} for variant in leaders]
     return np.array([any(rest <= set(v.items()) for rest in rests) for v in posterior.variants])
+
+
+def _not_cheap(dimensions: Mapping[str, Dimension]) -> set[str]:
+    """Return the settings with costly values, and those that are allowed only beside such."""
+    costly = {name for name, dimension in dimensions.items() if dimension.is_costly}
+    beside = {n for n, d in dimensions.items() if not costly.isdisjoint(d.when or {})}
+    return costly | beside

@@ -243,6 +243,7 @@ class Posterior:
         line = log_x - added(self.time.intercept, self.time.slope + log_x, self.time.power)
         if self._time_points:
             line = line - self.departures.at(log_x) - self.time.unevenness(x)
+        line = self.over_training(line, self.start_up_s)
         return np.where(micro_batches >= 1, line, -np.inf)
 
     def log_speed(self, plan: Plan) -> Array:
@@ -252,8 +253,36 @@ class Posterior:
             point = Point(index, x, 1.0, 0.0)
             seconds = self.time.log_values_of([point])[:, 0]
             departure = self.departures.of(index, math.log(x))
-            self._log_speeds[plan] = math.log(x) - seconds - departure
+            log_speed = math.log(x) - seconds - departure
+            self._log_speeds[plan] = self.over_training(log_speed, self.start_up_s[index])
         return self._log_speeds[plan]
+
+    @cached_property
+    def start_up_s(self) -> Array:
+        """(variants): seconds before the first step of a training with costly settings, else 0.
+
+        The most that was measured: what a compiler has done once it remembers.
+        """
+        space = self.spec.space
+        start_up_s = np.array([space.trial_cost_s(settings) for settings in self.variants])
+        measured: dict[int, float] = {}
+        for trial in self.fitting if start_up_s.any() else ():
+            index, seen_s = self.index(trial.plan), trial.measurement.start_up_s
+            if start_up_s[index] > 0 and seen_s is not None:
+                measured[index] = max(measured.get(index, 0.0), seen_s)
+        start_up_s[list(measured)] = list(measured.values())
+        return start_up_s
+
+    def over_training(self, log_speed: Array, start_up_s: Array | float) -> Array:
+        """Return the log of samples/s over the whole training, its start included.
+
+        The same where it is not known how long that is.
+        """
+        samples = self.spec.train_samples
+        if samples is None or not np.any(start_up_s):
+            return log_speed
+        slower: Array = np.log1p(start_up_s * np.exp(log_speed) / samples)
+        return log_speed - slower
 
     def held_bytes(self, plan: Plan) -> Array:
         """(draws,): the bytes that the plan holds according to its line."""

@@ -55,6 +55,7 @@ _SPEC: Shape = {
     "predicted_lines": _PAIRS,
     "predicted_times?": _PAIRS,
     "numerics?": Table(AMOUNT),
+    "train_samples?": Maybe(COUNT),
     "effort?": Leaf("an effort", lambda value: value in list(Effort)),
 }
 _GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
@@ -100,6 +101,8 @@ class SearchSpec:
             belongs to: it may be resumed with another.
         numerics: setting -> how far it may change the arithmetic (`autofit.strategy.Numerics`, as
             a number); 0, exact, where it is missing. Of equally fast plans the most exact wins.
+        train_samples: what the training will take, so that the start of costly variants counts;
+            None: unknown. Like the effort, not part of what a study belongs to.
     """
 
     space: Space
@@ -110,6 +113,7 @@ class SearchSpec:
     predicted_times: Mapping[VariantKey, TimeLine] = field(default_factory=dict)
     effort: Effort = Effort.NORMAL
     numerics: Mapping[str, int] = field(default_factory=dict)
+    train_samples: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -124,6 +128,7 @@ class SearchSpec:
             "predicted_times": _written(self.predicted_times),
             "effort": self.effort.value,
             "numerics": dict(self.numerics),
+            "train_samples": self.train_samples,
         }
 
     @classmethod
@@ -148,6 +153,7 @@ class SearchSpec:
             predicted_times=_read(data.get("predicted_times", ())),
             effort=Effort(data.get("effort", Effort.NORMAL)),
             numerics=data.get("numerics", {}),
+            train_samples=data.get("train_samples"),
         )
 
 

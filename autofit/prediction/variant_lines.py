@@ -98,7 +98,7 @@ def _most_useful_first(space: Space) -> Iterator[Settings]:
     turns = [
         [(name, value) for value in _halving(dimension.values)]
         for name, dimension in space.dimensions.items()
-        if not dimension.trial_cost_s
+        if not dimension.is_costly
     ]
     changes = [change for turn in zip_longest(*turns) for change in turn if change is not None]
     for name, value in sorted(changes, key=lambda each: _is_hinted(space.dimensions, *each)):

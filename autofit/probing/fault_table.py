@@ -216,6 +216,25 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        "compiler",
+        Outcome.UNSUPPORTED,
+        # What a user's own code raises while it is compiled has its own class.
+        types=frozenset(
+            {
+                "torch._dynamo.exc.TorchDynamoException",
+                "torch._inductor.exc.InductorError",
+                "torch._inductor.exc.CppCompileError",
+                "torch._inductor.exc.InvalidCxxCompiler",
+                "triton.errors.TritonError",
+            }
+        ),
+    ),
+    Row(
+        "settings that cannot run",
+        Outcome.UNSUPPORTED,
+        types=frozenset({"autofit.errors.Unsupported"}),
+    ),
+    Row(
         "library size limit",
         Outcome.SIZE_LIMIT,
         text=_text(

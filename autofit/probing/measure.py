@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -54,10 +55,13 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     steps = _Steps()
     with ExitStack() as applied:
         with device.accounting():
+            began = time.perf_counter()
             training = applied.enter_context(builder.training(workload, request.resolved))
             for _ in _warm_up(training):
                 steps.loss = float(_step(training, device, batch)[0])
                 steps.end_bytes.append(device.allocated_bytes())
+            steps.warm_up_s = time.perf_counter() - began
+            steps.warm_up_steps = len(steps.end_bytes)
             del steps.end_bytes[:-WARM_UP_STEPS]
             before = device.read()
             for _ in range(_tracked_steps(device, request)):
@@ -80,8 +84,10 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         after = device.read()
         growth = _growth(device, steps)
         run = micro_batches if training.has_split else 1  # a train_step may take all at once
+        notes = training.notes()
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
-    return _measurement(steps, before, after, growth, vram_budget_bytes, run)
+    measured = _measurement(steps, before, after, growth, vram_budget_bytes, run)
+    return replace(measured, notes=notes, start_up_s=steps.start_up_s(scale))
 
 
 @dataclass
@@ -93,6 +99,15 @@ class _Steps:
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
     busy_percent: int | None = None
+    warm_up_s: float = 0.0
+    warm_up_steps: int = 0
+
+    def start_up_s(self, scale: float) -> float | None:
+        """Return the seconds of warm-up beyond those of as many timed steps."""
+        if not self.times_s:
+            return None
+        step_s = statistics.median(self.times_s) / scale
+        return max(0.0, self.warm_up_s - self.warm_up_steps * step_s)
 
 
 def _tracked_steps(device: Device, request: ProbeRequest) -> int:

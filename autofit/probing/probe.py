@@ -53,7 +53,7 @@ def probe(
         workload,
         chosen,
         Target(device, vram_budget, seed, isolation),
-        lambda survey: resolve(plan, survey.space(), chosen, payloads),
+        lambda survey: resolve(plan, survey.space_for(plan), chosen, payloads),
         role=Role.BASELINE if plan is None else Role.SEARCH,
     )
     return trial

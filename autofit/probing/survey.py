@@ -8,7 +8,7 @@ breaks the contract of plug-ins is refused instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -93,6 +93,37 @@ class Survey:
             even_split=self.even_split,
             fixed=fixed,
         )
+
+    def space_for(self, plan: Plan | None) -> Space:
+        """Return the space of a single plan: what is costly is in it where the plan names it.
+
+        As in searches: so that plans of reports, which may lack such settings, stay the same.
+        """
+        named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
+        return self.without_costly(named).space()
+
+    def without_costly(self, asked_for: Collection[str]) -> Survey:
+        """Return the survey without what is costly to try, of strategies that nobody asked for."""
+        costly = {n.partition(".")[0] for n, d in self.dimensions.items() if d.is_costly}
+        left_out = costly - set(asked_for)
+        if not left_out:
+            return self
+        dimensions, notes = dict(self.dimensions), list(self.notes)
+        for name, dimension in self.dimensions.items():
+            if name.partition(".")[0] in left_out:
+                dimensions[name] = Dimension(dimension.values[:1])
+        for name in sorted(left_out):
+            costs = [
+                dimension.trial_cost_of(value)
+                for setting, dimension in self.dimensions.items()
+                for value in dimension.values
+                if setting.partition(".")[0] == name and dimension.trial_cost_of(value) > 0
+            ]
+            notes.append(
+                f"{name} was not tried: a plan with it takes about {min(costs):.0f} s more to try. "
+                "Say how long you will train (train_steps=), and it is tried where it pays"
+            )
+        return replace(self, dimensions=dimensions, notes=tuple(notes))
 
 
 def check_weights_fit(survey: Survey) -> None:

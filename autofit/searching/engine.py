@@ -190,11 +190,18 @@ class _Search:
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             stopped_because,
             comparison_ended=confirmation.confirm(self._posterior) is None,
+            with_more_time=self._with_more_time(),
         )
+
+    def _with_more_time(self) -> Plan | None:
+        """Return the plan that more time would have tried; None: there was time enough."""
+        if self._allowance.timeout_s is None:
+            return None
+        return planner.decide(self._posterior, may_repeat=False).plan
 
     def mark_ended(self, stopped_because: str) -> None:
         """Note in the study that the search came to its own end, not to that of its allowance."""
-        if self._spent() is None:
+        if self._spent() is None and self._with_more_time() is None:
             self._store.mark_ended(stopped_because)
 
     def _spent(self) -> str | None:
@@ -219,7 +226,11 @@ class _Search:
                 if choice is None or self._allowance.max_probes is None:
                     if self._store.ended is not None:
                         return self._store.ended
-                    decision = planner.decide(self._posterior, may_repeat=choice is None)
+                    decision = planner.decide(
+                        self._posterior,
+                        may_repeat=choice is None,
+                        seconds_left=self._seconds_left(Role.SEARCH),
+                    )
                     if decision.plan is None:
                         return decision.stopped_because or "nothing is left to try"
                     choice = choice or decision.plan
@@ -303,11 +314,12 @@ class _Search:
                 runs_alone = self._spec.space.needs_fresh_worker(plan.settings)
                 if runs_alone:
                     self._prober.renew()
-                probed = self._prober.probe(self._request(plan, role, forecast.seconds))
+                expected_s = self._expected_seconds(plan, forecast.seconds)
+                probed = self._prober.probe(self._request(plan, role, expected_s))
                 first = probed.measurement
                 if self._may_be_accident(plan, first) and self._prober.renew():
                     self._on_event(events.Repeating(plan, first, self._progress()))
-                    probed = self._prober.probe(self._request(plan, role, forecast.seconds))
+                    probed = self._prober.probe(self._request(plan, role, expected_s))
                 if runs_alone:
                     self._prober.renew()
                 measurement, error = self._blamed(plan, probed)
@@ -368,6 +380,10 @@ class _Search:
             seconds_left=seconds_left,
             most_timed_seconds=self._spec.effort.most_timed_seconds,
         )
+
+    def _expected_seconds(self, plan: Plan, seconds: float | None) -> float | None:
+        """Return the expected duration of a probe, with what its settings say of its cost."""
+        return None if seconds is None else seconds + self._spec.space.trial_cost_s(plan.settings)
 
     def _seconds_left(self, role: Role) -> float | None:
         """Return the seconds until a probe is ended: all but those kept for the comparison."""

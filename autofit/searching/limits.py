@@ -140,6 +140,7 @@ def check_search_arguments(
     max_micro_batch: Any,
     max_probes: Any,
     timeout: Any,
+    train_steps: Any,
     study: Any,
     sampler: Any,
     progress: Any,
@@ -151,7 +152,8 @@ def check_search_arguments(
     Raises:
         InvalidRequest: one is invalid; the message names it and its value.
     """
-    for name, count in (("max_micro_batch", max_micro_batch), ("max_probes", max_probes)):
+    counts = {"max_probes": max_probes, "train_steps": train_steps}
+    for name, count in {"max_micro_batch": max_micro_batch, **counts}.items():
         if count is not None:
             check_count(name, count)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)

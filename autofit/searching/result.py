@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
-from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
+from autofit.measurement import Outcome, Role, Trial, fastest_of, oom_probes_of, probes_of
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
@@ -24,13 +24,15 @@ from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
-from autofit.units import format_bytes, round_up_shown
+from autofit.units import format_bytes, format_seconds, round_up_shown
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 INTERRUPTED = "interrupted"
 """`stopped_because` of a search that Ctrl-C ended."""
+
+_COSTLY_TO_WATCH = "to watch it would take as long as its first trial"
 
 _FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "train_step")
 """Arguments that are functions: a report names those that were given, and holds no code."""
@@ -49,6 +51,7 @@ class SearchResult:
         skipped: settings that were left out, with the reasons.
         stopped_because: why no further plan was searched.
         comparison_ended: whether the final comparison came to its own end.
+        with_more_time: the plan that a longer timeout would have tried next.
     """
 
     spec: SearchSpec
@@ -58,6 +61,7 @@ class SearchResult:
     skipped: tuple[Skipped, ...]
     stopped_because: str
     comparison_ended: bool = True
+    with_more_time: Plan | None = None
 
     @property
     def probes(self) -> int:
@@ -129,7 +133,14 @@ def record_of(
             trial.number: paste_lines(resolve(trial.plan, space, strategies))
             for trial in result.trials
         },
-        notes=(*survey.notes, *_not_split(result.best), *_not_quiet(survey)),
+        notes=(
+            *survey.notes,
+            *_not_split(result.best),
+            *_not_quiet(survey),
+            *_start_up(result),
+            *result.best.measurement.notes,
+            *_with_more_time(result),
+        ),
         difference=difference,
         memory=memory,
         calibration=learned(survey, result.baseline),
@@ -154,6 +165,34 @@ def _not_quiet(survey: Survey) -> Iterator[str]:
             f"the machine was busy ({survey.busy}), which scatters what is measured: search again "
             "on a quiet one before you rely on small differences"
         )
+
+
+def _start_up(result: SearchResult) -> Iterator[str]:
+    """Yield what the best plan's start takes, and when that has paid for itself."""
+    space, best, baseline = result.spec.space, result.best, result.baseline
+    if not space.is_costly(best.plan.settings):
+        return
+    alike = [t.measurement.start_up_s for t in result.trials if t.plan == best.plan and t.ok]
+    start_up_s = max((seconds for seconds in alike if seconds is not None), default=None)
+    cheap = [t for t in result.trials if t.ok and not space.is_costly(t.plan.settings)]
+    fastest = fastest_of(cheap) or baseline
+    speed, other = best.samples_per_second, fastest.samples_per_second
+    if start_up_s is None or not speed or not other:
+        return
+    words = f"the best plan takes {format_seconds(start_up_s)} before its steps have their speed"
+    saved_s = best.plan.samples_per_step * (1 / other - 1 / speed)
+    if saved_s <= 0:
+        yield f"{words}; the fastest plan without such a start, {fastest.plan}, measured faster"
+        return
+    yield (
+        f"{words}; compared with {fastest.plan}, the fastest one without such a start, that has "
+        f"paid for itself after {math.ceil(start_up_s / saved_s)} optimizer steps"
+    )
+
+
+def _with_more_time(result: SearchResult) -> Iterator[str]:
+    if result.with_more_time is not None:
+        yield f"with more time the search would have tried {result.with_more_time} next"
 
 
 def paste_lines(resolved: ResolvedPlan) -> list[str]:
@@ -207,13 +246,18 @@ def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
         return {}
     best, baseline = result.best.plan, result.baseline.plan
     plans = {"best": best} | ({"baseline": baseline} if baseline != best else {})
+    space = result.spec.space
     resolved = {
-        key: resolve(plan, result.spec.space, prober.strategies) for key, plan in plans.items()
+        key: resolve(plan, space, prober.strategies)
+        for key, plan in plans.items()
+        if not space.is_costly(plan.settings)
     }
     trials = {"best": result.best, "baseline": result.baseline}
     seconds = {key: trial.measurement.step_time_s or 0.0 for key, trial in trials.items()}
+    left_out = {key: {"why_not": _COSTLY_TO_WATCH} for key in plans if key not in resolved}
     try:
-        return prober.run(partial(memory_use_of, plans=resolved, step_seconds=seconds))
+        found = prober.run(partial(memory_use_of, plans=resolved, step_seconds=seconds))
+        return {**found, **left_out}
     # A picture is not worth failing a search that has its answer.
     except (Exception, KeyboardInterrupt, SystemExit):
         return {}

@@ -65,6 +65,7 @@ def search(
     max_micro_batch: int | None = None,
     max_probes: int | None = None,
     timeout: float | None = None,
+    train_steps: int | None = None,
     effort: str = "normal",
     study: str | os.PathLike[str] | None = None,
     sampler: BaseSampler | None = None,
@@ -104,6 +105,9 @@ def search(
         max_probes: the most probes, baseline and confirmations counted.
         timeout: seconds from the call until the search ends, with what was measured by then. A
             probe that runs is ended, but with isolation="inprocess", which can only wait for it.
+        train_steps: optimizer steps that the training will take. Settings whose trials take long,
+            such as a compilation, are tried where they are expected to save more than that over so
+            many steps, and count with it. None: they are left out, unless `strategies` names them.
         effort: "quick", "normal" or "thorough": how small a gain is still looked for.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
         sampler: an Optuna sampler in place of autofit's planner.
@@ -133,6 +137,7 @@ def search(
         max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,
+        train_steps=train_steps,
         study=study,
         sampler=sampler,
         progress=progress,
@@ -170,6 +175,8 @@ def search(
                 workload, chosen, target, ends_at=ends_at, on_stage=on_stage
             ) as prober:
                 survey = prober.survey()
+                if train_steps is None:
+                    survey = survey.without_costly(_named(strategies))
                 check_weights_fit(survey)
                 if survey.busy is not None:
                     on_event(events.MachineBusy(survey.busy, allowance.progress()))
@@ -197,7 +204,11 @@ def search(
                     try:
                         result = run_search(
                             prober,
-                            replace(spec, effort=Effort(effort)),
+                            replace(
+                                spec,
+                                effort=Effort(effort),
+                                train_samples=_train_samples(spec.space, train_steps),
+                            ),
                             store=store,
                             sampler=sampler,
                             max_probes=max_probes,
@@ -247,6 +258,16 @@ def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
         yield logged(line)
 
 
+def _train_samples(space: Space, train_steps: int | None) -> int | None:
+    return None if train_steps is None else train_steps * space.baseline.samples_per_step
+
+
+def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
+    """Return the names of the strategies that the caller asked for."""
+    given = [strategies] if isinstance(strategies, str) else strategies or ()
+    return {each if isinstance(each, str) else each.name for each in given}
+
+
 def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]:
     """Return how far each setting may change the arithmetic."""
     levels = {strategy.name: int(strategy.numerics) for strategy in strategies}
@@ -275,6 +296,7 @@ def _identity(
     max_micro_batch: int | None,
 ) -> dict[str, str]:
     """Return the identity of a study; without a budget "free", since free memory changes."""
+    costly = [name for name, dimension in survey.dimensions.items() if dimension.is_costly]
     return {
         "workload": survey.fingerprint,
         "allow_resplit": str(workload.allow_resplit),
@@ -283,4 +305,5 @@ def _identity(
         "numerics": numerics.name.lower(),
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
         "max_micro_batch": str(max_micro_batch),
+        **({"costly settings": ",".join(costly)} if costly else {}),
     }

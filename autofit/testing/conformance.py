@@ -152,7 +152,7 @@ class Case:
         self, settings: dict[str, Scalar], dimension: Dimension
     ) -> dict[str, Scalar]:
         needed = {name: values[0] for name, values in (dimension.when or {}).items()}
-        return settings | {name: value for name, value in needed.items() if name in settings}
+        return settings | {n: v for n, v in needed.items() if n in settings and v is not None}
 
     def _json_problems(self) -> Iterator[str]:
         for name, dimension in self._dimensions.items():

@@ -7,7 +7,7 @@ only through the strategies it applies, and `undo` reverts those changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -69,6 +69,7 @@ class Training(AbstractContextManager["Training"]):
         self._watch = watch
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
+        self._notes: list[Callable[[], Iterable[str]]] = []
         self._loss_scale = LossScale()
         self.has_split = False
         """Whether any step so far split its batch; a train_step may not."""
@@ -118,6 +119,15 @@ class Training(AbstractContextManager["Training"]):
         """Call `wrapper(step)` in place of the update; return a function that undoes this."""
         self._step_wrappers.append(wrapper)
         return lambda: self._step_wrappers.remove(wrapper)
+
+    def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
+        """Add what `notes()` returns to `notes`; return a function that undoes this."""
+        self._notes.append(notes)
+        return lambda: self._notes.remove(notes)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the strategies in force have to say of the steps so far."""
+        return tuple(note for notes in self._notes for note in notes())
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Run one optimizer step.

@@ -114,3 +114,9 @@ def test_a_device_that_cannot_train_stops_searches(
     assert not answer["can_search"]
     assert any(each["stops_searches"] and each["advice"] for each in answer["findings"])
     assert any(advice in (each["advice"] or "") for each in answer["findings"])
+
+
+def test_a_strategy_that_lacks_something_here_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    why = found(diagnose("cpu"), "strategies").found
+    assert why == "compile: no C++ compiler was found (no-such-compiler)"

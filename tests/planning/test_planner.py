@@ -222,3 +222,57 @@ def test_a_hidden_limit_is_found_within_six_failures(limit: int, cause: str) -> 
     assert sum(not trial.ok for trial in result.trials) <= 6
     best = result.best.plan.micro_batch
     assert best / (60 + best) >= 0.95 * limit / (60 + limit)
+
+
+def _compiling(make_device: MakeDevice, **costs: Any) -> SimulatedDevice:
+    """A device on which nothing is to choose but what is compiled."""
+    return make_device(dimensions={"compile.mode": Dimension(("off", "whole", "parts"), **costs)})
+
+
+@pytest.mark.parametrize(("samples", "tried"), [(1_000, False), (10_000_000, True), (None, True)])
+def test_a_costly_value_is_tried_where_the_training_is_long_enough(
+    make_device: MakeDevice, samples: int | None, tried: bool
+) -> None:
+    other = _compiling(make_device, trial_cost_s=30.0)
+    spec = replace(other.spec(), train_samples=samples)
+    result = run_search(other.prober(), spec)
+    assert any(t.plan.settings["compile.mode"] != "off" for t in result.trials) is tried
+    assert SearchSpec.from_dict(spec.to_dict()).train_samples == samples
+
+
+def test_the_cheaper_of_two_costly_values_is_tried_first(make_device: MakeDevice) -> None:
+    other = _compiling(make_device, trial_costs_s={"whole": 60.0, "parts": 20.0})
+    spec = replace(other.spec(), train_samples=10_000_000)
+    result = run_search(other.prober(), spec)
+    modes = [t.plan.settings["compile.mode"] for t in result.trials]
+    assert next(mode for mode in modes if mode != "off") == "parts"
+
+
+def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
+    make_device: MakeDevice,
+) -> None:
+    other = _compiling(make_device, trial_cost_s=30.0)
+    spec, cheap = other.spec(), replace(other.spec(), train_samples=1_000)
+    posterior = Posterior(spec, run_search(other.prober(), cheap).trials)
+    assert planner.decide(posterior, seconds_left=29.0).plan is None
+    plan = planner.decide(posterior, seconds_left=31.0).plan
+    assert plan is not None
+    assert plan.settings["compile.mode"] != "off"
+
+
+def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDevice) -> None:
+    other = _compiling(make_device, trial_cost_s=30.0)
+    trials = run_search(other.prober(), other.spec()).trials
+    started = [
+        replace(t, measurement=replace(t.measurement, start_up_s=50.0))
+        if t.plan.settings["compile.mode"] != "off"
+        else t
+        for t in trials
+    ]
+    plan = next(t.plan for t in started if t.plan.settings["compile.mode"] != "off")
+    unknown = Posterior(other.spec(), started).log_speed(plan)
+    for samples in (1_000, 1_000_000):
+        spec = replace(other.spec(), train_samples=samples)
+        seconds = samples / np.exp(unknown) + 50.0
+        counted = Posterior(spec, started).log_speed(plan)
+        np.testing.assert_allclose(np.exp(counted), samples / seconds)

@@ -6,9 +6,10 @@ import pickle
 
 import pytest
 import torch
+from torch._inductor.exc import InductorError
 
 from autofit.devices.base import MemoryReading
-from autofit.errors import chain_of
+from autofit.errors import Unsupported, chain_of
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.fault_table import GRAVITY, ROWS
 from autofit.probing.faults import (
@@ -65,6 +66,8 @@ KNOWN: dict[str, tuple[Outcome, Exception]] = {
         RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously ..."),
     ),
     "no kernel": (Outcome.UNSUPPORTED, accelerator_error(209, "")),
+    "inductor": (Outcome.UNSUPPORTED, InductorError(ValueError("no such kernel"), None)),
+    "settings": (Outcome.UNSUPPORTED, Unsupported("compile.mode=default: no C++ compiler")),
     "no kernel, as text": (
         Outcome.UNSUPPORTED,
         RuntimeError(

@@ -657,3 +657,30 @@ def test_a_larger_plan_that_raises_costs_that_plan_alone(device: SimulatedDevice
     assert raised
     assert {t.measurement.outcome for t in raised} == {Outcome.UNSUPPORTED}
     assert result.best.ok
+
+
+def test_a_probe_may_take_as_long_as_its_settings_say(make_device: MakeDevice) -> None:
+    dimensions = {"compile.mode": Dimension(("off", "default"), trial_cost_s=500.0)}
+    other = make_device(dimensions=dimensions)
+
+    def timed(_: Any, measurement: Measurement) -> Measurement:
+        return replace(measurement, seconds=2.0)
+
+    inner = other.prober()
+    run_search(_Wrapped(inner, timed), other.spec())
+    expected = {
+        request.plan.settings["compile.mode"]: request.expected_seconds
+        for request in inner.probed[1:]
+    }
+    assert (expected["off"] or 0) < 20
+    assert (expected["default"] or 0) > 500
+
+
+def test_it_says_what_more_time_would_have_tried(make_device: MakeDevice) -> None:
+    dimensions = {"compile.mode": Dimension(("off", "default"), trial_cost_s=500.0)}
+    other = make_device(dimensions=dimensions)
+    result = run_search(other.prober(), other.spec(), timeout_s=100.0)
+    assert {t.plan.settings["compile.mode"] for t in result.trials} == {"off"}
+    assert result.with_more_time is not None
+    assert result.with_more_time.settings["compile.mode"] == "default"
+    assert run_search(other.prober(), other.spec()).with_more_time is None

@@ -85,6 +85,7 @@ GOOD: dict[str, Any] = {
     "sampler": RandomSampler(),
     "progress": print,
     "effort": "quick",
+    "train_steps": 1000,
     "profile": Path("trace.json"),
 }
 
@@ -103,6 +104,8 @@ def test_valid_arguments_pass() -> None:
         ("max_probes", 0),
         ("max_probes", 1.5),
         ("max_probes", True),
+        ("train_steps", 0),
+        ("train_steps", 2.5),
         ("timeout", 0),
         ("timeout", "3"),
         ("timeout", float("nan")),

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from autofit.registry import installed_names
 from autofit.testing.conformance import check_strategy
+from autofit.training.workload import Workload
 
 
 def test_the_built_in_strategies_are_installed() -> None:
     assert {"precision", "memory_format", "checkpointing"} <= set(installed_names())
 
 
-@pytest.mark.parametrize("name", installed_names())
+@pytest.mark.parametrize("name", [name for name in installed_names() if name != "compile"])
 def test_conformance(name: str) -> None:
     plain_ones = 2  # one of each workload
     assert check_strategy(name) > plain_ones, "a strategy that offers nothing was not tried"
+
+
+def perceptron() -> Workload:
+    """Little to compile: every training of the suite is compiled anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    return Workload(model, batch, criterion=nn.functional.mse_loss)
+
+
+@pytest.mark.slow
+def test_conformance_of_compile() -> None:
+    assert check_strategy("compile", workloads=[perceptron]) > 1

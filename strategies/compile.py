@@ -1,0 +1,284 @@
+"""torch.compile over the model's call.
+
+`compile.mode` starts at "off". "default" has the model's calls compiled by inductor, with static
+shapes; loss functions and the optimizer stay as they are. The model keeps its class, its names and
+its parameters: only its call is another one while the settings are in force.
+
+A compilation takes many seconds and depends on every other setting and on the micro-batch, so each
+value says what trying it costs. What it did is in the notes of the measurement: how many graphs,
+which calls were broken up and why, and what was compiled again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.errors import Unsupported
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+MODE = "compile.mode"
+OFF = "off"
+_PLAIN_CALLS = {"checkpointing.level": (0, None)}
+"""Units that are checkpointed one by one break the model's call up: under compile the partitioner
+chooses what is kept."""
+_SAMPLES = 2
+_CPU_COST_S = (15.0, 0.07)
+_CUDA_COST_S = (10.0, 0.03)
+"""Seconds of a compilation: fixed, and for each operator of a forward. Measured on a CPU with two
+cores (benchmarks/results/compile-2026-11-22.md); on a GPU 20 to 45 s were seen for models of 300
+to 1000 operators."""
+_CALL = "_compiled_call_impl"
+"""The attribute of a module that `Module.__call__` prefers to its own call."""
+_MARKS = "_dynamo"
+_MOST_REASONS = 3
+_ABSENT = object()
+
+
+class Compile:
+    """torch.compile over the model's call: fewer, fused kernels, after seconds of compilation."""
+
+    name = "compile"
+    phase = Phase.COMPILE
+    numerics = Numerics.ROUNDING
+
+    def unavailable(self, device_type: str) -> str | None:
+        """Return why nothing can be compiled for such a device here; None: it can."""
+        return _lacks(device_type)
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the modes where a compiler is found and the step calls the model."""
+        off = {MODE: Dimension([OFF])}
+        if context.device.type == "meta":
+            context.note(f"{MODE}: left out, since what a compiler makes takes a run to find")
+            return off
+        if (lacking := _lacks(context.device.type)) is not None:
+            context.note(f"{MODE}: left out: {lacking}")
+            return off
+        if any(vars(module).get(_CALL) is not None for module in context.model.modules()):
+            context.note(f"{MODE}: left out, since the model is compiled already")
+            return off
+        step: _Step = context.profile(_observed, min(_SAMPLES, context.samples_per_step))
+        if not step.calls_model:
+            context.note(f"{MODE}: left out, since the step does not call the model")
+            return off
+        fixed_s, operator_s = _CUDA_COST_S if context.device.type == "cuda" else _CPU_COST_S
+        return {
+            MODE: Dimension(
+                [OFF, "default"],
+                when=_PLAIN_CALLS,
+                trial_cost_s=round(fixed_s + operator_s * step.operators, 1),
+                fresh_worker=True,
+                addresses=("memory traffic", "launches"),
+            )
+        }
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Have the model's calls compiled when they first run; leaving the context undoes it.
+
+        Raises:
+            Unsupported: there is no compiler for the device, or nothing to compile on it.
+        """
+        mode = str(settings.get(MODE, OFF))
+        if mode == OFF:
+            return nullcontext()
+        if (lacking := _lacks(training.device.type)) is not None:
+            raise Unsupported(f"{MODE}={mode}: {lacking}")
+        return _compiled(training, [training.model], mode)
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script."""
+        mode = str(settings.get(MODE, OFF))
+        if mode == OFF:
+            return []
+        options = "" if mode == "default" else f"mode={mode!r}, "
+        return ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
+
+
+@contextmanager
+def _compiled(training: TrainingView, modules: Sequence[nn.Module], mode: str) -> Iterator[None]:
+    """Have these modules' calls compiled; they share what is compiled where they are alike."""
+    notes = _Notes()
+    with ExitStack() as stack:
+        stack.enter_context(_environment_kept())
+        stack.enter_context(_marks_kept(training.model))
+        # A code object of their own: what is compiled, and how often, is counted by code object.
+        code = _calling(training.model).__code__.replace()
+        for module in modules:
+            template = _calling(module)
+            call = FunctionType(code, template.__globals__, "call", None, template.__closure__)
+            before = vars(module).get(_CALL, _ABSENT)
+            stack.callback(_put_back, module, before)
+            vars(module)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
+        stack.callback(training.add_notes(notes.lines))
+        yield
+
+
+def _calling(module: nn.Module) -> FunctionType:
+    """Return a function that calls the module.
+
+    The frame that is compiled: of a frame of torch's own, as `Module.compile` takes it, nothing is
+    compiled where the module's class is torch's too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+
+    return call  # type: ignore[return-value]  # it is a plain function
+
+
+def _put_back(module: nn.Module, before: Any) -> None:
+    if before is _ABSENT:
+        vars(module).pop(_CALL, None)
+    else:
+        vars(module)[_CALL] = before
+
+
+@contextmanager
+def _marks_kept(model: nn.Module) -> Iterator[None]:
+    """Take away the attributes with which dynamo marks parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [set(vars(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, names in zip(tensors, before, strict=True):
+            for name in [n for n in vars(tensor) if n.startswith(_MARKS) and n not in names]:
+                delattr(tensor, name)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Put the environment variables back that torch's compiler sets for itself."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in [n for n in os.environ if "TORCHINDUCTOR" in n or "TRITON" in n]:
+            if name not in before:
+                del os.environ[name]
+            else:
+                os.environ[name] = before[name]
+
+
+class _Notes:
+    """What torch's compiler counts, from now on."""
+
+    def __init__(self) -> None:
+        self._before = _counted()
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was compiled, and every break and repetition with its reason."""
+        now = _counted()
+        graphs = now.graphs - self._before.graphs
+        if not graphs:
+            yield "compile: nothing was compiled: every call ran as it is"
+            return
+        breaks = _added(self._before.breaks, now.breaks)
+        again = now.recompilations[len(self._before.recompilations) :]
+        words = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
+        yield f"{words}, {len(again)} recompilations"
+        for reason, times in list(breaks.items())[:_MOST_REASONS]:
+            yield f"compile: graph break ({times} x): {_line(reason)}"
+        for reason in again[:_MOST_REASONS]:
+            yield f"compile: compiled again since {_line(reason)}"
+
+
+@dataclass(frozen=True)
+class _Counted:
+    graphs: int
+    breaks: Mapping[str, int]
+    recompilations: Sequence[str]
+
+
+def _counted() -> _Counted:
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    metrics = get_compilation_metrics()
+    return _Counted(
+        counters["stats"]["unique_graphs"],
+        dict(counters["graph_break"]),
+        [each.recompile_reason for each in metrics if each.recompile_reason],
+    )
+
+
+def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {key: n - before.get(key, 0) for key, n in now.items() if n > before.get(key, 0)}
+
+
+def _line(reason: str) -> str:
+    return " ".join(reason.split())[:200]
+
+
+def _lacks(device_type: str) -> str | None:
+    """Return what is missing to compile for such a device; None: nothing."""
+    if device_type not in ("cpu", "cuda"):
+        return f"nothing is compiled for the device {device_type!r}"
+    name = "CC" if device_type == "cuda" else "CXX"
+    given = os.environ.get(name, "")
+    usual = ("gcc", "clang") if device_type == "cuda" else ("g++",)
+    if not any(shutil.which(compiler) for compiler in ([given] if given else usual)):
+        kind = "C" if device_type == "cuda" else "C++"
+        return f"no {kind} compiler was found ({given or ' or '.join(usual)})"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers (Python.h) were not found"
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+@dataclass
+class _Step:
+    """What a plain step shows.
+
+    Attributes:
+        calls_model: whether the model was called as a whole.
+        operators: how many ran in forward, loss and backward.
+    """
+
+    calls_model: bool = False
+    operators: int = 0
+
+
+def _observed(training: TrainingView, batch: Any) -> _Step:
+    step = _Step()
+
+    def called(module: nn.Module, inputs: Any) -> None:
+        step.calls_model = True
+
+    hook = training.model.register_forward_pre_hook(called)
+    watch = _Watch()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    undo = training.wrap_optimizer_step(lambda update: None)
+    try:
+        with watch:
+            training.step(batch)
+    finally:
+        undo()
+        hook.remove()
+    step.operators = watch.operators
+    return step
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Counts the operators that run."""
+
+    operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,157 @@
+"""compile.mode: the model's calls compiled, what that costs, and how it ends where it cannot be."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.devices.cpu import CpuDevice
+from autofit.measurement import Outcome
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import load_strategies
+from autofit.testing import PlainContext
+from autofit.training.builder import TrainingBuilder
+from autofit.training.workload import Workload
+from autofit.units import MIB
+
+COMPILE: Any = load_strategies(["compile"])[0]
+MODE = "compile.mode"
+PLAN = ResolvedPlan(Plan(4, settings={MODE: "default"}), {}, (COMPILE,))
+
+
+class Model(nn.Module):
+    """A perceptron whose forward is broken up where it is told to look at its values."""
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.looks = nn.Linear(8, 64), nn.Linear(64, 8), looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.gelu(self.first(x))
+        if self.looks:
+            inner.sum().item()
+        output: torch.Tensor = self.last(inner)
+        return output.square().mean()
+
+
+def workload(looks: bool = False, samples: int = 4, **given: Any) -> Workload:
+    torch.manual_seed(0)
+    return Workload(Model(looks), torch.randn(samples, 8), **given)
+
+
+def offered(**given: Any) -> tuple[list[Any], list[str]]:
+    context = PlainContext(lambda: workload(**given))
+    return list(COMPILE.dimensions(context)[MODE].values), context.notes
+
+
+def test_it_is_offered_at_a_cost_that_grows_with_the_model() -> None:
+    small = COMPILE.dimensions(PlainContext(workload))[MODE]
+    assert list(small.values) == ["off", "default"]
+    assert small.fresh_worker
+    layers = [nn.Linear(8, 8) for _ in range(20)]
+    large = COMPILE.dimensions(
+        PlainContext(lambda: Workload(nn.Sequential(*layers), torch.ones(4, 8)))
+    )[MODE]
+    assert large.trial_cost_s > small.trial_cost_s > 10
+
+
+def test_without_a_compiler_it_is_empty_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert offered() == (
+        ["off"],
+        ["compile.mode: left out: no C++ compiler was found (no-such-compiler)"],
+    )
+    assert "no-such-compiler" in str(COMPILE.unavailable("cpu"))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert offered()[0] == ["off"]
+
+
+def test_what_never_calls_the_model_is_left_alone() -> None:
+    def step(training: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = training.model.first(batch).mean()
+        training.backward(loss)
+        training.optimizer_step()
+        return loss
+
+    values, notes = offered(train_step=step)
+    assert values == ["off"]
+    assert "does not call the model" in notes[0]
+
+
+def test_a_compiled_model_and_a_dry_run_are_left_alone() -> None:
+    compiled = Model()
+    compiled.compile()
+    context = PlainContext(lambda: Workload(compiled, torch.randn(4, 8)))
+    assert list(COMPILE.dimensions(context)[MODE].values) == ["off"]
+    dry = PlainContext(workload, "meta")
+    assert list(COMPILE.dimensions(dry)[MODE].values) == ["off"]
+
+
+def test_the_lines_to_paste_compile_the_model() -> None:
+    assert COMPILE.describe({MODE: "off"}, {}) == []
+    assert COMPILE.describe({MODE: "default"}, {}) == [
+        "import torch",
+        "model = torch.compile(model, dynamic=False)",
+    ]
+
+
+@pytest.mark.slow
+def test_a_compiled_training_is_accounted_for_and_leaves_nothing() -> None:
+    device = CpuDevice()
+    builder = TrainingBuilder(workload, device, 0)
+    batch = workload().batch(4)
+    variables = dict(os.environ)
+    device.limit(64 * MIB)
+    with builder.training(workload(), ResolvedPlan(Plan(4))) as plain:
+        eager_loss = plain.step(batch)
+        assert plain.notes() == ()
+    with device.accounting(), builder.training(workload(), PLAN) as training:
+        assert "_compiled_call_impl" in vars(training.model)
+        losses = [training.step(batch) for _ in range(2)]
+        before = device.read().allocated_bytes
+        device.reset_peaks()
+        losses.append(training.step(batch))
+        seen = device.read()
+        notes = training.notes()
+    assert notes == ("compile: 1 graphs, 0 graph breaks, 0 recompilations",)
+    torch.testing.assert_close(losses[0], eager_loss)
+    assert losses[2] < losses[0]
+    assert seen.allocated_bytes - before <= 512  # one loss more
+    # the kept product of the first layer, and the gradients of all parameters
+    least = 4 * 64 * 4 + sum(p.nbytes for p in training.model.parameters())
+    assert seen.peak_allocated_bytes - before >= least
+    assert "_compiled_call_impl" not in vars(training.model)
+    assert dict(os.environ) == variables
+
+
+@pytest.mark.slow
+def test_graph_breaks_are_counted_and_named() -> None:
+    trial = autofit.probe(workload(looks=True), plan=PLAN.plan, device="cpu")
+    first, *others = trial.measurement.notes
+    assert first.startswith("compile: 2 graphs, ")
+    assert " 0 graph breaks" not in first
+    assert any("graph break (" in note and "item" in note for note in others), others
+    assert (trial.measurement.start_up_s or 0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spawned_workers")  # torch reads CXX when its compiler is imported
+def test_a_compiler_that_fails_makes_a_plan_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    trial = autofit.probe(workload(samples=5), plan=Plan(5, settings={MODE: "default"}))
+    assert trial.measurement.outcome is Outcome.UNSUPPORTED
+    assert "compiler (" in str(trial.measurement.detail)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    payloads: dict[str, Any] = {MODE: None}
+    trial = autofit.probe(
+        workload(samples=5), plan=Plan(5, settings={MODE: "default"}), payloads=payloads
+    )
+    assert trial.measurement.outcome is Outcome.UNSUPPORTED
+    assert "no-such-compiler" in str(trial.measurement.detail)
