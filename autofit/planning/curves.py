@@ -39,7 +39,8 @@ class LinePrior:
     Attributes:
         level: of all lines together; wide, because the device may be anything.
         split: of how the first measured value divides between intercept and slope, each way.
-        predicted: of the error that all predicted lines have in common.
+        predicted_level: of the error of slopes that all predicted lines have in common.
+        predicted_intercept: likewise of intercepts.
         intercept: of the effect of one value on the intercept.
         hinted_intercept: of the same effect around its hint.
         shared_slope: of the effect on the slope that all values of an unordered setting but the
@@ -50,14 +51,19 @@ class LinePrior:
         trend: of the effect on the slope of the last value of an ordered setting; the values
             before it have proportional shares of that effect.
         curvature: of the deviation of an ordered setting's values from that trend.
-        hinted_slope: of the effect of a value on the slope around its hint or predicted line.
+        hinted_slope: of the effect of a value on the slope around its hint.
+        predicted_slope: of the same effect around its predicted line.
+        own_share: more of the same where it is known: this share of the effect.
+        common_share: likewise, in common to all values of the setting: who overrates one precision
+            overrates the others.
         interaction: of a variant's slope around the product of its settings' effects.
         uneven: of the effect on y of an x that is not a multiple of `MULTIPLES`, one for each.
     """
 
     level: float = 2.0
     split: float = 1.0
-    predicted: float = 0.15
+    predicted_level: float = 0.05
+    predicted_intercept: float = 0.1
     intercept: float = 0.05
     hinted_intercept: float = 0.15
     shared_slope: float = 0.5
@@ -66,6 +72,9 @@ class LinePrior:
     trend: float = 0.6
     curvature: float = 0.4
     hinted_slope: float = 0.07
+    predicted_slope: float = 0.03
+    own_share: float = 0.0
+    common_share: float = 0.0
     interaction: float = 0.06
     uneven: float = 0.0
 
@@ -270,10 +279,16 @@ class LineFamily:
 
 
 def _shared_features(count: int, prior: LinePrior, predicted: bool) -> tuple[Array, Array]:
-    """Return features for A and B of two terms of all variants: one shifts, one tilts the lines."""
-    level, split = (prior.predicted, prior.predicted) if predicted else (prior.level, prior.split)
-    ones = np.ones((count, 1))
-    return np.hstack([level * ones, split * ones]), np.hstack([level * ones, -split * ones])
+    """Return features for A and B of two terms of all variants.
+
+    Of predicted lines one shifts the intercepts and one the slopes, else one shifts and one tilts.
+    """
+    ones, none = np.ones((count, 1)), np.zeros((count, 1))
+    if predicted:
+        shifts = prior.predicted_intercept * ones, prior.predicted_level * ones
+        return np.hstack([shifts[0], none]), np.hstack([none, shifts[1]])
+    level, split = prior.level * ones, prior.split * ones
+    return np.hstack([level, split]), np.hstack([level, -split])
 
 
 def _log_effects(name: str, dimension: Dimension, hints: Hints) -> dict[Scalar, float]:
@@ -340,7 +355,11 @@ class _Terms:
         if slopes:
             known = np.array([value in slopes for value in values])
             mean_b = _effects(values, slopes, known_between)
-            features_b = _one_each(np.where(known, prior.hinted_slope, prior.slope))
+            is_predicted = np.array([value in predicted for value in values])
+            around = np.where(is_predicted, prior.predicted_slope, prior.hinted_slope)
+            around = np.hypot(around, prior.own_share * mean_b)
+            own = _one_each(np.where(known, around, prior.slope))
+            features_b = np.hstack([prior.common_share * mean_b[:, None], own])
         elif is_ordered:
             mean_b, features_b = np.zeros(len(values)), _trend_features(len(values), prior)
         else:

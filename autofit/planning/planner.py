@@ -6,10 +6,10 @@ answer in any process.
 
 Every variant has a ceiling in each draw: the largest micro-batch for which its memory line there
 leaves room. Its potential is the speed gained over the leading plan at that ceiling. The worth of a
-probe is what its plan gains plus a share of the potential that it opens, both if it fits, less the
-cost of running out of memory if it does not. Repeating a plan is worth its knowledge gradient: the
-expected gain from reducing the noise that hides whether it beats the leader (Frazier, Powell and
-Dayanik, SIAM J. Control Optim. 47, 2008). Worths are differences of log speed: 0.01 is one percent.
+probe is what its plan gains plus a share of the potential that it will then be known to have, both
+if it fits, less the cost of running out of memory if it does not. Repeating a plan is worth its
+knowledge gradient: the expected gain from reducing the noise that hides whether it beats the leader
+(`autofit.planning.information`). Worths are differences of log speed: 0.01 is one percent.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from autofit.plan import Dimension, Plan
 from autofit.planning.curves import MULTIPLES
 from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
+from autofit.planning.information import explained_deviation, knowledge_gradient
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import MEMORY_ERROR, Posterior
 from autofit.units import format_bytes
@@ -35,20 +36,17 @@ Mask: TypeAlias = NDArray[np.bool_]
 Proposal: TypeAlias = tuple[float, Plan]
 """The worth of a probe, and its plan."""
 
-MIN_WORTH = 0.002
-MIN_WORTH_WITH_PRIOR = 0.001
-"""The search ends when no probe is worth more than this.
+MIN_WORTH = 0.005
+"""The search ends when no probe is worth more than this."""
 
-With a prior on memory the ladder is short, and there are probes to spare for smaller gains."""
-
-PATIENCE = 12
+PATIENCE = 8
 """After this many probes the minimum grows with the square of their number."""
 
 NOISE_WORTH = 0.05
 """The share of the noise of the leading plan's probes below which no gain is looked for."""
 
-POTENTIAL_CREDIT = 0.6
-"""The share of a variant's potential that a probe of it is credited with."""
+POTENTIAL_CREDIT = 0.9
+"""The share of a variant's potential that a probe is credited with which will make it known."""
 
 OOM_COST = 0.055
 OOM_COST_WITH_PRIOR = 0.3
@@ -62,7 +60,9 @@ CEILING_MARGIN = 0.8 * MEMORY_ERROR
 """The log margin below the budget at a ceiling: about 80 % of its probes then fit."""
 
 MAX_STEP = 4
-"""No micro-batch is tried that is more than this many times the largest measured."""
+MAX_STEP_WITH_LINES = 16
+"""No micro-batch is tried that is more than this many times the largest measured: the second where
+memory lines were predicted."""
 
 VETO_RISK = 0.1
 """A proposal of another sampler that is more likely than this to run out of memory is refused."""
@@ -76,6 +76,8 @@ _SURPRISE = 4.0  # times their noise by which departures are odd
 _IRREGULAR = 2 * LEAST  # spread of step times from which speed need not grow with the size
 _SHARED = 3  # fastest sizes of other variants that are tried on a new one
 _NEAR = 1.1  # a size that fails below its line's limit by no more than this was expected to fail
+_LEAST = 1e-9  # standard deviation of log speeds
+_HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
 _LEADERS = 2  # costly values are tried on this many of the fastest other variants
 
 
@@ -230,8 +232,7 @@ def propose(
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     if seconds is not None and plan is not None:
         worth *= float(seconds[posterior.index(plan)])
-    least = MIN_WORTH_WITH_PRIOR if posterior.has_prior_memory else MIN_WORTH
-    least = max(least, NOISE_WORTH * posterior.noise(leader))
+    least = max(MIN_WORTH, NOISE_WORTH * posterior.noise(leader))
     least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
     return plan if worth > least * posterior.spec.effort.least_worth_factor else None
 
@@ -274,16 +275,17 @@ def _new_plans(
 ) -> list[Proposal]:
     """Return, per level of OOM risk, the best plan at that risk, per second where that counts."""
     ahead = posterior.log_speed(leader.plan)[:, None]
-    potential = np.maximum(posterior.log_speeds(ceilings(posterior)) - ahead, 0).mean(axis=0)
+    reached = posterior.log_speeds(ceilings(posterior)) - ahead
     proposals: list[Proposal] = []
     halfway = _halfway(posterior)
     opening = _next_sizes(posterior, halfway)
     between = _sizes_between(posterior, halfway) if posterior.spread > _IRREGULAR else []
     for number, sizes in enumerate([*opening, *between]):
         fits = posterior.memory_limit >= sizes
-        gain = (np.maximum(posterior.log_speeds(sizes) - ahead, 0) * fits).mean(axis=0)
+        log_speeds = posterior.log_speeds(sizes)
+        gain = (np.maximum(log_speeds - ahead, 0) * fits).mean(axis=0)
         credit = POTENTIAL_CREDIT if number < len(opening) else 0.0
-        opened = credit * np.maximum(potential - gain, 0)
+        opened = credit * np.maximum(_opened(posterior, reached, log_speeds, sizes) - gain, 0)
         chance = fits.mean(axis=0)
         worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
         worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
@@ -294,6 +296,25 @@ def _new_plans(
     return proposals
 
 
+def _opened(posterior: Posterior, reached: Array, log_speeds: Array, sizes: MicroBatches) -> Array:
+    """Return (variants): what is expected to be gained at the ceilings after probes of these sizes.
+
+    A probe tells of its ceiling as far as its step time and its bytes explain the speed there: a
+    small micro-batch, whose time may be that of its launches, tells little.
+
+    Args:
+        posterior: of the search.
+        reached: (draws, variants), log speeds at the ceilings less that of the leader.
+        log_speeds: (draws, variants), log speeds at these sizes.
+        sizes: (variants), micro-batches; 0 for none.
+    """
+    reached = np.where(np.isfinite(reached), reached, _HOPELESS)
+    speeds = np.where(sizes >= 1, log_speeds, 0.0)
+    held = np.log(posterior.memory.value_at(np.maximum(sizes, 1)))
+    change = explained_deviation(reached, (speeds, posterior.typical_noise), (held, MEMORY_ERROR))
+    return knowledge_gradient(reached.mean(axis=0), change)
+
+
 def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
     """Return, per level of risk, every variant's next micro-batch; 0 if it teaches nothing.
 
@@ -301,7 +322,8 @@ def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatche
     smaller.
     """
     ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
-    bound = np.minimum(halfway, MAX_STEP * max(plan.micro_batch for plan in ran))
+    step = MAX_STEP_WITH_LINES if posterior.has_predicted_memory else MAX_STEP
+    bound = np.minimum(halfway, step * max(plan.micro_batch for plan in ran))
     steps: list[MicroBatches] = []
     even_steps: list[MicroBatches] = []
     for limit in np.quantile(posterior.memory_limit, _RISKS, axis=0):
@@ -387,19 +409,10 @@ def _repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposa
     for plan, trial in rivals.items():
         ahead = posterior.log_speed(plan) - posterior.log_speed(leader.plan)
         cost = float(oom_cost(posterior, np.array(posterior.oom_risk(plan))))
-        proposals.append((_knowledge_gradient(ahead, posterior.noise(trial)) - cost, plan))
+        deviation = ahead.std()
+        change = deviation**2 / math.hypot(deviation, posterior.noise(trial), _LEAST)
+        proposals.append((float(knowledge_gradient(ahead.mean(), change)) - cost, plan))
     return proposals
-
-
-def _knowledge_gradient(ahead: Array, noise: float) -> float:
-    """Return the expected gain of one more noisy measurement that may change the leader."""
-    mean, deviation = float(ahead.mean()), float(ahead.std())
-    change = deviation**2 / math.hypot(deviation, noise)  # deviation of the change of the mean
-    if change == 0:
-        return 0.0
-    z = mean / change
-    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-    return change * (density + z * (1 + math.erf(z / math.sqrt(2))) / 2)
 
 
 def _likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:

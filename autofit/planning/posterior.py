@@ -43,7 +43,17 @@ _LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next pr
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
 _MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
 _TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15)
-_PREDICTED_TIME_PRIOR = replace(_TIME_PRIOR, predicted=1.0, intercept=0.2, hinted_slope=0.2)
+_PREDICTED_TIME_PRIOR = replace(
+    _TIME_PRIOR,
+    intercept=0.2,
+    predicted_level=1.0,
+    predicted_intercept=2.5,  # a roofline knows of no launches
+    predicted_slope=0.08,
+    own_share=0.12,
+    common_share=0.25,
+)
+"""The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
+recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's."""
 
 
 @dataclass(frozen=True)
@@ -54,29 +64,33 @@ class _Regime:
         odds: the probability beforehand, up to a factor.
         power: of the sum of fixed and growing time; see `autofit.planning.curves.added`.
         uneven: standard deviation of the effect of a size that is no multiple of 2, 4 or 8.
-        factor: by how much the deviations of fixed times and interactions are multiplied.
+        fixed: by how much the deviations of effects on fixed times are multiplied.
+        interaction: likewise of interactions.
     """
 
     odds: float
     power: float
     uneven: float
-    factor: float
+    fixed: float
+    interaction: float
 
     def prior(self, usual: LinePrior) -> LinePrior:
         """Return the prior of lines in this regime."""
         return replace(
             usual,
             uneven=self.uneven,
-            intercept=self.factor * usual.intercept,
-            interaction=self.factor * usual.interaction,
+            intercept=self.fixed * usual.intercept,
+            interaction=self.interaction * usual.interaction,
         )
 
 
 _REGIMES = [
-    _Regime(odds * others, power, uneven, factor)
-    for others, power in ((1.0, 1.0), (0.1, 4.0))
+    _Regime(odds * others, power, uneven, max(fixed, factor), factor)
+    for others, power, fixed in ((1.0, 1.0, 1.0), (0.5, 4.0, 5.0))
     for odds, uneven, factor in ((1.0, 0.0, 1.0), (0.2, 0.08, 1.0), (0.2, 0.03, 3.0))
 ]
+"""Where launches overlap kernels, a small micro-batch takes as long as its launches: it tells
+little of larger ones, and settings differ in how much they launch."""
 
 
 class Posterior:
@@ -293,7 +307,12 @@ class Posterior:
     def can_predict_memory(self) -> bool:
         """Whether any held bytes were measured or predicted."""
         measured = any(not point.at_least for point in self._memory_points())
-        return measured or bool(self._predicted_lines)
+        return measured or self.has_predicted_memory
+
+    @property
+    def has_predicted_memory(self) -> bool:
+        """Whether memory lines were predicted, of all variants or of some to compose them from."""
+        return bool(self._predicted_lines)
 
     @cached_property
     def has_prior_memory(self) -> bool:

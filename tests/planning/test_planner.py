@@ -11,7 +11,7 @@ import pytest
 from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Hint, variant_key
 from autofit.planning import planner
-from autofit.planning.planner import MAX_STEP, oom_cost
+from autofit.planning.planner import MAX_STEP_WITH_LINES, oom_cost
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
@@ -54,18 +54,22 @@ def test_it_finds_the_best_plan_with_few_probes_and_no_oom(device: SimulatedDevi
     assert result.probes <= 20
 
 
-def test_hints_save_probes(device: SimulatedDevice, make_device: MakeDevice) -> None:
+def test_hints_save_probes(make_device: MakeDevice) -> None:
     hinted = {
         "precision.dtype": Dimension(("as_is", "bfloat16"), hints={"bfloat16": Hint(0.6, 0.5)}),
         "checkpointing.level": Dimension(
             (0, 1, 2, 3, 4), hints={n: Hint(1 - 0.15 * n, 1 + 0.08 * n) for n in range(1, 5)}
         ),
     }
-    other = make_device(dimensions=hinted)
-    with_hints = run_search(other.prober(), other.spec())
-    without = run_search(device.prober(), device.spec())
-    assert device.speed(with_hints.best.plan) >= 0.97 * device.optimum()
-    assert with_hints.probes < without.probes
+    probes_saved = 0
+    for budget in (2 * GIB, 4 * GIB, 8 * GIB):
+        told = make_device(dimensions=hinted, budget=budget)
+        untold = make_device(budget=budget)
+        with_hints = run_search(told.prober(), told.spec())
+        without = run_search(untold.prober(), untold.spec())
+        assert told.speed(with_hints.best.plan) >= 0.97 * told.optimum()
+        probes_saved += without.probes - with_hints.probes
+    assert probes_saved > 0
 
 
 def test_a_hint_on_fixed_bytes_is_used_before_anything_of_it_is_measured(
@@ -157,18 +161,18 @@ def test_with_predicted_lines_variants_start_just_below_their_ceilings(
     device: SimulatedDevice,
 ) -> None:
     """Or as far past the largest micro-batch so far as any probe may go."""
-    without = run_search(device.prober(), device.spec())
     result = run_search(device.prober(), with_predicted_lines(device))
     largest, known = 4, {device.space.baseline.variant}
     for trial in result.trials[1:]:
         size = trial.plan.micro_batch
         if trial.plan.variant not in known:
-            assert device.memory(trial.plan) > 0.75 * device.budget or size == MAX_STEP * largest
+            as_far = size == MAX_STEP_WITH_LINES * largest
+            assert device.memory(trial.plan) > 0.75 * device.budget or as_far
         known.add(trial.plan.variant)
         largest = max(largest, size)
     assert len(known) > 4
     assert result.oom_probes == 0
-    assert result.probes < without.probes
+    assert result.probes <= 12
     assert device.speed(result.best.plan) > 0.97 * device.optimum()
 
 
