@@ -32,6 +32,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.Hint,
     autofit.Report.apply,
     autofit.Report.save,
+    autofit.Report.export,
     autofit.Report.soak,
     autofit.Report.to_text,
     autofit.Report.to_html,

@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -51,6 +51,26 @@ def saving(report: Report, paths: Iterable[Path]) -> Iterator[None]:
     yield
     if lost:
         raise InvalidRequest("; ".join(lost))
+
+
+def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
+    """Print a report's best plan as a stack's text, or write it to the file that is given.
+
+    Raises:
+        InvalidRequest: there is no such stack, or several files or one that cannot be written.
+    """
+    from autofit.cli.options import check_writable
+    from autofit.report.export.export import check_stack
+    from autofit.report.report import load
+
+    check_stack(stack)
+    if len(paths) > 1:
+        raise InvalidRequest("--export writes one file: give --out once")
+    for path in paths:
+        check_writable(path, (path.suffix,))
+    text = load(report).export(stack, *paths)
+    if not paths:
+        print_result(text.rstrip("\n"))
 
 
 def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: bool) -> None:

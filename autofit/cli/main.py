@@ -20,6 +20,7 @@ from autofit.cli.console import (
     Commands,
     exit_code,
     exit_codes,
+    export_report,
     immediate_exits_refused,
     print_result,
     saving,
@@ -214,12 +215,24 @@ def report(
         Path | None, typer.Argument(help="a second one: show what changed from the first to it")
     ] = None,
     out: Out = None,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            help="print the best plan for pytorch, transformers, accelerate, lightning or "
+            "deepspeed; --out FILE writes it"
+        ),
+    ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a saved report, write it in other forms, or compare two; needs no GPU and no torch."""
     from autofit.report.report import load
 
+    if export is not None:
+        if later is not None or as_json or verbose:
+            raise InvalidRequest("--export takes one report, and no option but --out")
+        export_report(path, export, out or ())
+        return
     for file in out or ():
         check_writable(file)
     loaded = load(path)

@@ -19,6 +19,7 @@ import torch
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
+from autofit.report.parts import terms_of
 from autofit.report.report import Report
 from autofit.strategy import Strategy
 
@@ -87,14 +88,6 @@ def divide(
         else:
             rest.append(strategy)
     return Division(plan, arguments, replace(resolved, strategies=rest), plain)
-
-
-def terms_of(strategy: Strategy, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
-    """Return the settings in standard terms; {} if the strategy offers none."""
-    in_terms: Callable[..., Mapping[str, Scalar]] | None = getattr(
-        strategy, "in_standard_terms", None
-    )
-    return in_terms(settings) if in_terms else {}
 
 
 def check_even(plan: Plan) -> None:

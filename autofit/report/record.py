@@ -25,6 +25,7 @@ from autofit.plan import (
 )
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import FINDINGS
+from autofit.report.parts import PARTS, Part, parts_of
 from autofit.shapes import (
     AMOUNT,
     COUNT,
@@ -91,6 +92,7 @@ _REPORT: Shape = {
     "memory?": Table(_MEMORY_USE),
     "calibration?": {"non_torch_bytes?": AMOUNT},
     "findings?": FINDINGS,
+    "parts?": PARTS,
 }
 """A report as JSON; all that is not named here may be anything."""
 
@@ -160,6 +162,7 @@ class Record:
             moments, "modules" at the peak, and "how" it was looked at; or "why_not". {}: unknown.
         calibration: constants of the device for later predictions.
         findings: what was found beside the answer; see `autofit.report.findings`.
+        parts: of the best plan, for exports; None: the report is of an earlier version.
 
     Raises:
         InvalidRequest: the best trial or the baseline is not among the trials.
@@ -182,6 +185,7 @@ class Record:
     memory: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
     findings: Mapping[str, Any] = field(default_factory=dict)
+    parts: Sequence[Part] | None = None
 
     def __post_init__(self) -> None:
         numbers = {trial.number for trial in self.trials}
@@ -233,6 +237,16 @@ class Record:
         """
         needed = strategies_of(self.best_plan_to_rerun, strategies, remembered)
         return resolve(self.best.plan, Space(self.dimensions, 1), needed)
+
+    def parts_of_best(self) -> Sequence[Part]:
+        """Return the parts of the best plan; those of an earlier version's report are asked for.
+
+        Raises:
+            InvalidRequest: they are, and a strategy of the plan is not installed.
+        """
+        if self.parts is not None:
+            return self.parts
+        return parts_of(self.resolve_best(), self.plain_settings)
 
     @property
     def baseline_beside_best(self) -> Trial:
@@ -323,6 +337,7 @@ class Record:
             "difference": self.difference,
             "memory": dict(self.memory),
             "findings": dict(self.findings),
+            **({} if self.parts is None else {"parts": [part.to_dict() for part in self.parts]}),
         }
 
     @classmethod
@@ -371,10 +386,15 @@ class Record:
             memory=data.get("memory", {}),
             calibration=data.get("calibration", {}),
             findings=data.get("findings", {}),
+            parts=[Part(**_known_of(part)) for part in data["parts"]] if "parts" in data else None,
         )
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
         return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}
+
+
+def _known_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part[name] for name in ("settings", "lines", "terms")}
 
 
 def _check_memory_use(use: Mapping[str, Any]) -> None:

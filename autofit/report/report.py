@@ -117,6 +117,28 @@ class Report:
         write(target, forms, "a report")
         return target
 
+    def export(self, stack: str, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the best plan as another stack's text, and write it to a file if one is given.
+
+        What the stack has no argument for stands in comments, with the code that does it.
+
+        Args:
+            stack: "pytorch", a plain training loop; "transformers", `TrainingArguments`;
+                "lightning", a `Trainer`; "accelerate", a config file (YAML); "deepspeed", JSON.
+            path: a file of any name.
+
+        Raises:
+            InvalidRequest: another stack, the search had a train_step (for "pytorch"), or the file
+                cannot be written.
+        """
+        from autofit.report.export.export import exported
+
+        text = exported(self.record, stack)
+        if path is not None:
+            target = Path(path)
+            write(target, {target.suffix: lambda: text}, "an export")
+        return text
+
     def apply(
         self,
         model: torch.nn.Module,

@@ -20,6 +20,7 @@ from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
+from autofit.report.parts import parts_of
 from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
@@ -144,6 +145,7 @@ def record_of(
         difference=difference,
         memory=memory,
         calibration=learned(survey, result.baseline),
+        parts=parts_of(resolve(result.best.plan, space, strategies), space.plain_settings),
     )
 
 

@@ -292,6 +292,9 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert "bf16=True of TrainingArguments" in told
     assert "eval mode" not in told
     assert "activation checkpointing of TrainingArguments" in told
-    integration.apply(autofit.load(report.save(tmp_path / "report.json")), trainer)
+    loaded = autofit.load(report.save(tmp_path / "report.json"))
+    assert loaded.record.parts is not None
+    assert loaded.export("transformers") == report.export("transformers")
+    integration.apply(loaded, trainer)
     trainer.train()
     assert trainer.state.global_step == 3

@@ -1,0 +1,239 @@
+"""The best plan as a plain PyTorch training loop, which runs as it stands.
+
+Its losses are those of `Report.apply`: the same split, weights, precision, clipping and update.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from autofit.errors import InvalidRequest
+from autofit.report.answer import headline
+from autofit.report.parts import Part
+from autofit.report.record import Record
+
+_INDENT = "    "
+_ABOUT = '''
+    for loss in train({call}):
+        print(loss.item())
+
+A batch has {samples} samples, on any device; its tensors whose first dimension has that size are
+samples. The model is on the device that it trains on.
+"""
+'''
+_TENSORS = '''
+
+def tensors(batch):
+    """Yield the tensors of a batch, which may be nested."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors(value)
+'''
+_MAPPED = '''
+
+def mapped(function, batch):
+    """Return the batch with that function applied to its tensors."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: mapped(function, value) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [mapped(function, value) for value in batch]
+    return batch
+'''
+_SPLIT = '''
+
+def split(batch):
+    """Yield each micro-batch with its share of the samples; sizes differ by at most one."""
+    samples = next(len(tensor) for tensor in tensors(batch) if tensor.dim() > 0)
+    steps = -(-samples // MICRO_BATCH)
+    start = 0
+    for step in range(steps):
+        size = samples // steps + (step < samples % steps)
+
+        def cut(tensor, start=start, size=size):
+            is_batched = tensor.dim() > 0 and len(tensor) == samples
+            return tensor[start : start + size] if is_batched else tensor
+
+        yield mapped(cut, batch), size / samples
+        start += size
+'''
+_WEIGHTED = '''
+
+def weighted(pieces, loss_weight):
+    """Return (micro-batch, weight) with the weights that loss_weight gives, adding up to one.
+
+    A micro-batch of weight zero is left out: its loss is often 0 / 0.
+    """
+    weights = [float(loss_weight(piece)) for piece, _ in pieces]
+    whole = sum(weights)
+    if not whole:
+        return [(piece, 1 / len(pieces)) for piece, _ in pieces]
+    return [(piece, w / whole) for (piece, _), w in zip(pieces, weights) if w]
+'''
+
+
+def loop(record: Record) -> str:
+    """Return Python with a function `train`, which yields the loss of each optimizer step.
+
+    Raises:
+        InvalidRequest: the search had a train_step, which only `Report.apply` can run.
+    """
+    given = set(record.functions_given)
+    if "train_step" in given:
+        raise InvalidRequest(
+            "the search had a train_step, which is written against autofit's Training: train by "
+            "report.apply(model, optimizer), which a plain loop cannot stand in for"
+        )
+    parts = record.parts_of_best()
+    dtype = next((str(p.terms["autocast"]) for p in parts if "autocast" in p.terms), None)
+    around = [part for part in parts if "autocast" not in part.terms]
+    splits = record.best.plan.accumulation_steps > 1
+    helpers = [_TENSORS, _MAPPED, _SPLIT] if splits else [_MAPPED]
+    if splits and "loss_weight" in given:
+        helpers.append(_WEIGHTED)
+    body = _Body(record, given, dtype=dtype, splits=splits)
+    return "".join(
+        [
+            _head(record, body.parameters, around),
+            *helpers,
+            f"\n\ndef train({', '.join(body.parameters)}):\n",
+            textwrap.indent("\n".join(body.lines(around)) + "\n", _INDENT),
+        ]
+    )
+
+
+def _head(record: Record, parameters: Sequence[str], around: Sequence[Part]) -> str:
+    plan = record.best.plan
+    about = [*textwrap.wrap(f"Trains by a plan that autofit measured. {headline(record)}", 100), ""]
+    call = ", ".join(parameters)
+    own = {line: None for part in around for line in part.lines if _is_import(line)}
+    others = [line for line in own if line != "import torch"]
+    lines = [
+        '"""' + "\n".join(about).replace('"""', "'''").replace("\\", "/"),
+        _ABOUT.strip("\n").format(call=call, samples=plan.samples_per_step),
+        "",
+        "from collections.abc import Mapping",
+        "",
+        "import torch",
+        *others,
+        "",
+        f"MICRO_BATCH = {plan.micro_batch}  # samples in one forward and backward",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+class _Body:
+    """The lines of `train`."""
+
+    def __init__(self, record: Record, given: set[str], *, dtype: str | None, splits: bool) -> None:
+        self._record, self._given, self._dtype, self._splits = record, given, dtype, splits
+        loss = "criterion" if "criterion" in given else "loss_fn"
+        self._own_loss = not given & {"criterion", "loss_fn"} and not self._is_stand_in
+        more = [name for name in ("loss_weight", "before_step") if name in given]
+        self.parameters = [
+            *("model", "optimizer", "batches"),
+            *([] if self._own_loss else [loss]),
+            *(name for name in more if name != "loss_weight" or splits),
+        ]
+
+    @property
+    def _is_stand_in(self) -> bool:
+        return str(self._record.workload.get("loss") or "").endswith("standing in for a loss")
+
+    def lines(self, around: Sequence[Part]) -> Iterator[str]:
+        """Yield them, the settings of the whole training first; one may open a block."""
+        yield '"""Yield the mean loss of each optimizer step."""'
+        if self._is_stand_in:
+            yield "# The search had no loss, so give one: (model, batch) -> the mean over samples."
+        yield "device = next(model.parameters()).device"
+        if self._dtype == "float16":
+            yield "scaler = torch.amp.GradScaler(device.type)"
+        indent = ""
+        for part in around:
+            own = [line for line in part.lines if not _is_import(line)]
+            yield from (indent + line for line in own)
+            if own and own[-1].partition("  #")[0].rstrip().endswith(":"):
+                indent += _INDENT
+        yield from (indent + line for line in self._step())
+
+    def _step(self) -> Iterator[str]:
+        yield "for batch in batches:"
+        yield "    optimizer.zero_grad(set_to_none=True)"
+        if self._splits:
+            pieces = "split(batch)"
+            if "loss_weight" in self._given:
+                pieces = "weighted(list(split(batch)), loss_weight)"
+            yield "    total = 0.0"
+            yield f"    for micro_batch, weight in {pieces}:"
+            yield "        micro_batch = mapped(lambda tensor: tensor.to(device), micro_batch)"
+            yield from (f"        {line}" for line in self._loss("micro_batch"))
+            yield f"        {self._backward('(loss * weight)')}"
+            yield "        total = total + loss.detach() * weight"
+            yield "        del loss"
+        else:
+            yield "    batch = mapped(lambda tensor: tensor.to(device), batch)"
+            yield from (f"    {line}" for line in self._loss("batch"))
+            yield f"    {self._backward('loss')}"
+            yield "    total = loss.detach()"
+            yield "    del loss"
+        yield from (f"    {line}" for line in self._update())
+        yield "    yield total"
+
+    def _loss(self, batch: str) -> Iterator[str]:
+        indent = ""
+        if self._dtype is not None:
+            yield f"with torch.autocast(device.type, dtype=torch.{self._dtype}):"
+            indent = _INDENT
+        shapes = list(self._record.workload["sample_shapes"])
+        if "criterion" in self._given:
+            inputs, target = f"{batch}[0]", f"{batch}[1]"
+            called = _called(
+                inputs, [name.removeprefix("[0]") for name in shapes if name[:3] == "[0]"]
+            )
+            yield f"{indent}loss = criterion({called}, {target})"
+        elif self._own_loss:
+            yield f"{indent}output = {_called(batch, shapes)}"
+            yield f'{indent}loss = output["loss"] if isinstance(output, Mapping) else output'
+            yield f'{indent}loss = getattr(loss, "loss", loss)'
+        else:
+            yield f"{indent}loss = loss_fn(model, {batch})"
+
+    def _backward(self, loss: str) -> str:
+        return (
+            f"scaler.scale({loss}).backward()" if self._dtype == "float16" else f"{loss}.backward()"
+        )
+
+    def _update(self) -> Iterator[str]:
+        clip, scales = self._record.workload.get("clip_grad_norm"), self._dtype == "float16"
+        if scales and (clip or "before_step" in self._given):
+            yield "scaler.unscale_(optimizer)"
+        if clip:
+            yield 'parameters = [p for group in optimizer.param_groups for p in group["params"]]'
+            yield f"torch.nn.utils.clip_grad_norm_(parameters, {clip!r})"
+        if "before_step" in self._given:
+            yield "before_step(model, optimizer)"
+        yield from (
+            ("scaler.step(optimizer)", "scaler.update()") if scales else ("optimizer.step()",)
+        )
+
+
+def _called(inputs: str, places: Sequence[str]) -> str:
+    """Return the call of a model with what lies at these places of a batch."""
+    if any(place.startswith("['") for place in places):
+        return f"model(**{inputs})"
+    return (
+        f"model(*{inputs})"
+        if any(place.startswith("[") for place in places)
+        else f"model({inputs})"
+    )
+
+
+def _is_import(line: str) -> bool:
+    return line.startswith(("import ", "from "))

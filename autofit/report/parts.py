@@ -1,0 +1,59 @@
+"""A plan in parts: per strategy what it does, in code and in the terms that trainers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autofit.plan import SETTINGS, ResolvedPlan, Scalar, Settings, unlike
+from autofit.shapes import TEXT, Shape
+from autofit.strategy import Strategy
+
+PARTS: Shape = [{"settings": SETTINGS, "lines": [TEXT], "terms": SETTINGS}]
+"""The parts of a plan as JSON."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one strategy does in a plan.
+
+    Attributes:
+        settings: those that are not plain.
+        lines: of code that does the same, as `Strategy.describe` gives them.
+        terms: the same in standard terms (`autofit.strategy.STANDARD_TERMS`); {}: it has none.
+    """
+
+    settings: Settings
+    lines: Sequence[str]
+    terms: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "settings": dict(self.settings),
+            "lines": list(self.lines),
+            "terms": dict(self.terms),
+        }
+
+
+def parts_of(resolved: ResolvedPlan, plain: Settings) -> tuple[Part, ...]:
+    """Return the parts of a plan, in the order in which they are applied.
+
+    Args:
+        resolved: the plan.
+        plain: every setting at its first value.
+    """
+    return tuple(
+        Part(changed, strategy.describe(settings, payloads), terms_of(strategy, settings))
+        for strategy, settings, payloads in resolved.by_strategy()
+        if (changed := unlike(settings, plain))
+    )
+
+
+def terms_of(strategy: Strategy, settings: Settings) -> Mapping[str, Scalar]:
+    """Return the settings in standard terms; {} if the strategy offers none."""
+    in_terms: Callable[[Settings], Mapping[str, Scalar]] | None = getattr(
+        strategy, "in_standard_terms", None
+    )
+    return in_terms(settings) if in_terms else {}

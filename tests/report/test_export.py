@@ -1,0 +1,196 @@
+"""The plain PyTorch loop of a report, run: it has the losses of `Report.apply`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.cli.main import app
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, Scalar
+from autofit.report.parts import parts_of
+from autofit.report.record import Record
+from autofit.report.report import Report, load
+from autofit.training.workload import Workload
+from tests.integrations.conftest import report_of
+
+INPUTS = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.arange(30) % 3
+PLACED: dict[str, Scalar] = {"checkpointing.level": 1, "optimizer.implementation": "for_loop"}
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.net(x)
+        return {"output": output, "loss": nn.functional.cross_entropy(output, y)}
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(2, 4, 2), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.last(
+            self.conv(x.view(-1, 2, 3, 1).expand(-1, -1, -1, 2)).flatten(1)
+        )
+        return features
+
+
+def model_of() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(6, 8), *blocks, nn.Linear(8, 3))
+
+
+def halve_biases(model: nn.Module, optimizer: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def of_classes(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"], ignore_index=0)
+
+
+def valid(batch: Any) -> float:
+    return float((batch["y"] != 0).sum())
+
+
+PAIR = (INPUTS[:5], TARGETS[:5])
+NAMED = {"x": INPUTS[:5], "y": TARGETS[:5]}
+CASES: dict[str, tuple[type[nn.Module] | Any, Any, Plan, dict[str, Any]]] = {
+    "criterion, uneven": (
+        model_of,
+        PAIR,
+        Plan.split(10, 4),
+        {"criterion": nn.CrossEntropyLoss(), "clip_grad_norm": 0.1},
+    ),
+    "placement, bfloat16": (
+        model_of,
+        PAIR,
+        Plan(5, accumulation_steps=2, settings={"precision.dtype": "bfloat16", **PLACED}),
+        {"criterion": nn.CrossEntropyLoss(), "before_step": halve_biases},
+    ),
+    "no accumulation": (
+        model_of,
+        PAIR,
+        Plan(10, settings=PLACED),
+        {"criterion": nn.CrossEntropyLoss()},
+    ),
+    "float16, the model's own loss": (
+        OwnLoss,
+        NAMED,
+        Plan(5, accumulation_steps=2, settings={"precision.dtype": "float16"}),
+        {"clip_grad_norm": 0.1},
+    ),
+    "loss_weight": (
+        model_of,
+        NAMED,
+        Plan(5, accumulation_steps=2),
+        {"loss_fn": of_classes, "loss_weight": valid},
+    ),
+    "channels last": (
+        Images,
+        PAIR,
+        Plan(5, accumulation_steps=2, settings={"memory_format.layout": "channels_last"}),
+        {"criterion": nn.CrossEntropyLoss()},
+    ),
+}
+
+
+def reported(
+    model: nn.Module, batch: Any, plan: Plan, given: Mapping[str, Any], path: Path
+) -> tuple[Report, Report]:
+    """Return the report of a search, and the same loaded from its file."""
+    workload = Workload(model, batch, global_batch=plan.samples_per_step, **given)
+    found = report_of(workload, plan, ("1", "2"))
+    functions = [name for name in given if name != "clip_grad_norm"]
+    facts = {**found.record.workload, "given": functions, "loss": "the model's own loss"}
+    parts = parts_of(found.record.resolve_best(), found.record.plain_settings)
+    report = replace(found, record=replace(found.record, workload=facts, parts=parts))
+    return report, load(report.save(path / "report.json"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_loop_has_the_losses_of_apply(name: str, tmp_path: Path) -> None:
+    make, sample, plan, given = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    report, loaded = reported(model, sample, plan, given, tmp_path)
+    rows = [slice(at, at + 10) for at in (0, 10, 20)]
+    batches = [
+        {"x": INPUTS[row], "y": TARGETS[row]}
+        if isinstance(sample, dict)
+        else (INPUTS[row], TARGETS[row])
+        for row in rows
+    ]
+    other = copy.deepcopy(model)
+    with report.apply(other, torch.optim.AdamW(other.parameters(), lr=0.05)) as training:
+        expected = [training.step(batch).item() for batch in batches]
+
+    text = loaded.export("pytorch", tmp_path / "train.py")
+    assert (tmp_path / "train.py").read_text() == text
+    names: dict[str, Any] = {}
+    exec(compile(text, "train.py", "exec"), names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    functions = {key: value for key, value in given.items() if key != "clip_grad_norm"}
+    found = [loss.item() for loss in names["train"](model, optimizer, batches, **functions)]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(set(expected)) == 3
+    weights = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.allclose(one, another, rtol=1e-5) for one, another in weights)
+
+
+def test_a_report_of_before_asks_its_strategies_for_the_parts(tmp_path: Path) -> None:
+    make, sample, plan, given = CASES["placement, bfloat16"]
+    _, loaded = reported(make(), sample, plan, given, tmp_path)
+    of_before = Report(replace(loaded.record, parts=None))
+    assert "parts" not in of_before.to_dict()
+    assert of_before.export("pytorch") == loaded.export("pytorch")
+
+
+def test_a_train_step_is_refused(record: Record) -> None:
+    facts = {**record.workload, "given": ["train_step"]}
+    with pytest.raises(InvalidRequest, match=r"train_step.*report\.apply"):
+        Report(replace(record, parts=(), workload=facts)).export("pytorch")
+
+
+def test_a_search_without_a_loss_asks_for_one(tmp_path: Path) -> None:
+    report, _ = reported(model_of(), INPUTS[:5], Plan(5), {}, tmp_path)
+    facts = {
+        **report.record.workload,
+        "loss": "the mean of the model's floating outputs, standing in for a loss",
+    }
+    text = Report(replace(report.record, workload=facts)).export("pytorch")
+    assert "The search had no loss, so give one" in text
+    assert "def train(model, optimizer, batches, loss_fn):" in text
+
+
+def test_another_stack_is_refused(record: Record) -> None:
+    with pytest.raises(InvalidRequest, match="'keras'; there are: pytorch, transformers, "):
+        Report(record).export("keras")
+
+
+def test_the_command_line_prints_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, loaded = reported(model_of(), PAIR, Plan(5), {"criterion": nn.CrossEntropyLoss()}, tmp_path)
+    command = ["report", str(tmp_path / "report.json"), "--export", "pytorch"]
+    app(command, standalone_mode=False)
+    assert capsys.readouterr().out == loaded.export("pytorch")
+    app([*command, "--out", str(tmp_path / "train")], standalone_mode=False)
+    assert (tmp_path / "train").read_text() == loaded.export("pytorch")
+    for more, words in ((["-v"], "no option but --out"), (["--out", "a", "--out", "b"], "once")):
+        with pytest.raises(InvalidRequest, match=words):
+            app([*command, *more], standalone_mode=False)
