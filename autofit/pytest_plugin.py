@@ -25,10 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--autofit-method`."""
     parser.getgroup("autofit").addoption(
         "--autofit-method",
-        choices=("auto", "probe", "predict"),
+        choices=("auto", "probe", "emulate", "rehearse", "predict"),
         default="auto",
-        help="how autofit_check decides whether a training fits: by a probe on the local GPU, by "
-        "prediction, or by a probe where there is a GPU (auto)",
+        help="how autofit_check decides whether a training fits: by a probe on the local GPU, on "
+        "an emulated GPU, by a rehearsal on the meta device, or by a probe where there is a GPU "
+        "(auto)",
     )
 
 

@@ -109,7 +109,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         inherited: Callable[..., None] = getattr(super(), "_execute_child")  # noqa: B009  # not in typeshed
         call = inspect.signature(inherited).bind(*arguments).arguments
         command = list(map(os.fspath, call["args"]))
-        unsent = call["preexec_fn"] is not None
+        unsent = call["preexec_fn"] is not None or _is_for_another_gpu(call["env"])
         if command[0] != _PYTHON or unsent or not self._server.serves_here:
             inherited(*arguments)
             return
@@ -133,6 +133,13 @@ class ForkedPopen(subprocess.Popen[Any]):
         self._child_created = True
         for descriptor in {*given} - {-1}:
             os.close(descriptor)
+
+
+def _is_for_another_gpu(environment: Mapping[str, str] | None) -> bool:
+    """Whether its GPU is another than the server's, which has loaded its libraries."""
+    given = os.environ if environment is None else environment
+    names = ("LD_PRELOAD", *(name for name in given if name.startswith("AUTOFIT_EMULATION_")))
+    return any(given.get(name) != os.environ.get(name) for name in names)
 
 
 def forked_subprocess(server: ForkServer) -> types.SimpleNamespace:

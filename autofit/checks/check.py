@@ -1,14 +1,15 @@
 """`autofit.check`: does this workload train within this VRAM budget?
 
-A probe decides where there is a GPU, and a prediction where there is none. A verdict is True only
-if a probe ran within the budget, or the prediction fits with its margin.
+A probe decides where there is a GPU, and a prediction where there is none: an emulation or a
+rehearsal. A verdict is True only if a probe ran within the budget, or the prediction fits with its
+margin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,7 @@ from autofit.devices.request import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan
+from autofit.prediction.methods import method_taken
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
 from autofit.registry import load_strategies, resolve
@@ -27,8 +29,9 @@ from autofit.training.workload import Workload, check_arguments
 if TYPE_CHECKING:
     from autofit.probing.survey import Survey
 
-Method = Literal["auto", "probe", "predict"]
-METHODS: tuple[Method, ...] = ("auto", "probe", "predict")
+METHODS = ("auto", "probe", "emulate", "rehearse")
+FORMER_METHODS = {"predict": "rehearse"}
+"""Names that are still accepted, and what they mean."""
 
 
 @hides_own_frames
@@ -52,14 +55,15 @@ def check(
         vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all memory of `gpu` for a
             prediction, or the free memory of the device for a probe.
         gpu: the GPU to predict for, as for `predict`.
-        method: "probe" runs the plan on this machine's device; "predict" needs no device; "auto"
-            probes if there is a GPU and `gpu` is None.
+        method: "probe" runs the plan on this machine's device; "emulate" and "rehearse" need none,
+            see `predict`; "auto" probes if there is a GPU and `gpu` is None, and else predicts.
         device: where to probe; None: cuda if there is one.
         strategies, payloads, calibration: as for `predict`.
 
     Raises:
         InvalidRequest: an argument is not valid.
         DeviceUnavailable: method="probe", and the device does not exist.
+        EmulationUnavailable: method="emulate", and what it takes is missing.
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
@@ -74,6 +78,7 @@ def check(
             return resolve(plan, survey.space_for(plan), chosen, payloads)
 
         return _by_probe(*run_one(workload, chosen, target, resolved))
+    taken = method_taken(FORMER_METHODS.get(method, method), workload.model)
     budget = budget_bytes(
         1.0 if vram_budget is None else vram_budget,
         total_bytes=found.total_bytes,
@@ -82,7 +87,7 @@ def check(
     unknown = Verdict(
         None,
         plan or workload.plan(),
-        "predict",
+        taken,
         budget,
         device="cuda",
         gpu=found.name,
@@ -93,6 +98,7 @@ def check(
             workload,
             plan=plan,
             gpu=gpu,
+            method=taken,
             strategies=strategies,
             payloads=payloads,
             calibration=learned,
@@ -108,7 +114,7 @@ def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> 
     Raises:
         InvalidRequest: there is no such method.
     """
-    if method not in METHODS:
+    if method not in (*METHODS, *FORMER_METHODS):
         raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if method == "auto":
         return gpu is None and (device is not None or torch.cuda.is_available())
@@ -118,6 +124,7 @@ def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> 
 def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
     budget = unknown.vram_budget_bytes
     fits = prediction.fits(budget)
+    largest = prediction.largest_micro_batch_within(budget) if fits is False else None
     return replace(
         unknown,
         fits=fits,
@@ -125,8 +132,11 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
         required_bytes=prediction.required_bytes,
         margin_bytes=prediction.interval[1] - prediction.required_bytes,
         breakdown=prediction.breakdown,
-        largest_micro_batch=None if fits else prediction.largest_micro_batch_within(budget),
+        largest_micro_batch=largest,
         peak_allocated_bytes=prediction.peak_allocated_bytes,
+        required_bytes_low=prediction.interval[0] if prediction.method == "emulate" else None,
+        computed_values=prediction.computed_values,
+        estimates=prediction.estimates,
     )
 
 

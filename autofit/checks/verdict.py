@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autofit.notebook import shown
 from autofit.plan import PLAN, Plan
+from autofit.prediction.methods import words_of
 from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, Shape, Table, check_shape
 from autofit.units import format_bytes
 
@@ -23,12 +24,16 @@ _VERDICT: Shape = {
     "breakdown?": Maybe(Table(AMOUNT)),
     "largest_micro_batch?": Maybe(AMOUNT),
     "detail?": Maybe(TEXT),
+    "required_bytes_low?": Maybe(AMOUNT),
+    "computed_values?": Maybe(FLAG),
+    "estimates?": [TEXT],
     "peak_allocated_bytes?": Maybe(AMOUNT),
     "device?": Maybe(TEXT),
     "gpu?": Maybe(TEXT),
     "gpu_assumed?": FLAG,
 }
 """A verdict as JSON."""
+_FORMER_METHODS = {"predict": "rehearse"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Verdict:
     Attributes:
         fits: True or False.
         plan: the plan that was checked.
-        method: "probe" or "predict".
+        method: "probe", "rehearse" or "emulate".
         vram_budget_bytes: the budget.
         peak_allocated_bytes: most bytes in live tensors.
         required_bytes: by prediction, the smallest VRAM budget under which the plan runs without
@@ -47,6 +52,10 @@ class Verdict:
         margin_bytes: added to required bytes before the comparison with the budget.
         breakdown: bytes by kind, if predicted.
         largest_micro_batch: the largest that would fit, if the plan does not.
+        required_bytes_low: by emulation, the least that the plan may need on the real GPU; the most
+            is required plus margin.
+        computed_values: whether operators computed on the emulated GPU.
+        estimates: sizes of NVIDIA's libraries that it does not know exactly.
         detail: why `fits` is unknown, or how the probe ended.
         device: "cuda" or "cpu".
         gpu: name of the GPU; None also for a CPU.
@@ -66,6 +75,9 @@ class Verdict:
     device: str | None = None
     gpu: str | None = None
     gpu_assumed: bool = False
+    required_bytes_low: int | None = None
+    computed_values: bool | None = None
+    estimates: Sequence[str] = ()
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -90,15 +102,28 @@ class Verdict:
         return "" if name is None else f" on {name}{ASSUMED * self.gpu_assumed}"
 
     def _needs(self) -> str:
-        how = "measured" if self.method == "probe" else "predicted"
+        how = {"probe": "measured", "emulate": "emulated"}.get(self.method, "rehearsed")
         needs = f"{format_bytes(self.required_bytes)} {how}"
+        if self.required_bytes_low is not None and self.required_bytes is not None:
+            low, high = self.required_bytes_low, self.required_bytes + self.margin_bytes
+            needs += f" ({format_bytes(low)} to {format_bytes(high)})"
+            if self.fits is None:
+                needs += f"; the budget lies between: {self._doubt}"
+            return needs
         return needs + (f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else "")
+
+    @property
+    def _doubt(self) -> str:
+        """What makes the interval as wide as it is."""
+        estimated = "; ".join(self.estimates) or "what recordings of a real GPU differ by"
+        return f"estimated are {estimated}. Probe on the GPU, or leave more room"
 
     def _rows(self) -> list[tuple[str, str]]:
         sizes: list[tuple[str, int | None]] = [("required", self.required_bytes)]
         sizes += [("margin", self.margin_bytes)] if self.margin_bytes else []
         sizes += [("allowed", self.vram_budget_bytes), *(self.breakdown or {}).items()]
-        return [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
+        rows = [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
+        return [("method", words_of(self.method, self.computed_values)), *rows]
 
     def explain(self) -> str:
         """Return the verdict and a table of required, allowed and broken-down bytes."""
@@ -126,6 +151,9 @@ class Verdict:
             "device": self.device,
             "gpu": self.gpu,
             "gpu_assumed": self.gpu_assumed,
+            "required_bytes_low": self.required_bytes_low,
+            "computed_values": self.computed_values,
+            "estimates": list(self.estimates),
         }
 
     @classmethod
@@ -137,4 +165,7 @@ class Verdict:
         """
         check_shape(data, _VERDICT, "the verdict")
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**known | {"plan": Plan.from_dict(data["plan"])})
+        method = _FORMER_METHODS.get(data["method"], data["method"])
+        estimates = tuple(data.get("estimates", ()))
+        plan = Plan.from_dict(data["plan"])
+        return cls(**known | {"plan": plan, "method": method, "estimates": estimates})

@@ -68,12 +68,20 @@ GpuName = Annotated[
         "--gpu", help="predict for this one: L4, A100-80GB, or a size", callback=_check_gpu
     ),
 ]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="rehearse (meta device), emulate (emulated GPU), or auto",
+        callback=one_of("auto", "rehearse", "emulate"),
+    ),
+]
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
 def predict(
     target: Target,
     gpu: GpuName = None,
+    method: MethodName = "auto",
     micro_batch: MicroBatch = None,
     accumulation_steps: AccumulationSteps = None,
     global_batch: GlobalBatch = None,
@@ -90,7 +98,7 @@ def predict(
 
         chosen = options.plan_and_payloads(workload)
         with users_code():
-            prediction = run(workload, gpu=gpu, strategies=strategies, **chosen)
+            prediction = run(workload, gpu=gpu, method=method, strategies=strategies, **chosen)
             largest = prediction.largest_micro_batch
     if as_json:
         more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
@@ -108,8 +116,8 @@ def check(
     method: Annotated[
         str,
         typer.Option(
-            help="probe, predict, or auto: probe where there is a GPU",
-            callback=one_of("auto", "probe", "predict"),
+            help="probe, emulate, rehearse, or auto: probe where there is a GPU",
+            callback=one_of("auto", "probe", "emulate", "rehearse", "predict"),
         ),
     ] = "auto",
     micro_batch: MicroBatch = None,
@@ -259,14 +267,14 @@ def _as_tuned(
     from autofit.checks.check import will_probe
 
     on_cpu = tuned.record.environment.get("device") == "cpu"
-    if on_cpu and method != "predict" and gpu is None and device is None:
+    if on_cpu and method in ("auto", "probe") and gpu is None and device is None:
         device = "cpu"
     probes = will_probe(method, gpu, device)
     if vram_budget is None and on_cpu and not (probes and device == "cpu"):
         raise InvalidRequest(
             f"the report was made on the CPU, and its budget of "
             f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
-            "takes: give --vram-budget, or neither --gpu, --method predict nor --device"
+            "takes: give --vram-budget, or neither --gpu, --device nor a --method but probe"
         )
     # Naming the report's GPU requests a prediction, so do not where a probe is possible.
     return {

@@ -145,7 +145,7 @@ class CudaDevice:
         allowed = max(vram_budget_bytes - self.read().non_torch_bytes, 0)
         # Versions of torch differ in which of the two the fraction refers to.
         whole = max(self.total_bytes, int(self._properties.total_memory))
-        fraction = min(allowed / whole, 1.0)
+        fraction = min((allowed + 0.5) / whole, 1.0)  # so that rounding takes no byte of it
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     @contextmanager

@@ -107,6 +107,16 @@ def _cudnn_version() -> int:
     return 10000 * major + 100 * minor + patch
 
 
+def check_can_build() -> None:
+    """Refuse where something is missing that an emulated GPU is built from; build nothing.
+
+    Raises:
+        EmulationUnavailable: the CUDA build of torch, the compiler or CUDA's headers are missing.
+    """
+    _cuda_headers(find_cuda_torch())
+    _compiler()
+
+
 def build_driver() -> Path:
     """Return the folder with the emulated driver and the names of NVIDIA's libraries.
 

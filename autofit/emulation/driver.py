@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from autofit.emulation.errors import EmulationUnavailable
@@ -44,3 +46,31 @@ def estimates() -> tuple[str, ...]:
     text = ctypes.create_string_buffer(int(function(None, 0)))
     function(text, len(text))
     return tuple(text.value.decode(errors="replace").splitlines())
+
+
+@contextmanager
+def reads_watched(seen: Callable[[], bool]) -> Iterator[None]:
+    """Call a function when this process copies from the card to the host, as `.item()` does.
+
+    It is called on the thread that copies, below the Python code that asked, and must not raise.
+
+    Args:
+        seen: returns whether it wants to be called again.
+
+    Raises:
+        EmulationUnavailable: this process runs on no emulated GPU.
+    """
+    watch = loaded_driver().autofit_emulation_on_read
+    kind = ctypes.CFUNCTYPE(None)
+    watch.argtypes, watch.restype = [kind], None
+
+    def called() -> None:
+        if not seen():
+            watch(kind())
+
+    kept = kind(called)  # for as long as the driver may call it
+    watch(kept)
+    try:
+        yield
+    finally:
+        watch(kind())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
@@ -19,6 +19,7 @@ from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run
+from autofit.prediction.methods import method_taken, words_of
 from autofit.prediction.needs import (
     SharedRuns,
     largest_that_fits,
@@ -31,6 +32,9 @@ from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import format_bytes
 
+HighBytes: TypeAlias = Callable[[ResolvedPlan], int]
+"""What must be free for a plan to be said to fit."""
+
 
 @hides_own_frames
 def predict(
@@ -38,11 +42,12 @@ def predict(
     *,
     plan: Plan | None = None,
     gpu: str | int | Gpu | None = None,
+    method: str = "auto",
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """Predict the memory of a plan on a GPU, without running it and without a GPU.
+    """Predict the memory of a plan on a GPU, without a GPU.
 
     After a search on that GPU, `calibration=report.calibration` makes it more accurate.
 
@@ -50,6 +55,10 @@ def predict(
         workload: model, sample batch, loss and optimizer.
         plan: None: the baseline, with every setting plain.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: H200.
+        method: "rehearse" traces the training on torch's meta device, where nothing is computed;
+            "emulate" runs it in a worker on an emulated GPU, under torch's own allocator, which
+            takes the CUDA build of torch and a C++ compiler; "auto" emulates where these are and
+            no GPU is, and else rehearses.
         strategies: names or Strategy objects that may have settings in the plan; None: the
             installed strategies whose settings the plan has.
         payloads: by setting, as in a report's dimensions; None: as the strategies say.
@@ -58,16 +67,21 @@ def predict(
 
     Raises:
         InvalidRequest: an argument is not valid, or there is no such GPU, setting or value.
-        CannotTell: the training cannot run without values; the message names the user's line.
+        CannotTell: by rehearsal, the training cannot run without values; the message names the
+            user's line.
+        EmulationUnavailable: method="emulate", and what it takes is missing.
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
+    taken = method_taken(method, workload.model)
     found = find_gpu(gpu)
     learned = Calibration.of(calibration)
     if learned is not None:
         found = replace(found, context_bytes=learned.non_torch_bytes)
     chosen = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
+    if taken == "emulate":
+        return _emulated(workload, chosen, found, own, payloads or {})
     return predict_resolved(workload, _resolve(chosen, workload, found, own, payloads or {}), found)
 
 
@@ -87,6 +101,10 @@ class Prediction:
             Gradients are 0 where the peak lies before the first of them is made: at the end of a
             forward without accumulation, for an update drops them.
         interval: (low, high) around required_bytes; `fits` uses the high end.
+        method: "rehearse" or "emulate".
+        computed_values: whether operators computed; None for a rehearsal, which never computes.
+        estimates: sizes of NVIDIA's libraries that the emulated GPU does not know exactly, and that
+            widen the interval.
         micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
             plans of one training alone; None where the rates of the GPU are unknown.
     """
@@ -99,12 +117,21 @@ class Prediction:
     breakdown: Mapping[str, int]
     interval: tuple[int, int]
     micro_batch_cost: Cost | None = field(repr=False)
-    _workload: Workload = field(repr=False, compare=False)
     _resolved: ResolvedPlan = field(repr=False, compare=False)
+    _needs: Callable[[int], AbstractContextManager[HighBytes]] = field(repr=False, compare=False)
+    method: str = "rehearse"
+    computed_values: bool | None = None
+    estimates: tuple[str, ...] = ()
 
-    def fits(self, vram_budget_bytes: int) -> bool:
-        """Return whether the plan fits into a VRAM budget with its margin."""
-        return self.interval[1] <= vram_budget_bytes
+    def fits(self, vram_budget_bytes: int) -> bool | None:
+        """Return whether the plan fits into a VRAM budget, with the margin of the interval.
+
+        None: an emulation cannot tell, since the budget lies inside the interval.
+        """
+        low, high = self.interval
+        if self.method == "emulate" and low <= vram_budget_bytes < high:
+            return None
+        return high <= vram_budget_bytes
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
@@ -118,19 +145,19 @@ class Prediction:
         them; a plan that cannot be predicted counts as one that does not fit (a model may look at
         the values of its batch, which are not kept for a very large one).
         """
-        plan, runs = self.plan, SharedRuns(self._workload)
+        plan = self.plan
+        steps, settings = plan.accumulation_steps, plan.settings
+        with self._needs(vram_budget_bytes) as high_bytes:
 
-        def need(micro_batch: int) -> int:
-            if micro_batch == plan.micro_batch:
-                return self.interval[1]
-            steps, settings = plan.accumulation_steps, plan.settings
-            scaled = Plan(micro_batch, accumulation_steps=steps, settings=settings)
-            with suppress(CannotTell):
-                resolved = replace(self._resolved, plan=scaled)
-                return runs.need(resolved, self.gpu).high_bytes
-            return sys.maxsize
+            def need(micro_batch: int) -> int:
+                if micro_batch == plan.micro_batch:
+                    return self.interval[1]
+                scaled = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+                with suppress(CannotTell):
+                    return high_bytes(replace(self._resolved, plan=scaled))
+                return sys.maxsize
 
-        return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
+            return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
 
     def __str__(self) -> str:
         lines = (f"  {label:<20}{text}" for label, text in self._rows().items())
@@ -143,6 +170,7 @@ class Prediction:
     def _rows(self) -> dict[str, str]:
         low, high = (format_bytes(size) for size in self.interval)
         rows = {
+            "method": words_of(self.method, self.computed_values),
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
             "peak reserved": format_bytes(self.peak_reserved_bytes),
             "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
@@ -151,6 +179,8 @@ class Prediction:
         }
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they are made later, and dropped after each update)"
+        if self.estimates:
+            rows["estimated"] = "; ".join(self.estimates)
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,6 +188,9 @@ class Prediction:
         return {
             "plan": self.plan.to_dict(),
             "gpu": self.gpu.name,
+            "method": self.method,
+            "computed_values": self.computed_values,
+            "estimates": list(self.estimates),
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "required_bytes": self.required_bytes,
@@ -237,9 +270,63 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         {**breakdown, "non_torch": gpu.context_bytes},
         (need.required_bytes - need.margin_bytes, need.high_bytes),
         run.micro_batch_cost,
-        workload,
         resolved,
+        partial(_rehearsed_needs, workload, gpu),
     )
+
+
+@contextmanager
+def _rehearsed_needs(workload: Workload, gpu: Gpu, _: int) -> Iterator[HighBytes]:
+    runs = SharedRuns(workload)
+    yield lambda resolved: runs.need(resolved, gpu).high_bytes
+
+
+def _emulated(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+) -> Prediction:
+    """Predict a plan by running it on an emulated GPU, like `predict`."""
+    from autofit.prediction.emulate import Emulation
+
+    with Emulation(workload, strategies, gpu) as emulation:
+        try:
+            resolved = _resolve(plan, workload, gpu, strategies, payloads)
+        except CannotTell:  # the meaning of a setting is found by running the model
+            resolved = emulation.resolve(plan, payloads)
+        need = emulation.need(resolved)
+    ample = need.ample
+    return Prediction(
+        resolved.plan,
+        gpu,
+        ample.peak_allocated_bytes,
+        ample.peak_reserved_bytes,
+        need.required_bytes,
+        {**ample.breakdown, "non_torch": ample.non_torch_bytes},
+        need.interval,
+        None,
+        resolved,
+        partial(_emulated_needs, workload, strategies, gpu, need.computed_values),
+        "emulate",
+        need.computed_values,
+        ample.estimates,
+    )
+
+
+@contextmanager
+def _emulated_needs(
+    workload: Workload,
+    strategies: Sequence[Strategy],
+    gpu: Gpu,
+    values: bool,
+    vram_budget_bytes: int,
+) -> Iterator[HighBytes]:
+    from autofit.prediction.emulate import Emulation
+
+    with Emulation(workload, strategies, gpu, values=values, roomy=True) as emulation:
+        yield lambda resolved: emulation.high_bytes(resolved, vram_budget_bytes)
 
 
 def _resolve(

@@ -20,6 +20,7 @@ import torch
 from autofit.devices.base import Device, MemoryReading
 from autofit.errors import collect_garbage
 from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
 from autofit.training.builder import TrainingBuilder
@@ -48,7 +49,9 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         Exception: whatever the device or the user's code raises.
     """
     plan, device, workload = request.plan, builder.device, builder.fresh_workload()
-    micro_batches = _micro_batches_to_run(workload, request)
+    micro_batches = micro_batches_to_run(
+        workload, plan, full_accumulation=request.full_accumulation
+    )
     samples = sum(plan.micro_batch_sizes[:micro_batches])
     batch = map_tensors(device.stage, workload.batch(samples))
     scale = plan.accumulation_steps / micro_batches
@@ -57,7 +60,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         with device.accounting():
             began = time.perf_counter()
             training = applied.enter_context(builder.training(workload, request.resolved))
-            for _ in _warm_up(training):
+            for _ in warm_up(training):
                 steps.loss = float(_step(training, device, batch)[0])
                 steps.end_bytes.append(device.allocated_bytes())
             steps.warm_up_s = time.perf_counter() - began
@@ -122,14 +125,15 @@ def _block_of(request: ProbeRequest, timed: int) -> int:
     return STEPS_PER_BLOCK if request.steps is None else min(STEPS_PER_BLOCK, request.steps - timed)
 
 
-def _micro_batches_to_run(workload: Workload, request: ProbeRequest) -> int:
-    whole = request.plan.accumulation_steps
-    if request.full_accumulation or workload.train_step is not None:
+def micro_batches_to_run(workload: Workload, plan: Plan, *, full_accumulation: bool) -> int:
+    """Return how many micro-batches of a plan's optimizer step a probe runs."""
+    whole = plan.accumulation_steps
+    if full_accumulation or workload.train_step is not None:
         return whole
     return min(whole, MICRO_BATCHES_OF_A_SEARCH)
 
 
-def _warm_up(training: Training) -> Iterator[None]:
+def warm_up(training: Training) -> Iterator[None]:
     """Yield for each step until two have updated: one that overflows makes no optimizer state."""
     updates = 0
     for _ in range(MOST_WARM_UP_STEPS):

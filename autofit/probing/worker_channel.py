@@ -198,6 +198,12 @@ def start_worker(
     )
 
 
+def _added_paths(environment: Mapping[str, str]) -> list[str]:
+    """Return where the worker's variables have it look for modules besides this process."""
+    asked = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in asked if path and path not in sys.path]
+
+
 def _pipe() -> tuple[int, int]:
     read, write = os.pipe()
     return beyond_standard(read), beyond_standard(write)
@@ -233,7 +239,7 @@ class WorkerProcess:
         inherited = (requests_read, replies_write, lifeline_read)
         given = {
             # For imports by name to mean the same in the worker
-            "sys_path": list(sys.path),
+            "sys_path": [*_added_paths(environment), *sys.path],
             "argv0": sys.argv[0] if sys.argv else "",
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],

@@ -57,7 +57,7 @@ def test_check_says_yes(target: str) -> None:
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "8")
     assert code == 0
     assert re.search(r"fits.*22\.0 GiB", said)
-    assert "predicted" in said
+    assert "rehearsed" in said
 
 
 def test_check_says_no_and_what_would_fit(target: str) -> None:
@@ -160,7 +160,7 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
         assert isinstance(refused, InvalidRequest)
         assert "CPU" in str(refused)
     code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
-    assert (code, json.loads(said)["method"]) == (0, "predict")
+    assert (code, json.loads(said)["method"]) == (0, "rehearse")
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
 
 
@@ -188,7 +188,7 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     named = json.loads(run(*of_report, "--method", "predict")[1])
     same = json.loads(run(*of_report, "--gpu", "L4")[1])
     assert named == same
-    assert named["method"] == "predict"
+    assert named["method"] == "rehearse"
     learned = {"non_torch_bytes": named["breakdown"]["non_torch"] + 2**20}
     of_gpu.write_text(json.dumps(made | {"calibration": learned}))
     exact = json.loads(run(*of_report, "--method", "predict")[1])

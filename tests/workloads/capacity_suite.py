@@ -24,7 +24,7 @@ def make_model() -> nn.Module:
 
 def test_small(autofit_check: Check) -> None:
     verdict = autofit_check(make_workload(), vram_budget="2GiB", micro_batch=8, gpu="L4")
-    assert verdict.method == "predict"
+    assert verdict.method == "rehearse"
 
 
 def test_large(autofit_check: Check) -> None:
@@ -35,7 +35,7 @@ def test_reduced(autofit_check: Check) -> None:
     settings = {"precision.dtype": "bfloat16"}
     verdict = autofit_check(make_workload(), vram_budget="2GiB", settings=settings)
     assert verdict.plan.settings == settings
-    assert verdict.method == "predict"
+    assert verdict.method == "rehearse"
 
 
 def test_split(autofit_check: Check) -> None:

@@ -108,9 +108,10 @@ std::vector<Engine> engines_for(const Content& graph) {
     note_estimate("cuDNN: a graph without a convolution, as if it took no workspace");
     return {{0, false}};
   }
-  note_estimate("cuDNN: workspaces of convolutions");
   int type = convolution.data.data_type, major = card(current_device()).major;
   bool is_half = type == HALF || type == BFLOAT16;
+  note_estimate(is_half ? "cuDNN: workspaces of convolutions in half precision"
+                        : "cuDNN: workspaces of convolutions in float32");
   std::vector<Engine> engines;
   auto offer = [&](bool tensor_cores, bool noted) {
     Workspaces sizes = workspaces(convolution, tensor_cores);

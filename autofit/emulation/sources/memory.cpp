@@ -4,6 +4,7 @@
 // something is written, and pointers to it can be read by the host.
 #include "emulation.h"
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <sys/mman.h>
@@ -24,6 +25,8 @@ bool is_device_memory(const void* pointer) {
   return block && block->kind == Kind::DEVICE;
 }
 
+std::atomic<void (*)()> on_read{nullptr};  // called when the host reads device memory
+
 cudaError_t copy(void* to, const void* from, u64 bytes, cudaMemcpyKind kind, cudaStream_t stream,
                  bool wait) {
   if (cudaError_t error = enter_context()) return error;
@@ -32,6 +35,9 @@ cudaError_t copy(void* to, const void* from, u64 bytes, cudaMemcpyKind kind, cud
   if (kind == cudaMemcpyDefault) within = is_device_memory(to) && is_device_memory(from);
   advance_clock(stream, COPY_NS + bytes / (within ? DEVICE_BYTES_PER_NS / 2 : HOST_BYTES_PER_NS));
   if (bytes) memmove(to, from, bytes);
+  bool to_host = kind == cudaMemcpyDeviceToHost || (kind == cudaMemcpyDefault && !within &&
+                                                    is_device_memory(from));
+  if (auto* seen = on_read.load(); seen && to_host) seen();
   return wait && !within ? synchronize_stream(stream) : status();
 }
 
@@ -121,6 +127,8 @@ cudaError_t fill_memory(void* at, u64 pattern, u64 pattern_bytes, u64 bytes, cud
 }  // namespace emulation
 
 using namespace emulation;
+
+EXPORT void autofit_emulation_on_read(void (*seen)()) { on_read = seen; }
 
 EXPORT cudaError_t cudaMalloc(void** out, size_t bytes) { return allocate_device(out, bytes); }
 EXPORT cudaError_t cudaMallocAsync(void** out, size_t bytes, cudaStream_t) {

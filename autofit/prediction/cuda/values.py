@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.amp import grad_scaler
 from torch.optim import lbfgs
 from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public one
 
@@ -99,6 +100,22 @@ def asked_by_an_optimizer() -> bool:
         frame = frame.f_back
     asker = frame.f_code.co_filename
     return asker.startswith(_OPTIMIZERS) and asker != lbfgs.__file__
+
+
+def asked_by_torch() -> bool:
+    """Return whether torch reads a value now that changes no allocation, on an emulated GPU.
+
+    A gradient scaler asks whether gradients overflowed, and is told that they did not.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename == grad_scaler.__file__ or asked_by_an_optimizer()
+
+
+def asking_line() -> str:
+    """Return the user's line that asks for a value now, as "file:number: text"."""
+    return _users_line(traceback.extract_stack())
 
 
 def is_number(tensor: torch.Tensor) -> bool:
