@@ -189,6 +189,9 @@ class _ForeignTraining:
     ) -> Callable[[], None]:
         raise self._refused("wraps the optimizer's update")
 
+    def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
+        return lambda: None  # there is no probe that would ask for them
+
     def loss(self, batch: Any) -> torch.Tensor:
         raise self._refused("runs the loss")
 

@@ -44,8 +44,17 @@ def workload_of(model: nn.Module) -> Workload:
     )
 
 
-def losses_of(report: Report, accelerator: Any, model: nn.Module) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Unlike Adam, it makes no whole step of a gradient that is zero but for its rounding."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def losses_of(report: Report, accelerator: Any, model: nn.Module, make: Any) -> list[float]:
+    optimizer = make(model)
     loader = DataLoader(TensorDataset(INPUTS, TARGETS), report.best.plan.micro_batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
@@ -79,15 +88,29 @@ def test_three_steps_of_the_loop_have_the_losses_of_apply(
     model = model_of()
     report = make_report(workload_of(model), plan, units)
     other = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.05)
-    with report.apply(other, optimizer) as training:
+    with report.apply(other, adamw(other)) as training:
         expected = [
             training.step((INPUTS[at : at + 8], TARGETS[at : at + 8])).item() for at in (0, 8, 16)
         ]
     accelerator = accelerate.Accelerator(cpu=True, **integration.arguments(report))
-    assert losses_of(report, accelerator, model) == pytest.approx(expected, rel=1e-5)
+    assert losses_of(report, accelerator, model, adamw) == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 3
     assert not any("forward" in vars(child) for child in model.modules() if child is not model)
+
+
+@pytest.mark.cuda
+def test_three_steps_on_a_gpu_have_the_losses_of_apply(make_report: Callable[..., Report]) -> None:
+    model = model_of().cuda()
+    settings: dict[str, Any] = {"precision.dtype": "float16", "checkpointing.level": 1}
+    plan = Plan(4, accumulation_steps=2, settings=settings)
+    report = make_report(workload_of(model), plan, ("1",))
+    other = copy.deepcopy(model)
+    with report.apply(other, sgd(other)) as training:
+        expected = [
+            training.step((INPUTS[at : at + 8], TARGETS[at : at + 8])).item() for at in (0, 8, 16)
+        ]
+    accelerator = accelerate.Accelerator(**integration.arguments(report))
+    assert losses_of(report, accelerator, model, sgd) == pytest.approx(expected, rel=5e-4)
 
 
 def test_what_was_set_is_told_and_given_back(make_report: Callable[..., Report]) -> None:

@@ -67,12 +67,14 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]  # likewise
 
 def trainer_of(**arguments: Any) -> Any:
     quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return lightning.Trainer(accelerator="cpu", devices=1, **quiet | arguments)
+    return lightning.Trainer(**quiet | arguments)
 
 
 PLANS: dict[str, tuple[Plan, tuple[str, ...]]] = {
@@ -113,6 +115,22 @@ def test_three_steps_of_the_trainer_have_the_losses_of_apply(
     assert len(set(expected)) == 3
     assert data.batch_size == 4, "given back"
     assert not any("forward" in vars(child) for child in module.modules())
+
+
+@pytest.mark.cuda
+def test_three_steps_on_a_gpu_have_the_losses_of_apply(make_report: Callable[..., Report]) -> None:
+    module, data = Classifier().cuda(), Data()
+    settings: dict[str, Any] = {"precision.dtype": "float16", "checkpointing.level": 1}
+    plan = Plan(4, accumulation_steps=2, settings=settings)
+    report = make_report(integration.workload(module, data), plan, ("net.1",))
+    other = copy.deepcopy(module)
+    with report.apply(other, other.configure_optimizers()["optimizer"]) as training:
+        expected = [training.step(batch).item() for batch in DataLoader(Numbers(), 8)]
+    module.losses.clear()
+    arguments = {"accelerator": "gpu", "max_epochs": 1, **integration.arguments(report)}
+    trainer_of(**arguments).fit(module, datamodule=data)
+    found = [sum(module.losses[at : at + 2]) / 2 for at in (0, 2, 4)]
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_workload_is_what_the_module_trains() -> None:

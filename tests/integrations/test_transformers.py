@@ -176,6 +176,25 @@ def test_three_steps_of_the_trainer_have_the_losses_of_apply(
     assert len(set(expected)) == 3
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "tf32"])
+def test_three_steps_on_a_gpu_have_the_losses_of_apply(
+    dtype: str, tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path, use_cpu=False, optim="adamw_torch")
+    settings = {"precision.dtype": dtype, "optimizer.implementation": "fused"}
+    plan = Plan(2, accumulation_steps=4, settings={**settings, "checkpointing.level": 1})
+    report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
+    expected = losses_by_apply(report, trainer)
+    applied = integration.apply(report, trainer)
+    assert torch.backends.cuda.matmul.allow_tf32 is (dtype == "tf32")
+    trainer.train()
+    applied.undo()
+    assert not torch.backends.cuda.matmul.allow_tf32
+    found = [sum(trainer.losses[at : at + 4]) for at in (0, 4, 8)]
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     before = copy.copy(vars(trainer))
