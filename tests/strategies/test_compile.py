@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 import autofit
 from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Outcome
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan, payloads_of
 from autofit.registry import load_strategies
+from autofit.space import Space
 from autofit.testing import PlainContext
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 from autofit.units import MIB
 
 COMPILE: Any = load_strategies(["compile"])[0]
-MODE = "compile.mode"
+MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 PLAN = ResolvedPlan(Plan(4, settings={MODE: "default"}), {}, (COMPILE,))
 
 
@@ -70,6 +73,60 @@ def test_without_a_compiler_it_is_empty_and_says_why(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert offered()[0] == ["off"]
+
+
+class Blocks(nn.Module):
+    """Four blocks of one kind, each kept in a list; dropout where it is told to drop."""
+
+    def __init__(self, dropped: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(dropped), nn.Linear(64, 8))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def of_blocks(dropped: float = 0.0) -> Workload:
+    torch.manual_seed(0)
+    return Workload(Blocks(dropped), torch.randn(32, 8))
+
+
+def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
+    dimensions = COMPILE.dimensions(PlainContext(of_blocks))
+    space = Space(dimensions, 4)
+    costs = {dict(v)[REGION]: space.trial_cost_s(v) for v in space.variants() if v[MODE] != "off"}
+    assert 0 < costs["blocks"] < costs["model"]
+    payload = dimensions[REGION].payloads["blocks"]
+    assert payload == {"modules": [f"blocks.{number}" for number in range(4)]}
+    assert list(COMPILE.dimensions(PlainContext(workload))[REGION].values) == ["model"]
+    plain = {MODE: "off", REGION: "model", BUDGET: 1.0}
+    assert [v for v in space.variants() if v[MODE] == "off"] == [plain]
+    lines = COMPILE.describe({MODE: "default", REGION: "blocks"}, {REGION: payload})
+    assert lines[-1] == "    model.get_submodule(name).compile(dynamic=False)"
+
+
+def test_a_memory_budget_is_for_steps_that_draw_nothing() -> None:
+    context = PlainContext(of_blocks)
+    assert list(COMPILE.dimensions(context)[BUDGET].values) == [1.0, 0.5, 0.0]
+    assert context.notes == []
+    dropping = PlainContext(lambda: of_blocks(0.1))
+    assert list(COMPILE.dimensions(dropping)[BUDGET].values) == [1.0]
+    assert "draws random numbers" in dropping.notes[0]
+    attending = PlainContext(lambda: replace(of_blocks(), loss_fn=_attention))
+    assert list(COMPILE.dimensions(attending)[BUDGET].values) == [1.0, 0.5, 0.0]
+
+
+def _attention(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Attention without dropout, whose operator might draw random numbers and does not."""
+    x = batch.reshape(-1, 1, 1, 8)
+    attended = nn.functional.scaled_dot_product_attention(x, x, x)
+    loss: torch.Tensor = model(attended.reshape(-1, 8))
+    return loss
 
 
 def test_what_never_calls_the_model_is_left_alone() -> None:
@@ -128,6 +185,39 @@ def test_a_compiled_training_is_accounted_for_and_leaves_nothing() -> None:
     assert seen.peak_allocated_bytes - before >= least
     assert "_compiled_call_impl" not in vars(training.model)
     assert dict(os.environ) == variables
+
+
+@pytest.mark.slow
+def test_regions_and_budgets_train_alike_and_hold_what_they_say() -> None:
+    dimensions = COMPILE.dimensions(PlainContext(of_blocks))
+    batch = of_blocks().batch(32)
+    gradients: dict[Any, list[torch.Tensor]] = {}
+    peaks, notes = {}, {}
+    settings: list[dict[str, Any]] = [
+        {},
+        {MODE: "default", REGION: "blocks"},
+        {MODE: "default", BUDGET: 1.0},
+        {MODE: "default", BUDGET: 0.0},
+    ]
+    for number, chosen in enumerate(settings):
+        device = CpuDevice()
+        device.limit(64 * MIB)
+        builder = TrainingBuilder(of_blocks, device, 0)
+        plan = Plan(32, settings=chosen)
+        resolved = ResolvedPlan(plan, payloads_of(dimensions, chosen), (COMPILE,))
+        with device.accounting(), builder.training(of_blocks(), resolved) as training:
+            training.accumulate(batch)
+            gradients[number] = [p.grad for p in training.model.parameters() if p.grad is not None]
+            training.optimizer_step()
+            device.reset_peaks()
+            training.accumulate(batch)
+            peaks[number], notes[number] = device.read().peak_allocated_bytes, training.notes()
+    for number in range(1, 4):
+        torch.testing.assert_close(gradients[number], gradients[0], rtol=1e-4, atol=1e-6)
+        assert "0 recompilations" in notes[number][0]
+    assert notes[1][0].startswith("compile: 1 graphs")  # one for all four blocks
+    assert peaks[3] < peaks[2] <= peaks[0]
+    assert functorch.activation_memory_budget == 1.0
 
 
 @pytest.mark.slow

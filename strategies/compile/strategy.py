@@ -1,8 +1,13 @@
-"""torch.compile over the model's call.
+"""torch.compile over the model's call, or over its repeated blocks.
 
 `compile.mode` starts at "off". "default" has the model's calls compiled by inductor, with static
 shapes; loss functions and the optimizer stay as they are. The model keeps its class, its names and
 its parameters: only its call is another one while the settings are in force.
+
+`compile.region` is "model", or "blocks": what repeats in the model is compiled once for all of its
+kind, which takes less time and leaves the rest as it is. `compile.memory_budget` is the share of
+the activations that the partitioner may keep for the backward (1.0: as it likes; 0.0: it computes
+all of them again): under compile it stands in for the levels of checkpointing.
 
 A compilation takes many seconds and depends on every other setting and on the micro-batch, so each
 value says what trying it costs. What it did is in the notes of the measurement: how many graphs,
@@ -23,15 +28,17 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from autofit.strategies.compile.plain_step import PlainStep, observed
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-MODE = "compile.mode"
-OFF = "off"
+MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
+OFF, MODEL, BLOCKS = "off", "model", "blocks"
+_ON = ("default",)
+_BUDGETS = (1.0, 0.5, 0.0)
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
 """Units that are checkpointed one by one break the model's call up: under compile the partitioner
 chooses what is kept."""
@@ -44,6 +51,8 @@ to 1000 operators."""
 _CALL = "_compiled_call_impl"
 """The attribute of a module that `Module.__call__` prefers to its own call."""
 _MARKS = "_dynamo"
+_LEAST_SAVED = 0.2
+"""Least share of a compilation's time that compiling blocks alone must save to be offered."""
 _MOST_REASONS = 3
 _ABSENT = object()
 
@@ -71,19 +80,20 @@ class Compile:
         if any(vars(module).get(_CALL) is not None for module in context.model.modules()):
             context.note(f"{MODE}: left out, since the model is compiled already")
             return off
-        step: _Step = context.profile(_observed, min(_SAMPLES, context.samples_per_step))
+        step: PlainStep = context.profile(observed, min(_SAMPLES, context.samples_per_step))
         if not step.calls_model:
             context.note(f"{MODE}: left out, since the step does not call the model")
             return off
-        fixed_s, operator_s = _CUDA_COST_S if context.device.type == "cuda" else _CPU_COST_S
         return {
             MODE: Dimension(
-                [OFF, "default"],
+                [OFF, *_ON],
                 when=_PLAIN_CALLS,
-                trial_cost_s=round(fixed_s + operator_s * step.operators, 1),
+                trial_cost_s=_cost_s(context, step.operators),
                 fresh_worker=True,
                 addresses=("memory traffic", "launches"),
-            )
+            ),
+            REGION: _regions(context, step),
+            BUDGET: _budgets(context, step),
         }
 
     def apply(
@@ -99,7 +109,10 @@ class Compile:
             return nullcontext()
         if (lacking := _lacks(training.device.type)) is not None:
             raise Unsupported(f"{MODE}={mode}: {lacking}")
-        return _compiled(training, [training.model], mode)
+        modules = [training.model]
+        if settings.get(REGION, MODEL) == BLOCKS:
+            modules = [training.model.get_submodule(name) for name in payloads[REGION]["modules"]]
+        return _compiled(training, modules, mode, float(settings.get(BUDGET, 1.0)))
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
@@ -107,16 +120,71 @@ class Compile:
         if mode == OFF:
             return []
         options = "" if mode == "default" else f"mode={mode!r}, "
-        return ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
+        lines = ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
+        if settings.get(REGION, MODEL) == BLOCKS:
+            lines = [
+                f"for name in {payloads[REGION]['modules']}:",
+                f"    model.get_submodule(name).compile({options}dynamic=False)",
+            ]
+        if (budget := settings.get(BUDGET, 1.0)) != 1.0:
+            lines = [
+                "import torch._functorch.config",
+                f"torch._functorch.config.activation_memory_budget = {budget}",
+                *lines,
+            ]
+        return lines
+
+
+def _cost_s(context: Context, operators: float) -> float:
+    fixed_s, operator_s = _CUDA_COST_S if context.device.type == "cuda" else _CPU_COST_S
+    return round(fixed_s + operator_s * operators, 1)
+
+
+def _regions(context: Context, step: PlainStep) -> Dimension:
+    """Return whether blocks alone may be compiled: where that takes clearly less time."""
+    saved_s = _cost_s(context, step.operators) - _cost_s(context, step.operators_of_blocks)
+    if len(step.blocks) < 2 or saved_s < _LEAST_SAVED * _cost_s(context, step.operators):
+        return Dimension([MODEL])
+    return Dimension(
+        [MODEL, BLOCKS],
+        when={MODE: _ON},
+        payloads={BLOCKS: {"modules": step.blocks}},
+        trial_costs_s={BLOCKS: -saved_s},
+        addresses=("memory traffic", "launches"),
+    )
+
+
+def _budgets(context: Context, step: PlainStep) -> Dimension:
+    """Return the memory budgets; none where random numbers would be drawn anew to recompute."""
+    if step.draws:
+        context.note(
+            f"{BUDGET}: left out, since the step draws random numbers ({', '.join(step.draws)}): "
+            "torch's partitioner may draw others when it computes again, and so the gradients are "
+            "wrong (pytorch issue 190758)"
+        )
+        return Dimension(_BUDGETS[:1])
+    return Dimension(
+        _BUDGETS,
+        when={MODE: _ON, REGION: (MODEL, None)},
+        addresses=("memory traffic",),
+    )
 
 
 @contextmanager
-def _compiled(training: TrainingView, modules: Sequence[nn.Module], mode: str) -> Iterator[None]:
+def _compiled(
+    training: TrainingView, modules: Sequence[nn.Module], mode: str, budget: float
+) -> Iterator[None]:
     """Have these modules' calls compiled; they share what is compiled where they are alike."""
     notes = _Notes()
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
         stack.enter_context(_marks_kept(training.model))
+        if budget != 1.0:  # around forwards, which is where the partitioner runs
+            from torch._functorch import config
+
+            stack.callback(
+                training.wrap_forward(lambda: config.patch(activation_memory_budget=budget))
+            )
         # A code object of their own: what is compiled, and how often, is counted by code object.
         code = _calling(training.model).__code__.replace()
         for module in modules:
@@ -240,45 +308,3 @@ def _lacks(device_type: str) -> str | None:
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None
-
-
-@dataclass
-class _Step:
-    """What a plain step shows.
-
-    Attributes:
-        calls_model: whether the model was called as a whole.
-        operators: how many ran in forward, loss and backward.
-    """
-
-    calls_model: bool = False
-    operators: int = 0
-
-
-def _observed(training: TrainingView, batch: Any) -> _Step:
-    step = _Step()
-
-    def called(module: nn.Module, inputs: Any) -> None:
-        step.calls_model = True
-
-    hook = training.model.register_forward_pre_hook(called)
-    watch = _Watch()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    undo = training.wrap_optimizer_step(lambda update: None)
-    try:
-        with watch:
-            training.step(batch)
-    finally:
-        undo()
-        hook.remove()
-    step.operators = watch.operators
-    return step
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Counts the operators that run."""
-
-    operators = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators += 1
-        return func(*args, **(kwargs or {}))
