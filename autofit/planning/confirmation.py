@@ -271,6 +271,10 @@ def _why_not_run(posterior: Posterior, name: str, value: Scalar, sizes: MicroBat
         f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
         f"{format_rate(np.exp(ahead))}"
     )
+    cost_s = min(posterior.spec.space.trial_cost_s(posterior.variants[i]) for i in fitting)
+    if cost_s > 0:
+        over = "" if posterior.spec.train_samples is None else " over the whole training"
+        rates = f"about {cost_s:.0f} s more to try; with that {rates}{over}"
     return rates if best <= ahead else f"not tried before the search stopped: {rates}"
 
 
