@@ -1,5 +1,5 @@
 """torch.compile as settings: see `autofit.strategies.compile.strategy`."""
 
-from autofit.strategies.compile.strategy import Compile
+from .strategy import Compile
 
 __all__ = ["Compile"]

@@ -37,7 +37,7 @@ class PlainStep:
 
 def observed(training: TrainingView, batch: Any) -> PlainStep:
     """Return what a step over the batch shows; the weights stay as they are."""
-    step, watch = PlainStep(), _Watch(training.device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    step, watch = PlainStep(), _Watch(training.device)
     kinds = dict(_repeated(training.model))
     modules = {name: training.model.get_submodule(name) for name in kinds}
     called: list[str] = []
@@ -114,5 +114,5 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 def _random_state(device: torch.device) -> list[int]:
     """Return the state of the device's own generator."""
     if device.type == "cuda":
-        return torch.cuda.get_rng_state(device).tolist()  # type: ignore[no-any-return]  # of bytes
-    return torch.get_rng_state().tolist()  # type: ignore[no-any-return]  # of bytes
+        return torch.cuda.get_rng_state(device).tolist()
+    return torch.get_rng_state().tolist()

@@ -28,12 +28,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from autofit.strategies.compile.plain_step import PlainStep, observed
 from torch import nn
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .plain_step import PlainStep, observed
 
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, MODEL, BLOCKS = "off", "model", "blocks"
@@ -175,9 +176,9 @@ def _compiled(
     training: TrainingView, modules: Sequence[nn.Module], mode: str, budget: float
 ) -> Iterator[None]:
     """Have these modules' calls compiled; they share what is compiled where they are alike."""
-    notes = _Notes()
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
+        notes = _Notes()
         stack.enter_context(_marks_kept(training.model))
         if budget != 1.0:  # around forwards, which is where the partitioner runs
             from torch._functorch import config
