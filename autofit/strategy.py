@@ -240,6 +240,16 @@ class TrainingView(Protocol):
         What it returns stands in the measurement's notes.
         """
 
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Have tensors that are made inside on the host not count against the VRAM budget.
+
+        On a device that computes on the host itself they would.
+        """
+
+    @property
+    def host_available_bytes(self) -> int:
+        """The bytes of the host's memory that are available now."""
+
     def loss(self, batch: Any) -> torch.Tensor:
         """Run forward and loss of one micro-batch, under the forward contexts in force."""
 

@@ -82,6 +82,9 @@ class Device(Protocol):
     def accounting(self) -> AbstractContextManager[None]:
         """Count what is allocated inside against the budget."""
 
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Have what is made inside lie in the host's memory: it does not count."""
+
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the device, in storage that counts against the budget."""
 

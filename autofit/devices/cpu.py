@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -42,6 +42,10 @@ class TracedDevice:
         """Allocate what operators inside create in the simulated allocator."""
         with self._tracer:
             yield
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Leave what is made inside out of the simulated allocator."""
+        return self._tracer.aside()
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself."""

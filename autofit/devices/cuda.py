@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -152,6 +152,10 @@ class CudaDevice:
     def accounting(self) -> Iterator[None]:
         """Do nothing: the caching allocator accounts by itself."""
         yield
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Do nothing: what is made there by name is not counted."""
+        return nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the GPU."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -147,6 +147,9 @@ class _PlainDevice:
         self.capabilities = capabilities or Capabilities(
             torch_device.type, bfloat16=True, float16=True, tf32=True
         )
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.torch_device)

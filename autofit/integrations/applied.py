@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from autofit.devices.cpu import host_memory
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.parts import terms_of
@@ -191,6 +192,13 @@ class _ForeignTraining:
 
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         return lambda: None  # there is no probe that would ask for them
+
+    @property
+    def host_available_bytes(self) -> int:
+        return host_memory()[1]
+
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def loss(self, batch: Any) -> torch.Tensor:
         raise self._refused("runs the loss")

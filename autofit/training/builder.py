@@ -48,6 +48,7 @@ class TrainingBuilder:
             device=self.device.torch_device,
             place=self.device.place,
             batched=workload.batched_places,
+            in_host_memory=self.device.in_host_memory,
         )
 
     def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:

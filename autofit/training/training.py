@@ -8,11 +8,12 @@ only through the strategies it applies, and `undo` reverts those changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from autofit.devices.cpu import host_memory
 from autofit.errors import InvalidRequest
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import Phase
@@ -39,6 +40,7 @@ class Training(AbstractContextManager["Training"]):
         batched: indices of the batch's tensors that hold samples; None: decided by their sizes,
             see `autofit.training.batch`.
         watch: is shown every batch of the user's own training; None: nothing is expected of them.
+        in_host_memory: see `TrainingView.in_host_memory`.
 
     Attributes:
         model, optimizer, device, recipe: as given; a train_step uses them.
@@ -59,6 +61,7 @@ class Training(AbstractContextManager["Training"]):
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
         batched: Collection[int] | None = None,
         watch: BatchWatch | None = None,
+        in_host_memory: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
         self.plan = resolved.plan
@@ -67,6 +70,7 @@ class Training(AbstractContextManager["Training"]):
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
         self._batched = batched
         self._watch = watch
+        self.in_host_memory = in_host_memory
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
         self._notes: list[Callable[[], Iterable[str]]] = []
@@ -100,6 +104,11 @@ class Training(AbstractContextManager["Training"]):
         """Revert the strategies' changes to model and optimizer; safe to call twice."""
         self._applied.close()
         self._ended = True
+
+    @property
+    def host_available_bytes(self) -> int:
+        """The bytes of the host's memory that are available now."""
+        return host_memory()[1]
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

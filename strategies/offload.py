@@ -1,0 +1,276 @@
+"""Saved activations in the host's memory between forward and backward.
+
+`offload.activations` starts at False. With True, what autograd saves in forward is copied to the
+host and its memory on the device is free until backward asks for it. Parameters and buffers stay,
+and so does what is small: it would cost more launches than bytes. Nothing is computed again and
+nothing is rounded, so losses and gradients are the same to the bit.
+
+On a GPU the host's memory is pinned, buffers are used again by later steps, and copies run on a
+stream of their own beside the computation. It is a last resort: a step moves all its activations
+over the bus twice, which takes longer than most recomputations, so it is offered only where a
+search names this strategy or knows how long the training is.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+SETTING = "offload.activations"
+LEAST_BYTES = 2**17
+"""Smaller tensors stay on the device: a choice, not measured."""
+HOST_SHARE = 0.8
+"""The share of the host's available memory that may hold activations."""
+_PIN_S_PER_BYTE = 1 / 2**31
+"""Pinning takes about half a second for a GiB, a choice; it makes a plan dearer to try."""
+_TRIAL_COST_S = 0.5
+
+
+class Offload:
+    """Activations in the host's memory from forward to backward."""
+
+    name = "offload"
+    phase = Phase.STEP
+    numerics = Numerics.EXACT
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the choice where a forward saves something that is worth moving."""
+        samples = context.samples_per_step
+        moved: int = context.profile(partial(_moved_bytes, samples), 1)
+        if not moved:
+            context.note(
+                f"{SETTING}: left out, since a forward of {samples} samples saves no tensor of "
+                f"{LEAST_BYTES // 2**10} KiB that is not a parameter"
+            )
+            return {SETTING: Dimension([False])}
+        return {
+            SETTING: Dimension(
+                [False, True],
+                when={"compile.mode": ("off", None)},  # compiled code saves by itself
+                trial_cost_s=round(_TRIAL_COST_S + moved * _PIN_S_PER_BYTE, 1),
+            )
+        }
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Have forwards save to the host; leaving the context undoes it and frees what is held.
+
+        Steps raise MemoryError where the host has no room for what they save.
+        """
+        return _offloading(training) if settings.get(SETTING, False) else nullcontext()
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script."""
+        if not settings.get(SETTING, False):
+            return []
+        return [
+            "import torch",
+            "from autofit.strategies.offload import offloaded",
+            "with offloaded(model):  # around the training loop",
+        ]
+
+
+@contextmanager
+def offloaded(model: torch.nn.Module) -> Iterator[None]:
+    """Save the activations of forwards inside to the host's memory.
+
+    Args:
+        model: its parameters and buffers stay on the device.
+    """
+    host = _Host()
+    try:
+        with _hooks(host, model):
+            yield
+    finally:
+        host.clear()
+
+
+@contextmanager
+def _offloading(training: TrainingView) -> Iterator[None]:
+    host = _Host(training.in_host_memory, HOST_SHARE * training.host_available_bytes)
+    undo = training.wrap_forward(lambda: _hooks(host, training.model))
+    try:
+        yield
+    finally:
+        undo()
+        host.clear()
+
+
+def _hooks(host: _Host, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    held = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Moved:
+        stays = not is_movable(tensor) or _storage(tensor) in held
+        return tensor if stays else host.move(tensor)
+
+    def unpack(saved: torch.Tensor | _Moved) -> torch.Tensor:
+        return saved if isinstance(saved, torch.Tensor) else host.bring_back(saved)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def is_movable(tensor: torch.Tensor, least_bytes: float = LEAST_BYTES) -> bool:
+    """Return whether a tensor has memory of its own that is worth moving."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and least_bytes <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _moved_bytes(samples: int, training: TrainingView, batch: Any) -> int:
+    """Return the bytes that a forward of so many samples would move; the batch has one."""
+    moved: dict[int, int] = {}
+    held = {_storage(t) for t in (*training.model.parameters(), *training.model.buffers())}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if is_movable(tensor, LEAST_BYTES / samples) and _storage(tensor) not in held:
+            moved[_storage(tensor)] = samples * tensor.nbytes
+        return tensor
+
+    undo = training.wrap_forward(
+        lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    )
+    try:
+        training.loss(batch)
+    finally:
+        undo()
+    return sum(moved.values())
+
+
+class _Moved:
+    """A saved tensor that lies on the host; its buffer is free again when this is collected.
+
+    Attributes:
+        copy: its values in the host's memory, with its shape and dense strides.
+        device: where it was.
+        copied: the event at the end of the copy to the host; None: it has ended.
+        restored: the tensor on its device again, as long as somebody uses it.
+    """
+
+    def __init__(self, copy: torch.Tensor, device: torch.device, copied: Any, host: _Host) -> None:
+        self.copy, self.device, self.copied = copy, device, copied
+        self.restored: weakref.ref[torch.Tensor] | None = None
+        self._host = host
+
+    def __del__(self) -> None:
+        self._host.take_back(self.copy)
+
+
+class _Host:
+    """The host's memory that saved tensors are moved to.
+
+    Args:
+        in_host_memory: entered while its tensors are made.
+        most_bytes: how much of it there may be.
+    """
+
+    def __init__(
+        self,
+        in_host_memory: Callable[[], AbstractContextManager[None]] = nullcontext,
+        most_bytes: float = math.inf,
+    ) -> None:
+        self._in_host_memory = in_host_memory
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._moved: dict[Any, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        self._held_bytes, self._most_bytes = 0, most_bytes
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @torch.no_grad()
+    def move(self, tensor: torch.Tensor) -> _Moved:
+        """Copy a tensor to the host, once for all that save it."""
+        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        key += (tensor.dtype, tensor._version)
+        storage, reference = self._moved.get(key, (None, None))
+        before = None if storage is None or storage.expired() or reference is None else reference()
+        if before is not None:
+            return before
+        moved = self._copied(tensor)
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._moved[key] = (storage, weakref.ref(moved))
+        return moved
+
+    def _copied(self, tensor: torch.Tensor) -> _Moved:
+        with self._in_host_memory():
+            copy = self._buffer(tensor).as_strided(tensor.shape, _dense_strides(tensor))
+            if tensor.device.type != "cuda":
+                return _Moved(copy.copy_(tensor), tensor.device, None, self)
+        stream = self._stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(tensor, non_blocking=True)
+            copied = stream.record_event()
+        tensor.record_stream(stream)  # its memory is not given out again before it is copied
+        return _Moved(copy, tensor.device, copied, self)
+
+    @torch.no_grad()
+    def bring_back(self, moved: _Moved) -> torch.Tensor:
+        """Return the tensor, on its device again."""
+        tensor = moved.restored() if moved.restored is not None else None
+        if tensor is None:
+            tensor = torch.empty_strided(
+                moved.copy.shape, moved.copy.stride(), dtype=moved.copy.dtype, device=moved.device
+            )
+            if moved.copied is not None:
+                torch.cuda.current_stream(moved.device).wait_event(moved.copied)
+            tensor.copy_(moved.copy, non_blocking=True)
+            moved.restored = weakref.ref(tensor)
+        return tensor
+
+    def take_back(self, copy: torch.Tensor) -> None:
+        """Keep a buffer for later tensors of its size."""
+        self._free[copy.numel(), copy.dtype].append(copy)
+
+    def clear(self) -> None:
+        """Free all buffers that no graph holds."""
+        self._free.clear()
+        self._moved.clear()
+
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        free = self._free[tensor.numel(), tensor.dtype]
+        if free:
+            return free.pop()
+        self._held_bytes += tensor.nbytes
+        if self._held_bytes > self._most_bytes:
+            raise MemoryError(
+                f"{SETTING}: the step saves more than {self._most_bytes / 2**30:.2g} GiB, "
+                f"{HOST_SHARE:.0%} of the host's available memory"
+            )
+        on_gpu = tensor.device.type == "cuda"
+        device = torch.device("cpu") if on_gpu else tensor.device
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device, pin_memory=on_gpu)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return its strides where they leave no gaps, else those of a contiguous tensor."""
+    elements = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda x: x[1]):
+        if size > 1 and stride != elements:
+            return _contiguous_strides(tensor.shape)
+        elements *= size
+    return tensor.stride()
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))

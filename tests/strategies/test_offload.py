@@ -1,0 +1,124 @@
+"""Activations in the host's memory: the same gradients, fewer bytes on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from autofit.strategies.offload import LEAST_BYTES, SETTING, offloaded
+from torch import nn
+
+import autofit
+from autofit.errors import InvalidRequest
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.testing import check_strategy
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+WIDTH, SAMPLES = 128, 512
+
+
+def deep() -> Workload:
+    """Eight layers whose activations are 256 KiB each, with dropout."""
+    torch.manual_seed(0)
+    layers = [
+        part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))
+    ]
+    batch = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    return Workload(nn.Sequential(*layers), batch, criterion=nn.functional.mse_loss)
+
+
+def probed(workload: Workload, value: bool, device: str = "cpu") -> Measurement:
+    plan = Plan(SAMPLES, settings={SETTING: value})
+    trial = autofit.probe(
+        workload, plan=plan, device=device, strategies=["offload"], isolation="inprocess"
+    )
+    return trial.measurement
+
+
+def test_it_keeps_the_contract() -> None:
+    assert check_strategy("offload", workloads=[deep]) > 1
+
+
+def test_gradients_are_the_same_to_the_bit_and_saved_tensors_are_shared() -> None:
+    model = deep().build_model()
+    given = torch.randn(SAMPLES, WIDTH)
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        with torch.random.fork_rng():
+            (model(given) * model[0](given).t().contiguous().t()).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    with offloaded(model):
+        moved = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def check_fewer_bytes(device: str) -> None:
+    plain, moved = probed(deep(), False, device), probed(deep(), True, device)
+    assert plain.ok, plain.detail
+    assert moved.ok, moved.detail
+    assert plain.peak_allocated_bytes is not None
+    assert moved.peak_allocated_bytes is not None
+    activation = 4 * SAMPLES * WIDTH
+    # tanh and dropout keep their outputs, and dropout its mask: of eight layers two stay at a time
+    assert plain.peak_allocated_bytes - moved.peak_allocated_bytes > 8 * activation
+
+
+def test_a_step_holds_fewer_bytes_of_the_device() -> None:
+    check_fewer_bytes("cpu")
+
+
+@pytest.mark.cuda
+def test_a_step_holds_fewer_bytes_of_a_gpu() -> None:
+    check_fewer_bytes("cuda")
+
+
+@pytest.mark.cuda
+def test_gradients_on_a_gpu_are_the_same() -> None:
+    workload = deep()
+    model, (given, _) = workload.build_model().cuda().eval(), workload.batch(SAMPLES)
+    given = given.cuda()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(given).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    with offloaded(model):
+        moved = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def test_a_host_without_room_is_the_hosts_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "host_available_bytes", 2 * LEAST_BYTES)
+    measured = probed(deep(), True)
+    assert measured.outcome is Outcome.HOST_OOM
+    assert "the host's available memory" in (measured.detail or "")
+
+
+def small() -> Workload:
+    return Workload(nn.Linear(8, 8), torch.randn(4, 8))
+
+
+def test_a_model_that_saves_little_has_nothing_to_choose() -> None:
+    with pytest.raises(InvalidRequest, match=SETTING):
+        probed(small(), True)
+
+
+@pytest.mark.parametrize("strategies", [None, ["offload"]])
+def test_a_search_offers_it_only_where_it_is_named(strategies: list[str] | None) -> None:
+    report = autofit.search(
+        deep(),
+        device="cpu",
+        vram_budget="64MiB",
+        isolation="inprocess",
+        max_micro_batch=SAMPLES,
+        max_probes=4,
+        strategies=strategies,
+    )
+    assert (SETTING in report.record.dimensions) is (strategies is not None)
