@@ -429,11 +429,16 @@ def _likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
 
 
 def _beside_leaders(posterior: Posterior) -> Mask:
-    """Return which variants differ from one of the fastest only in costly values."""
+    """Return which variants differ from one of the fastest only in costly values.
+
+    All do where nothing without such values fits.
+    """
     space = posterior.spec.space
     cheap = [t for t in posterior.probes if t.ok and not space.is_costly(t.plan.settings)]
     cheap.sort(key=lambda trial: -float(posterior.log_speed(trial.plan).mean()))
     leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
+    if not leaders:
+        return np.ones(len(posterior.variants), dtype=bool)
     costly = _not_cheap(space.dimensions)
     rests = [{pair for pair in variant if pair[0] not in costly} for variant in leaders]
     return np.array([any(rest <= set(v.items()) for rest in rests) for v in posterior.variants])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autofit.measurement import Measurement, Outcome, Role
-from autofit.plan import Dimension, Hint, variant_key
+from autofit.plan import Dimension, Hint, Plan, variant_key
 from autofit.planning import planner
 from autofit.planning.planner import MAX_STEP_WITH_LINES, oom_cost
 from autofit.planning.posterior import Posterior
@@ -123,6 +123,20 @@ def test_costly_values_are_tried_last_and_on_leaders_only(make_device: MakeDevic
         assert {**request.plan.settings, "compile.model": False}.items() in [
             dict(variant).items() for variant in cheap
         ]
+
+
+def test_a_costly_value_is_tried_where_nothing_fits_without_it() -> None:
+    space = Space(
+        {"offload.activations": Dimension((False, True), trial_cost_s=1.0)}, 4, max_micro_batch=64
+    )
+
+    def held(plan: Plan) -> float:
+        return (1.0 if plan.settings["offload.activations"] else 30.0) * GIB * plan.micro_batch
+
+    prober = SimulatedProber(8 * GIB, held, lambda plan: 0.1 + 0.01 * plan.micro_batch)
+    best = run_search(prober, SearchSpec(space, 8 * GIB)).best.plan
+    assert best.settings["offload.activations"]
+    assert best.micro_batch in (7, 8)
 
 
 def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> None:
