@@ -21,7 +21,13 @@ from autofit.plan import Plan, VariantKey
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
-from benchmarks.simulated_devices import LARGEST_MICRO_BATCH, Device, draw_device
+from benchmarks.simulated_devices import (
+    FORMAT,
+    LARGEST_MICRO_BATCH,
+    PRECISION,
+    Device,
+    draw_device,
+)
 
 _NOISE = (0.002, 0.2)
 _MEMORY_NOISE = 0.002
@@ -125,15 +131,25 @@ class IrregularDevice:
         return np.arange(1, LARGEST_MICRO_BATCH + 1)
 
 
-def draw_irregular_device(seed: int, *, noise: float | None = None) -> IrregularDevice:
-    """Return the irregular device of a seed; a noise of None is drawn from 0.002 to 0.2."""
+def draw_irregular_device(
+    seed: int, *, noise: float | None = None, cliffs: str = "variants"
+) -> IrregularDevice:
+    """Return the irregular device of a seed.
+
+    Args:
+        seed: determines everything.
+        noise: None: drawn from 0.002 to 0.2.
+        cliffs: which variants a cliff has that not all have: "variants", a random third of them, or
+            "settings", those that share a value of precision or layout. Kernels are chosen by such
+            values, so the second is how devices are; the first is how the benchmark began.
+    """
     device = draw_device(seed, hints=False)
     draw = random.Random(f"irregular/{seed}")
     if noise is None:
         noise = math.exp(draw.uniform(*map(math.log, _NOISE)))
     variants = list(device.lines)
     plain = device.lines[variants[0]]
-    shapes = _draw_shapes(draw, variants, plain.fixed_seconds, plain.sample_seconds, device)
+    shapes = _draw_shapes(draw, variants, plain.fixed_seconds, plain.sample_seconds, device, cliffs)
     return IrregularDevice(device, shapes, noise, noise * draw.choice((0.2, 1.0)))
 
 
@@ -143,6 +159,7 @@ def _draw_shapes(
     overhead: float,
     sample_seconds: float,
     device: Device,
+    cliffs: str,
 ) -> dict[VariantKey, Shape]:
     floor = overhead * draw.uniform(2, 20) if draw.random() < 0.3 else 0.0
     cliff = draw.random() < 0.5
@@ -152,11 +169,20 @@ def _draw_shapes(
     multiple, penalty = 1, 1.0
     if draw.random() < 0.3:
         multiple, penalty = draw.choice((2, 4, 8)), draw.uniform(1.02, 1.3)
+    by_setting = random.Random(f"cliffs/{device.seed}")
+    kernels = [
+        (name, value)
+        for name in (PRECISION, FORMAT)
+        for value in device.space.dimensions[name].values
+    ]
+    of_kernel = by_setting.choice(kernels)
     shapes = {}
     for variant in variants:
         line = device.lines[variant]
         reach = max(1.0, (device.budget_bytes - line.fixed_bytes) / line.sample_bytes)
         has_cliff = cliff and draw.random() < some
+        if cliffs == "settings" and some < 1:
+            has_cliff = cliff and of_kernel in variant
         shapes[variant] = Shape(
             floor_seconds=floor,
             drop_at=max(2, round(reach * share)) if has_cliff else LARGEST_MICRO_BATCH + 1,

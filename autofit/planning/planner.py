@@ -48,8 +48,8 @@ NOISE_WORTH = 0.05
 POTENTIAL_CREDIT = 0.9
 """The share of a variant's potential that a probe is credited with which will make it known."""
 
-OOM_COST = 0.055
-OOM_COST_WITH_PRIOR = 0.3
+OOM_COST = 0.045
+OOM_COST_WITH_PRIOR = 0.12
 """The cost of the first OOM: a lost probe, and perhaps a new worker. See `oom_cost`."""
 
 SMALLEST_FACTOR = 0.25
