@@ -7,8 +7,8 @@ search measured, beyond the 95 % interval that the noise of the device gives the
 
     python -m benchmarks.answer_quality --devices 1000 --scores scores.jsonl    (half an hour)
 
-Seeds from 50 000; nothing was tuned on them. With `--scores` each search is written down as it ends,
-and those that the file has are not run again.
+Seeds from 50 000; nothing was tuned on them. With `--scores` each search is written down as it
+ends, and those that the file has are not run again.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ _SURPRISE = 4.0  # times their noise by which departures are odd
 _IRREGULAR = 2 * LEAST  # spread of step times from which speed need not grow with the size
 _SHARED = 3  # fastest sizes of other variants that are tried on a new one
 _NEAR = 1.1  # a size that fails below its line's limit by no more than this was expected to fail
+_DROP_LATER = 0.5  # the probability that a drop of speed is beyond the middle
 _LEAST = 1e-9  # standard deviation of log speeds
 _HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
 _LEADERS = 2  # costly values are tried on this many of the fastest other variants
@@ -279,7 +280,12 @@ def _new_plans(
     proposals: list[Proposal] = []
     halfway = _halfway(posterior)
     opening = _next_sizes(posterior, halfway)
-    between = _sizes_between(posterior, halfway) if posterior.spread > _IRREGULAR else []
+    between: list[MicroBatches] = []
+    if posterior.spread > _IRREGULAR:
+        between = _sizes_between(posterior, halfway)
+        before_drop = _before_drop(posterior, leader)
+        if before_drop is not None:
+            proposals.append(before_drop)
     for number, sizes in enumerate([*opening, *between]):
         fits = posterior.memory_limit >= sizes
         log_speeds = posterior.log_speeds(sizes)
@@ -413,6 +419,35 @@ def _repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposa
         change = deviation**2 / math.hypot(deviation, posterior.noise(trial), _LEAST)
         proposals.append((float(knowledge_gradient(ahead.mean(), change)) - cost, plan))
     return proposals
+
+
+def _before_drop(posterior: Posterior, leader: Trial) -> Proposal | None:
+    """Return a size between the leader's and a larger one of its variant that was slower.
+
+    Where speed grew up to the leader, the drop is as likely beyond the middle as before it, and the
+    speed would grow as far as there. No line tells so: it explains the drop by a flat speed.
+    """
+    plan = leader.plan
+    own = [t.plan for t in posterior.fitting if t.plan.variant == plan.variant]
+    above = min((p.micro_batch for p in own if p.micro_batch > plan.micro_batch), default=0)
+    middle = posterior.sizes.handy(
+        np.full(len(posterior.variants), math.sqrt(plan.micro_batch * above))
+    )
+    size = int(middle[posterior.index(plan)])
+    smaller = [t for t in posterior.fitting if _APART * t.plan.micro_batch <= plan.micro_batch]
+    if size < _APART * plan.micro_batch or above < _APART * size or not smaller:
+        return None
+
+    def log_speed(trial: Trial) -> float:
+        return float(posterior.log_speed(trial.plan).mean())
+
+    beside = max(smaller, key=log_speed)
+    noise = math.hypot(posterior.noise(leader), posterior.noise(beside))
+    rise = (log_speed(leader) - log_speed(beside) - noise) / math.log(
+        plan.micro_batch / beside.plan.micro_batch
+    )
+    gain = min(max(rise, 0.0), 1.0) * math.log(size / plan.micro_batch)
+    return _DROP_LATER * gain, posterior.spec.space.plan(size, plan.settings)
 
 
 def _likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
