@@ -21,6 +21,7 @@ from autofit.shapes import (
     FLAG,
     NUMBER,
     TEXT,
+    WAIT,
     Leaf,
     Maybe,
     check_shape,
@@ -96,7 +97,7 @@ MEASUREMENT: dict[str, Any] = {
     "contended?": FLAG,
     "seconds?": Maybe(NUMBER),
     "busy_percent?": Maybe(NUMBER),
-    "start_up_s?": Maybe(DURATION),
+    "start_up_s?": Maybe(WAIT),
     "notes?": [TEXT],
 }
 """A measurement as JSON."""

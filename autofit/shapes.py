@@ -59,6 +59,7 @@ AMOUNT = Leaf("a whole number from 0", lambda value: _is_whole(value) and 0 <= v
 COUNT = Leaf("a whole number from 1", lambda value: _is_whole(value) and 0 < value < _LARGEST)
 NUMBER = Leaf("a number", _is_number)
 DURATION = Leaf("a duration above zero", lambda v: _is_number(v) and 1e-12 < v < 1e12)
+WAIT = Leaf("a duration, or zero", lambda v: _is_number(v) and 0 <= v < 1e12)
 SCALAR = Leaf(
     "a number, a text, true or false",
     lambda value: isinstance(value, (str, bool)) or _is_number(value),

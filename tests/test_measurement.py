@@ -89,6 +89,11 @@ def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:
     assert isinstance(Measurement.from_dict(data).outcome, Outcome)
 
 
+def test_a_training_that_starts_at_its_usual_speed_is_stored() -> None:
+    measured = Measurement(Outcome.OK, step_times_s=(0.1,), start_up_s=0.0)
+    assert Measurement.from_dict(measured.to_dict()) == measured
+
+
 def test_trials_survive_json_and_say_the_rates_that_follow() -> None:
     trial = Trial(3, Role.CONFIRMED, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]), 2**30)
     data = json.loads(json.dumps(trial.to_dict()))
