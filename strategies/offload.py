@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -188,23 +188,29 @@ class _Host:
     ) -> None:
         self._in_host_memory = in_host_memory
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        self._moved: dict[Any, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        self._moved: dict[Hashable, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         self._held_bytes, self._most_bytes = 0, most_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> _Moved:
         """Copy a tensor to the host, once for all that save it."""
-        key = (_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        key += (tensor.dtype, tensor._version)
-        storage, reference = self._moved.get(key, (None, None))
-        before = None if storage is None or storage.expired() or reference is None else reference()
-        if before is not None:
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = _storage(tensor), *place, tensor.dtype, tensor._version
+        if (before := self._moved_before(key)) is not None:
             return before
         moved = self._copied(tensor)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._moved[key] = (storage, weakref.ref(moved))
         return moved
+
+    def _moved_before(self, key: Hashable) -> _Moved | None:
+        storage, moved = self._moved.get(key, (None, None))
+        if storage is None or moved is None:
+            return None
+        # another storage may lie at the address of one that is gone
+        is_gone = storage.expired()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return None if is_gone else moved()
 
     def _copied(self, tensor: torch.Tensor) -> _Moved:
         with self._in_host_memory():
@@ -258,7 +264,7 @@ class _Host:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         return self._streams[device]
 
 
