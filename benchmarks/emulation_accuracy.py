@@ -1,8 +1,9 @@
 """Accuracy of the emulated GPU against trainings recorded on an H200.
 
-The 30 trainings of `benchmarks/traces` run on the emulated card as they ran on the real one, and
-their peaks are compared with the recording: peak allocated, peak reserved, and with `--required`
-the smallest limit under which the allocator does not retry (bisected to 1 %, as it was recorded).
+The 30 trainings of `benchmarks/traces` run on the emulated card as they ran on the real one, each
+in a process of its own, and their peaks are compared with the recording: peak allocated, peak
+reserved, and with `--required` the smallest limit under which the allocator does not retry
+(bisected to 1 %, as it was recorded).
 
     python -m autofit.emulation --no-values -- python -m benchmarks.emulation_accuracy [--json FILE]
 
@@ -14,11 +15,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -142,6 +146,15 @@ def compared(recorded: RecordedTraining, with_required: bool) -> Comparison:
     )
 
 
+def in_processes_of_their_own(
+    chosen: Sequence[RecordedTraining], with_required: bool
+) -> Iterator[Comparison]:
+    """Yield the comparisons: a process that freed memory gives other addresses than a new one."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield from pool.map(partial(compared, with_required=with_required), chosen)
+
+
 def summary(results: Sequence[Comparison]) -> dict[str, float]:
     """Return the figures that `PROMISES` bounds; a training that failed counts as wholly wrong."""
     plain = [one for one in results if not one.name.startswith(LIBRARY_SCRATCH)]
@@ -189,12 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "torch finds no GPU: run it under `python -m autofit.emulation --no-values --`"
         )
+    chosen = [
+        recorded
+        for recorded in recorded_trainings()
+        if recorded.name in options.trainings or not options.trainings
+    ]
     results = []
     print(f"{'training':24}{'allocated':>12}{'reserved':>12}{'required':>12}{'seconds':>9}")
-    for recorded in recorded_trainings():
-        if options.trainings and recorded.name not in options.trainings:
-            continue
-        result = compared(recorded, options.required)
+    for result in in_processes_of_their_own(chosen, options.required):
         results.append(result)
         errors = (result.allocated_error, result.reserved_error, result.required_error)
         shown = "".join(f"{'-' if e is None else format(e, '+.3%'):>12}" for e in errors)

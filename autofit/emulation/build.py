@@ -50,6 +50,8 @@ _LOOKED_UP = re.compile(  # by name, in the driver and in NVML
     rb"(?:cu(?:Mem|Dev|Logs|Ctx|Stream|Multicast|Green|Tensor|Launch|Func|Module|Lib|Get|Pointer"
     rb"|Link|Occupancy|Init|Driver)|nvml)[A-Za-z0-9]+(?:_v[0-9])?"
 )
+_ARCHITECTURES = re.compile(rb"\0((?:(?:sm|compute)_\d+[af]? ?){2,})\0")
+"""What torch.cuda.get_arch_list() says, in libtorch_python.so."""
 _NEEDED = re.compile(r"NEEDED.*\[(lib(?:cu[a-zA-Z]*|nv[a-zA-Z_-]*|nccl)\.so\.[0-9]+)\]")
 
 
@@ -219,10 +221,12 @@ def _build_driver(torch: CudaTorch, sources: list[Path], out: Path) -> None:
     libraries = [torch.folder / "lib" / f"lib{name}.so" for name in _LIBRARIES_OF_TORCH]
     libraries = [path for path in libraries if path.exists()]
     include = [f"-I{folder}" for folder in _cuda_headers(torch)]
+    numbers = ",".join(map(str, kernel_architectures(torch)))
+    flags = ("-std=c++17", *_FLAGS, *include, f"-DKERNEL_ARCHITECTURES={numbers}")
 
     def compiled(source: Path) -> Path:
         target = out / f"{source.stem}.o"
-        _run(_compiler(), "-std=c++17", *_FLAGS, *include, "-c", source, "-o", target)
+        _run(_compiler(), *flags, "-c", source, "-o", target)
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -234,8 +238,8 @@ def _build_driver(torch: CudaTorch, sources: list[Path], out: Path) -> None:
         "int autofit_emulation_not_emulated(const char*);\n"
         + "".join(f'int {n}() {{ return autofit_emulation_not_emulated("{n}"); }}\n' for n in names)
     )
-    flags = ("-x", "c", "-O1", "-fPIC", "-w", "-fno-builtin")
-    _run(_compiler(), *flags, "-c", generated, "-o", out / "generated.o")
+    plain = ("-x", "c", "-O1", "-fPIC", "-w", "-fno-builtin")
+    _run(_compiler(), *plain, "-c", generated, "-o", out / "generated.o")
     shared = (_compiler(), "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER)
     _run(*shared, *objects, out / "generated.o", "-ldl", "-lpthread")
     for path in (*objects, out / "generated.o"):
@@ -247,6 +251,22 @@ def _build_driver(torch: CudaTorch, sources: list[Path], out: Path) -> None:
         link = ("-Wl,--no-as-needed", f"-Wl,-soname,{name}", "-o", out / name)
         leads = ("-L", out, f"-l:{DRIVER}", "-Wl,-rpath,$ORIGIN")
         _run(_compiler(), "-x", "c", "-shared", "-fPIC", *link, empty, *leads)
+
+
+def kernel_architectures(torch: CudaTorch) -> list[int]:
+    """Return the architectures that torch has kernels for: 90 is sm_90.
+
+    Raises:
+        EmulationUnavailable: the library does not say.
+    """
+    library = torch.folder / "lib" / "libtorch_python.so"
+    said = _ARCHITECTURES.search(library.read_bytes()) if library.exists() else None
+    if said is None:
+        raise EmulationUnavailable(
+            f"{library} does not name the architectures that torch {torch.version} has kernels "
+            "for: use torch 2.11, whose library does"
+        )
+    return sorted({int(number) for number in re.findall(rb"_(\d+)", said[1])})
 
 
 def _build_values(torch: CudaTorch, sources: list[Path], out: Path) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+Run = Callable[..., str]
 
 FIND = "from autofit.emulation.build import find_cuda_torch; print(find_cuda_torch())"
 BUILD = "from autofit.emulation.build import build_driver; print(build_driver())"
@@ -48,6 +51,17 @@ def test_a_torch_that_cannot_be_imported_is_found(tmp_path: Path) -> None:
     variables = torch_of(tmp_path, "__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
     ran = run(FIND, **variables)
     assert "version='2.11.0+cu130', cuda='13.0'" in ran.stdout, ran.stderr
+
+
+@pytest.mark.emulated
+def test_kernels_are_of_the_architectures_that_torch_names(run_on: Run) -> None:
+    program = """
+import torch
+from autofit.emulation.build import find_cuda_torch, kernel_architectures
+named = [int(name.partition("_")[2].rstrip("af")) for name in torch.cuda.get_arch_list()]
+print(sorted(set(named)) == kernel_architectures(find_cuda_torch()))
+"""
+    assert run_on(program) == "True\n"
 
 
 @pytest.mark.emulated

@@ -95,6 +95,10 @@ void remove_blocks(u64 base, u64 bytes);
 void* map_pages(u64 bytes, int protection);
 cudaError_t fill_memory(void* at, u64 pattern, u64 pattern_bytes, u64 bytes, cudaStream_t stream);
 
+// addresses.cpp
+void* map_device_pages(u64 bytes);  // nullptr: there is no room
+void unmap_device_pages(void* at, u64 bytes);
+
 // kernels.cpp
 constexpr u64 LAUNCH_NS = 2000;
 cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments,

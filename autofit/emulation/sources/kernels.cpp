@@ -111,10 +111,10 @@ EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const v
   return launch(function, config->gridDim, config->blockDim, arguments, config->stream);
 }
 // The architecture of the kernels that a card runs: the newest of its generation that it is not older
-// than, of those that torch is built for. CUB refuses one that it was not compiled for.
+// than, of those that torch is built for, which the build defines. CUB refuses another.
 static int kernel_architecture(const Card& of) {
   int own = of.major * 10 + of.minor, found = own;
-  for (int built : {75, 80, 86, 90, 100, 120})
+  for (int built : {KERNEL_ARCHITECTURES})
     if (built <= own && built / 10 == of.major) found = built;
   return found;
 }
@@ -151,6 +151,9 @@ EXPORT CUresult cuModuleLoadData(CUmodule* out, const void*) {
 EXPORT CUresult cuModuleLoadDataEx(CUmodule* out, const void* image, unsigned, CUjit_option*,
                                    void**) {
   return cuModuleLoadData(out, image);
+}
+EXPORT CUresult cuModuleLoad(CUmodule* out, const char*) {  // of a file, as torch does for Triton
+  return cuModuleLoadData(out, nullptr);
 }
 EXPORT CUresult cuModuleGetFunction(CUfunction* out, CUmodule, const char*) {
   *out = reinterpret_cast<CUfunction>(0x46);

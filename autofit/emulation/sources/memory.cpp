@@ -49,7 +49,7 @@ cudaError_t allocate_device(void** out, u64 bytes) {
   u64 charged = round_up(bytes, GRANULARITY_BYTES);
   if (!reserve_bytes(current_physical(), charged)) return fail(cudaErrorMemoryAllocation);
   u64 mapped = round_up(bytes, PAGE_BYTES);
-  void* at = map_pages(mapped, PROT_READ | PROT_WRITE);
+  void* at = map_device_pages(mapped);
   if (!at) {
     release_bytes(current_physical(), charged);
     return fail(cudaErrorMemoryAllocation);
@@ -65,7 +65,8 @@ cudaError_t free_block(void* pointer) {
   auto found = blocks().find(reinterpret_cast<u64>(pointer));
   if (found == blocks().end()) return fail(cudaErrorInvalidValue);
   const Block& block = found->second;
-  munmap(pointer, block.bytes);
+  if (block.kind == Kind::DEVICE) unmap_device_pages(pointer, block.bytes);
+  else munmap(pointer, block.bytes);
   if (block.charged_bytes)
     release_bytes(visible_devices()[block.ordinal], block.charged_bytes);
   write_log("free %p (%llu)", pointer, block.bytes);
