@@ -160,7 +160,7 @@ class GridWorld:
 
 def grid_world(name: str, *, seed: int = 0) -> GridWorld:
     """Return the recorded workload of that name as a world."""
-    recorded = [row for row in _recorded() if row["workload"] == name]
+    recorded = [row for row in recorded_plans() if row["workload"] == name]
     rows: dict[VariantKey, list[Row]] = {}
     values: dict[str, dict[Any, None]] = {}
     for row in recorded:
@@ -184,7 +184,7 @@ def grid_world(name: str, *, seed: int = 0) -> GridWorld:
 
 
 @cache
-def _recorded() -> list[dict[str, Any]]:
+def recorded_plans() -> list[dict[str, Any]]:
     text = (Path(__file__).parent / "h200.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 

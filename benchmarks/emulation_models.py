@@ -1,0 +1,344 @@
+"""The rehearsal held against the emulated GPU, on models that nobody here wrote.
+
+Models of torchvision, timm, transformers and diffusers, with random weights; in float32, bfloat16
+and float16, with AdamW, fused AdamW and SGD in turn, and every other one with its library's own
+checkpointing, if it has that. `autofit.predict` rehearses each case on the meta device; then the
+same training runs on the emulated card, where PyTorch's own allocator answers. Compared are peak
+allocated, peak reserved, and required bytes: the smallest limit under which two steps after a
+warm-up run without a retry, bisected to 0.5 %. Non-torch bytes are left out on both sides.
+
+    python -m autofit.emulation --no-values -- python -m benchmarks.emulation_models RESULTS.jsonl
+
+A case that RESULTS.jsonl has is not run again; `--table` prints the summary of what it has.
+The packages are no requirement of anything else here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autofit import Plan, Workload, predict
+from autofit.devices.cuda import CudaDevice
+from autofit.errors import CannotTell
+from autofit.plan import ResolvedPlan
+from autofit.registry import load_strategies
+from autofit.training.builder import TrainingBuilder
+from benchmarks.emulated_models import MODELS, Model, switch_checkpointing_on
+
+GPU = "H200"
+PRECISIONS = ("as_is", "bfloat16", "float16")
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-3, momentum=0.9),
+}
+PROMISES = {
+    "allocated_median": 0.005,
+    "allocated_90th": 0.02,
+    "required_median": 0.01,
+    "required_90th": 0.05,
+}
+STEPS, WARM_UP_STEPS = 4, 2
+RESOLUTION = 1.005
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: the name of a model, and how it is trained."""
+
+    model: str
+    precision: str
+    optimizer: str
+    checkpointed: bool
+
+    @property
+    def name(self) -> str:
+        how = f"{self.model}, {self.precision}, {self.optimizer}"
+        return f"{how}, checkpointed" if self.checkpointed else how
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Peak allocated, peak reserved and required bytes, without non-torch bytes."""
+
+    allocated: int
+    reserved: int
+    required: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case.
+
+    Attributes:
+        case: model and how it is trained.
+        package: of the model.
+        rehearsed: None where it was not told.
+        emulated: None where the card raised.
+        refused: why the rehearsal cannot tell.
+        failed: what was raised elsewhere.
+        rehearsal_s, emulation_s: durations; that of the emulation with its bisection.
+    """
+
+    case: Case
+    package: str
+    rehearsed: Bytes | None = None
+    emulated: Bytes | None = None
+    refused: str | None = None
+    failed: str | None = None
+    rehearsal_s: float = 0.0
+    emulation_s: float = 0.0
+
+    def error(self, kind: str) -> float | None:
+        """Return the rehearsal's error as a share of what the card took."""
+        if self.rehearsed is None or self.emulated is None:
+            return None
+        return float(getattr(self.rehearsed, kind) / getattr(self.emulated, kind) - 1)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, line: str) -> Result:
+        read = json.loads(line)
+        read["case"] = Case(**read["case"])
+        for kind in ("rehearsed", "emulated"):
+            read[kind] = Bytes(**read[kind]) if read[kind] else None
+        return cls(**read)
+
+
+def cases() -> Iterator[Case]:
+    """Yield the cases: first one of each model, then a second and a third with other precisions."""
+    optimizers = list(OPTIMIZERS)
+    for turn in range(len(PRECISIONS)):
+        for at, name in enumerate(MODELS):
+            precision = PRECISIONS[(at + turn) % len(PRECISIONS)]
+            optimizer = optimizers[(at // len(PRECISIONS) + turn) % len(optimizers)]
+            yield Case(name, precision, optimizer, (at + turn) % 2 == 1 and MODELS[name].switchable)
+
+
+def workload_of(case: Case, model: Model) -> Workload:
+    """Return the training of a case; every build of its model is a copy of the same one."""
+    torch.manual_seed(0)
+    built = model.make().train()
+    if case.checkpointed:
+        switch_checkpointing_on(built)
+    return Workload(
+        lambda: copy.deepcopy(built),
+        model.batch(),
+        loss_fn=model.loss_fn,
+        optimizer=OPTIMIZERS[case.optimizer],
+    )
+
+
+def rehearsed(workload: Workload, plan: Plan) -> Bytes:
+    """Return what `autofit.predict` tells."""
+    told = predict(workload, plan=plan, gpu=GPU)
+    required = told.required_bytes - told.gpu.context_bytes
+    return Bytes(told.peak_allocated_bytes, told.peak_reserved_bytes, required)
+
+
+class Card:
+    """The emulated card, on which a plan of a workload trains under a limit."""
+
+    def __init__(self) -> None:
+        self.device = CudaDevice(owns_process=True)
+
+    def taken(self, workload: Workload, plan: Plan) -> Bytes:
+        """Return what the training takes."""
+        self._clean()
+        if not self._runs(workload, plan, None):
+            raise RuntimeError("the training runs out of memory on the whole card")
+        reading = self.device.read()
+        allocated, reserved = reading.peak_allocated_bytes, reading.peak_reserved_bytes
+        low, high = allocated * 0.97, float(reserved)
+        while not self._runs(workload, plan, high):
+            low, high = high, high * 1.02
+        while high / low > RESOLUTION and high - low > 2**20:
+            middle = (low + high) / 2
+            if self._runs(workload, plan, middle):
+                high = middle
+            else:
+                low = middle
+        return Bytes(allocated, reserved, int(high))
+
+    def _runs(self, workload: Workload, plan: Plan, limit_bytes: float | None) -> bool:
+        """Whether the training runs under the limit, with no retry after its warm-up."""
+        self._clean()
+        share = 1.0 if limit_bytes is None else limit_bytes / self.device.total_bytes
+        torch.cuda.set_per_process_memory_fraction(share)
+        resolved = ResolvedPlan(plan, strategies=load_strategies(["precision"]))
+        builder = TrainingBuilder(lambda: workload, self.device, seed=0)
+        batch = workload.batch(plan.micro_batch)
+        retries = []
+        try:
+            with builder.training(workload, resolved) as training:
+                for _ in range(STEPS):
+                    training.step(batch)
+                    retries.append(self.device.read().allocator_retries)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return retries[-1] == retries[WARM_UP_STEPS - 1]
+
+    def _clean(self) -> None:
+        gc.collect()
+        self.device.synchronize()
+        self.device.release_cache()
+        self.device.reset_peaks()
+
+
+def result_of(case: Case, card: Card) -> Result:
+    """Rehearse and run one case; an error of either is part of the result."""
+    model = MODELS[case.model]
+    found: dict[str, Any] = {}
+    try:
+        workload = workload_of(case, model)
+        settings = {} if case.precision == "as_is" else {"precision.dtype": case.precision}
+        plan = Plan(workload.sample_batch_size, settings=settings)
+        started = time.perf_counter()
+        try:
+            found["rehearsed"] = rehearsed(workload, plan)
+        except CannotTell as refusal:
+            found["refused"] = str(refusal)[:300]
+        found["rehearsal_s"] = time.perf_counter() - started
+        started = time.perf_counter()
+        found["emulated"] = card.taken(workload, plan)
+        found["emulation_s"] = time.perf_counter() - started
+    except Exception as error:  # of any kind: the other cases are run all the same
+        found["failed"] = f"{type(error).__name__}: {error}"[:300]
+    return Result(case, model.package, **found)
+
+
+def read(path: Path) -> list[Result]:
+    """Return the results that a file has."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Result.of_json(line) for line in lines if not line.startswith('{"versions"')]
+
+
+def summary(results: Sequence[Result]) -> dict[str, float]:
+    """Return the figures that `PROMISES` bounds, and counts."""
+    told = [result for result in results if result.rehearsed and result.emulated]
+    figures: dict[str, float] = {
+        "models": len({result.case.model for result in results}),
+        "cases": len(results),
+        "compared": len(told),
+        "cannot tell": sum(result.refused is not None for result in results),
+        "failed": sum(result.failed is not None for result in results),
+    }
+    for kind in ("allocated", "reserved", "required"):
+        errors = [abs(error) for result in told if (error := result.error(kind)) is not None]
+        if len(errors) > 1:
+            figures[f"{kind}_median"] = statistics.median(errors)
+            figures[f"{kind}_90th"] = statistics.quantiles(errors, n=10, method="inclusive")[-1]
+            figures[f"{kind}_most"] = max(errors)
+    return figures
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the summary by precision and package, the largest differences, and refusals."""
+    yield (
+        "| cases | compared | "
+        + " | ".join(
+            f"{kind}: median | 90th | most" for kind in ("allocated", "reserved", "required")
+        )
+        + " |"
+    )
+    yield "|---|---:|" + "---:|" * 9
+    groups = [("all", results)]
+    for key in ("precision", "optimizer", "checkpointed"):
+        values = dict.fromkeys(getattr(result.case, key) for result in results)
+        groups += [
+            (f"{key} {value}", [r for r in results if getattr(r.case, key) == value])
+            for value in values
+        ]
+    packages = dict.fromkeys(result.package for result in results)
+    groups += [(name, [r for r in results if r.package == name]) for name in packages]
+    for label, its in groups:
+        figures = summary(its)
+        cells = [
+            f"{figures[f'{kind}_{which}']:.2%}" if f"{kind}_{which}" in figures else "-"
+            for kind, which in product(
+                ("allocated", "reserved", "required"), ("median", "90th", "most")
+            )
+        ]
+        yield f"| {label} | {figures['compared']:.0f} | {' | '.join(cells)} |"
+    yield ""
+    yield "The largest differences of required bytes:"
+    yield ""
+    known = [result for result in results if result.error("required") is not None]
+    for result in sorted(known, key=lambda one: -abs(one.error("required") or 0))[:25]:
+        errors = (
+            f"{kind} {result.error(kind):+.1%}" for kind in ("allocated", "reserved", "required")
+        )
+        yield f"- {result.case.name}: {', '.join(errors)}"
+    yield ""
+    yield from (f"- {r.case.name} cannot be told: {r.refused}" for r in results if r.refused)
+    yield from (f"- {r.case.name} failed: {r.failed}" for r in results if r.failed)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of torch and of the packages with the models."""
+    found = {"torch": torch.__version__}
+    for package in dict.fromkeys(model.package for model in MODELS.values()):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, help="a file of one JSON object a line")
+    parser.add_argument("--only", nargs="+", default=(), help="models by name")
+    parser.add_argument("--table", action="store_true", help="print the summary and run nothing")
+    parser.add_argument("--most", type=int, help="run at most so many cases")
+    options = parser.parse_args(arguments)
+    if not options.table:
+        if not torch.cuda.is_available():
+            parser.error("no GPU: run it under `python -m autofit.emulation --no-values --`")
+        run(options.results, options.only, options.most)
+    results = read(options.results)
+    print("\n".join(table(results)))
+    figures = summary(results)
+    return 0 if all(figures.get(name, 1) <= bound for name, bound in PROMISES.items()) else 1
+
+
+def run(path: Path, only: Sequence[str], most: int | None) -> None:
+    """Run the cases that the file does not have, and append a line for each."""
+    done = {result.case for result in read(path)}
+    card, number = Card(), count(1)
+    with path.open("a") as file:
+        if not done:
+            print(json.dumps({"versions": versions()}), file=file, flush=True)
+        for case in cases():
+            if case in done or (only and case.model not in only):
+                continue
+            if most is not None and next(number) > most:
+                return
+            result = result_of(case, card)
+            print(result.to_json(), file=file, flush=True)
+            errors = (result.error(kind) for kind in ("allocated", "reserved", "required"))
+            shown = "".join(f"{'-' if e is None else format(e, '+.2%'):>10}" for e in errors)
+            why = result.refused or result.failed or ""
+            seconds = f"{result.rehearsal_s:6.1f}{result.emulation_s:7.1f}"
+            print(f"{case.name:60}{shown}{seconds}  {why[:90]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
