@@ -136,7 +136,8 @@ def apply(
         flags = _tf32_flags() if "tf32" in division.arguments else nullcontext()
         stack.enter_context(flags)
         undo = stack.pop_all()
-    return Applied((*lines, *division.lines("TrainingArguments")), undo)
+    said = (*lines, *division.lines("TrainingArguments"))
+    return Applied(said or ("nothing to set: TrainingArguments are the plan's already",), undo)
 
 
 def _check_one_device(trainer: Any) -> None:

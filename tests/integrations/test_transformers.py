@@ -261,6 +261,14 @@ def test_what_the_arguments_can_say_is_written_there_and_taken_back(
     assert trainer.model.forward.__func__ is type(trainer.model).forward
 
 
+def test_a_trainer_that_runs_the_plan_already_is_told_so(
+    tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    trainer = trainer_of(tmp_path)
+    report = make_report(integration.workload(trainer), Plan(4, accumulation_steps=2))
+    assert "nothing to set" in str(integration.apply(report, trainer))
+
+
 def test_an_uneven_split_is_refused(tmp_path: Path, make_report: Callable[..., Report]) -> None:
     trainer = trainer_of(tmp_path)
     report = make_report(integration.workload(trainer), Plan.split(8, 3))
