@@ -684,3 +684,24 @@ def test_it_says_what_more_time_would_have_tried(make_device: MakeDevice) -> Non
     assert result.with_more_time is not None
     assert result.with_more_time.settings["compile.mode"] == "default"
     assert run_search(other.prober(), other.spec()).with_more_time is None
+
+
+def test_what_is_costly_to_try_takes_one_fresh_worker_a_probe(make_device: MakeDevice) -> None:
+    """Tried last, and on leading plans alone: no more of them than of plans without it."""
+    off = {"compile.mode": "off"}
+    values = Dimension(("off", "default"), trial_cost_s=30.0, fresh_worker=True)
+    other = make_device(dimensions={"compile.mode": values})
+    renewals: list[int] = []
+
+    def remember(inner: Any, measurement: Measurement) -> Measurement:
+        renewals.append(inner.renewals)
+        return measurement
+
+    prober = _Wrapped(other.prober(), remember)
+    result = run_search(prober, replace(other.spec(), train_samples=10_000_000))
+    searched = [t for t in result.trials if t.role is not Role.CONFIRMED]
+    first = next(n for n, t in enumerate(searched) if t.plan.settings != off)
+    assert all(t.plan.settings != off for t in searched[first:])
+    assert renewals[first - 1] == 0
+    workers = renewals[first : len(searched)]
+    assert workers == sorted(set(workers))  # each in one of its own
