@@ -6,8 +6,8 @@ its parameters: only its call is another one while the settings are in force.
 
 `compile.region` is "model", or "blocks": what repeats in the model is compiled once for all of its
 kind, which takes less time and leaves the rest as it is. `compile.memory_budget` is the share of
-the activations that the partitioner may keep for the backward (1.0: as it likes; 0.0: it computes
-all of them again): under compile it stands in for the levels of checkpointing.
+the activations that the partitioner may keep for the backward, and computes again beyond that (1.0:
+as it likes): under compile it stands in for the levels of checkpointing.
 
 A compilation takes many seconds and depends on every other setting and on the micro-batch, so each
 value says what trying it costs. What it did is in the notes of the measurement: how many graphs,
@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,7 +32,7 @@ import torch
 from torch import nn
 
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Scalar
+from autofit.plan import Dimension, Hint, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .plain_step import PlainStep, observed
@@ -39,16 +40,18 @@ from .plain_step import PlainStep, observed
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, MODEL, BLOCKS = "off", "model", "blocks"
 _ON = ("default",)
-_BUDGETS = (1.0, 0.5, 0.0)
+_BUDGETS = {0.5: Hint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
+"""As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
+1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md)."""
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
 """Units that are checkpointed one by one break the model's call up: under compile the partitioner
 chooses what is kept."""
 _SAMPLES = 2
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
-"""Seconds of a compilation: fixed, and for each operator of a forward. Measured on a CPU with two
-cores (benchmarks/results/compile-2026-11-22.md); on a GPU 20 to 45 s were seen for models of 300
-to 1000 operators."""
+"""Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
+benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
+ResNet-50."""
 _CALL = "_compiled_call_impl"
 """The attribute of a module that `Module.__call__` prefers to its own call."""
 _MARKS = "_dynamo"
@@ -163,9 +166,10 @@ def _budgets(context: Context, step: PlainStep) -> Dimension:
             "torch's partitioner may draw others when it computes again, and so the gradients are "
             "wrong (pytorch issue 190758)"
         )
-        return Dimension(_BUDGETS[:1])
+        return Dimension([1.0])
     return Dimension(
-        _BUDGETS,
+        [1.0, *_BUDGETS],
+        hints=_BUDGETS,
         when={MODE: _ON, REGION: (MODEL, None)},
         addresses=("memory traffic",),
     )
@@ -190,7 +194,7 @@ def _compiled(
         code = _calling(training.model).__code__.replace()
         for module in modules:
             template = _calling(module)
-            call = FunctionType(code, template.__globals__, "call", None, template.__closure__)
+            call = FunctionType(code, _globals(module), "call", None, template.__closure__)
             before = vars(module).get(_CALL, _ABSENT)
             stack.callback(_put_back, module, before)
             vars(module)[_CALL] = torch.compile(call, mode=mode, dynamic=False)
@@ -209,6 +213,21 @@ def _calling(module: nn.Module) -> FunctionType:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
 
     return call  # type: ignore[return-value]  # it is a plain function
+
+
+def _globals(module: nn.Module) -> dict[str, Any]:
+    """Return the globals of the frame that is compiled.
+
+    Dynamo looks for the globals of what it inlines in the module of their name. A class of a script
+    that travelled to a worker has another module of that name there, so that the frame has to have
+    the same globals as its forward.
+    """
+    own = getattr(type(module).forward, "__globals__", None)
+    if own is None:
+        return globals()
+    home = sys.modules.get(own.get("__name__", ""))
+    found: dict[str, Any] = globals() if home is not None and vars(home) is own else own
+    return found
 
 
 def _put_back(module: nn.Module, before: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,13 +115,13 @@ def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
 
 def test_a_memory_budget_is_for_steps_that_draw_nothing() -> None:
     context = PlainContext(of_blocks)
-    assert list(COMPILE.dimensions(context)[BUDGET].values) == [1.0, 0.5, 0.0]
+    assert list(COMPILE.dimensions(context)[BUDGET].values) == [1.0, 0.5]
     assert context.notes == []
     dropping = PlainContext(lambda: of_blocks(0.1))
     assert list(COMPILE.dimensions(dropping)[BUDGET].values) == [1.0]
     assert "draws random numbers" in dropping.notes[0]
     attending = PlainContext(lambda: replace(of_blocks(), loss_fn=_attention))
-    assert list(COMPILE.dimensions(attending)[BUDGET].values) == [1.0, 0.5, 0.0]
+    assert list(COMPILE.dimensions(attending)[BUDGET].values) == [1.0, 0.5]
 
 
 def _attention(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -199,7 +200,7 @@ def test_regions_and_budgets_train_alike_and_hold_what_they_say() -> None:
         {},
         {MODE: "default", REGION: "blocks"},
         {MODE: "default", BUDGET: 1.0},
-        {MODE: "default", BUDGET: 0.0},
+        {MODE: "default", BUDGET: 0.5},
     ]
     for number, chosen in enumerate(settings):
         device = CpuDevice()
@@ -247,3 +248,39 @@ def test_a_compiler_that_fails_makes_a_plan_unsupported(monkeypatch: pytest.Monk
     )
     assert trial.measurement.outcome is Outcome.UNSUPPORTED
     assert "no-such-compiler" in str(trial.measurement.detail)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spawned_workers")
+def test_a_model_of_a_script_is_compiled_with_its_globals(run_python: Any, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import torch
+from torch.nn import functional as F
+
+import autofit
+
+
+class Inner(torch.nn.Linear):
+    def forward(self, x):
+        return F.gelu(super().forward(x))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner(8, 8)
+
+    def forward(self, x):
+        return F.softplus(self.inner(x)).mean()
+
+
+if __name__ == "__main__":
+    plan = autofit.Plan(4, settings={"compile.mode": "default"})
+    trial = autofit.probe(autofit.Workload(Model(), torch.randn(4, 8)), plan=plan, device="cpu")
+    print(trial.measurement.outcome.value, *trial.measurement.notes)
+"""
+    )
+    ran = run_python(script, forks_workers=False)
+    assert ran.stdout == "ok compile: 1 graphs, 0 graph breaks, 0 recompilations\n", ran.stderr
