@@ -8,6 +8,7 @@ margin.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ def check(
             return resolve(plan, survey.space_for(plan), chosen, payloads)
 
         return _by_probe(*run_one(workload, chosen, target, resolved))
-    taken = method_taken(FORMER_METHODS.get(method, method), workload.model)
+    method = FORMER_METHODS.get(method, method)
     budget = budget_bytes(
         1.0 if vram_budget is None else vram_budget,
         total_bytes=found.total_bytes,
@@ -87,7 +88,7 @@ def check(
     unknown = Verdict(
         None,
         plan or workload.plan(),
-        taken,
+        method_taken(method, workload.model),
         budget,
         device="cuda",
         gpu=found.name,
@@ -98,7 +99,7 @@ def check(
             workload,
             plan=plan,
             gpu=gpu,
-            method=taken,
+            method=method,
             strategies=strategies,
             payloads=payloads,
             calibration=learned,
@@ -124,10 +125,14 @@ def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> 
 def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
     budget = unknown.vram_budget_bytes
     fits = prediction.fits(budget)
-    largest = prediction.largest_micro_batch_within(budget) if fits is False else None
+    largest = None
+    if fits is False:
+        with suppress(CannotTell):  # of other sizes; the plan's own answer stands
+            largest = prediction.largest_micro_batch_within(budget)
     return replace(
         unknown,
         fits=fits,
+        method=prediction.method,
         plan=prediction.plan,
         required_bytes=prediction.required_bytes,
         margin_bytes=prediction.interval[1] - prediction.required_bytes,

@@ -31,7 +31,7 @@ from autofit.cli.options import (
     read_budget,
 )
 from autofit.cli.target import load_target
-from autofit.errors import InvalidRequest, users_code
+from autofit.errors import CannotTell, InvalidRequest, users_code
 from autofit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -99,14 +99,18 @@ def predict(
         chosen = options.plan_and_payloads(workload)
         with users_code():
             prediction = run(workload, gpu=gpu, method=method, strategies=strategies, **chosen)
-            largest = prediction.largest_micro_batch
+            try:
+                largest = prediction.largest_micro_batch
+                told = f"{largest or 'none'} on {prediction.gpu.name}"
+            except CannotTell as error:  # of other sizes; the plan's own answer stands
+                largest, told = None, str(error)
     if as_json:
         more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
         print_result(json.dumps(prediction.to_dict() | more, indent=1))
         return
     name, _, rows = str(prediction).partition("\n")
     print_result(f"{name}{ASSUMED * (gpu is None)}\n{rows}")
-    print_result(f"  {'largest micro-batch':<20}{largest or 'none'} on {prediction.gpu.name}")
+    print_result(f"  {'largest micro-batch':<20}{told}")
 
 
 def check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -57,8 +58,9 @@ def predict(
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: H200.
         method: "rehearse" traces the training on torch's meta device, where nothing is computed;
             "emulate" runs it in a worker on an emulated GPU, under torch's own allocator, which
-            takes the CUDA build of torch and a C++ compiler; "auto" emulates where these are and
-            no GPU is, and else rehearses.
+            takes the CUDA build of torch and a C++ compiler. "auto" emulates where these are and
+            no GPU is, and else rehearses; it also rehearses a training that asks for values, which
+            an emulation has to compute, and emulates it if that cannot tell.
         strategies: names or Strategy objects that may have settings in the plan; None: the
             installed strategies whose settings the plan has.
         payloads: by setting, as in a report's dimensions; None: as the strategies say.
@@ -80,9 +82,10 @@ def predict(
         found = replace(found, context_bytes=learned.non_torch_bytes)
     chosen = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    if taken == "emulate":
-        return _emulated(workload, chosen, found, own, payloads or {})
-    return predict_resolved(workload, _resolve(chosen, workload, found, own, payloads or {}), found)
+    question = workload, chosen, found, own, payloads or {}
+    if taken == "rehearse":
+        return _rehearsed(*question)
+    return _emulated(*question) if method == taken else _emulated_if_quick(*question)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,9 @@ class Prediction:
         Settings and accumulation steps stay. Further plans are predicted, the returned one among
         them; a plan that cannot be predicted counts as one that does not fit (a model may look at
         the values of its batch, which are not kept for a very large one).
+
+        Raises:
+            CannotTell: values are computed, for which the host has too little memory.
         """
         plan = self.plan
         steps, settings = plan.accumulation_steps, plan.settings
@@ -281,17 +287,41 @@ def _rehearsed_needs(workload: Workload, gpu: Gpu, _: int) -> Iterator[HighBytes
     yield lambda resolved: runs.need(resolved, gpu).high_bytes
 
 
-def _emulated(
+def _rehearsed(
     workload: Workload,
     plan: Plan,
     gpu: Gpu,
     strategies: Sequence[Strategy],
     payloads: Mapping[str, Any],
 ) -> Prediction:
+    resolved = _resolve(plan, workload, gpu, strategies, payloads)
+    return predict_resolved(workload, resolved, gpu)
+
+
+def _emulated_if_quick(*question: Any) -> Prediction:
+    """Predict by emulation; where it would have to compute, by rehearsal if that can tell."""
+    from autofit.prediction.emulated_look import ValuesAsked
+
+    try:
+        return _emulated(*question, may_compute=False)
+    except ValuesAsked:
+        with suppress(CannotTell):
+            return _rehearsed(*question)
+    return _emulated(*question, values=True)
+
+
+def _emulated(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+    **computing: bool,
+) -> Prediction:
     """Predict a plan by running it on an emulated GPU, like `predict`."""
     from autofit.prediction.emulate import Emulation
 
-    with Emulation(workload, strategies, gpu) as emulation:
+    with Emulation(workload, strategies, gpu, **computing) as emulation:
         try:
             resolved = _resolve(plan, workload, gpu, strategies, payloads)
         except CannotTell:  # the meaning of a setting is found by running the model
@@ -325,6 +355,13 @@ def _emulated_needs(
 ) -> Iterator[HighBytes]:
     from autofit.prediction.emulate import Emulation
 
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if values and vram_budget_bytes > free_bytes:
+        raise CannotTell(
+            "the largest micro-batch is not told: the training asks for values, so each size would "
+            f"be trained on the CPU in up to {format_bytes(vram_budget_bytes)} of host memory, of "
+            f"which {format_bytes(free_bytes)} are free. Predict the size that you have in mind"
+        )
     with Emulation(workload, strategies, gpu, values=values, roomy=True) as emulation:
         yield lambda resolved: emulation.high_bytes(resolved, vram_budget_bytes)
 

@@ -205,3 +205,30 @@ free, total = torch.cuda.mem_get_info()
 print(total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved())
 """
     assert int(run_on(program, cards=[emulated_card("H200")])) == 620 * MIB
+
+
+READS = """
+import torch
+from autofit.emulation.driver import reads_watched
+
+x, seen = torch.ones(3, device="cuda"), []
+def quiet(): return x + 1, x.clone(), torch.ones(3).cuda()
+asking = [lambda: x.sum().item(), lambda: x.nonzero(), lambda: x.cpu(), lambda: bool((x > 0).all())]
+with reads_watched(lambda: not seen.append(1)):
+    quiet()
+    print(len(seen), end=" ")
+    for ask in asking:
+        seen.clear()
+        ask()
+        print(len(seen) > 0, end=" ")
+seen.clear()
+with reads_watched(lambda: bool(seen.append(1))):  # does not want to be called again
+    x.sum().item(), x.sum().item()
+x.cpu()
+print(len(seen))
+"""
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_what_the_host_reads_is_seen(run_on: Run, values: bool) -> None:
+    assert run_on(READS, values=values) == "0 True True True True 1\n"

@@ -49,14 +49,15 @@ class Doubled(torch.autograd.Function):
     """Keeps twice its input for its backward pass, as no operator of torch does."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch's own
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(torch.cat([x, x]))
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         (twice,) = ctx.saved_tensors
-        return gradients[0] * 2 + 0 * twice[: len(gradients[0])]
+        gradient: torch.Tensor = gradients[0] * 2 + 0 * twice[: len(gradients[0])]
+        return gradient
 
 
 class WithDoubled(nn.Module):
@@ -65,7 +66,7 @@ class WithDoubled(nn.Module):
         self.layer = nn.Linear(512, 512)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        doubled: torch.Tensor = Doubled.apply(self.layer(x))
+        doubled: torch.Tensor = Doubled.apply(self.layer(x))  # type: ignore[no-untyped-call]  # torch
         return doubled
 
 
@@ -76,7 +77,7 @@ class Careful(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded there
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.norm().item() > 0:
@@ -169,6 +170,8 @@ def test_a_function_of_autograd_of_the_users_own() -> None:
 def test_an_optimizer_that_looks_at_values() -> None:
     told = emulated(workload(optimizer=Careful))
     assert told.computed_values
+    with pytest.raises(CannotTell, match=r"largest micro-batch.*host memory"):
+        told.largest_micro_batch_within(2**50)
     weights = sum(p.numel() * 4 for p in build_model().parameters())
     assert told.breakdown["optimizer_state"] >= weights
 
@@ -239,21 +242,18 @@ def test_a_plan_that_is_larger_than_the_gpu_has_numbers() -> None:
     assert told.fits(find_gpu(GPU).total_bytes) is False
 
 
+@pytest.mark.slow
 @pytest.mark.emulated
 def test_a_setting_that_is_found_by_running_the_model() -> None:
-    blocks = 6
-
     def deep() -> nn.Module:
-        return nn.Sequential(*(build_model() for _ in range(blocks)))
+        return nn.Sequential(*(build_model() for _ in range(4)))
 
     made = workload(model=deep)
+    level = Plan(4096, settings={"checkpointing.level": 1})
     with pytest.raises(CannotTell):
-        predict(
-            made, gpu=GPU, method="rehearse", plan=Plan(512, settings={"checkpointing.level": 1})
-        )
-    settings = {"checkpointing.level": 1}
-    told = emulated(made, plan=Plan(512, settings=settings))
-    assert told.peak_allocated_bytes < emulated(made, plan=Plan(512)).peak_allocated_bytes
+        predict(made, gpu=GPU, method="rehearse", plan=level)
+    plain = predict(made, gpu=GPU, method="rehearse", plan=Plan(4096))
+    assert emulated(made, plan=level).peak_allocated_bytes < plain.peak_allocated_bytes
 
 
 @pytest.mark.emulated
@@ -286,6 +286,21 @@ def test_check_emulates_by_itself_where_there_is_no_gpu() -> None:
     assert "emulated GPU" in verdict._repr_html_()
     on_meta = build_model().to("meta")
     assert check(workload(model=on_meta), gpu=GPU, vram_budget="2GiB").method == "rehearse"
+
+
+@pytest.mark.emulated
+def test_auto_rehearses_what_asks_for_values_of_the_batch_alone() -> None:
+    def masked(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, mask = batch
+        kept = inputs if mask.all() else inputs[:, :256].repeat(1, 2)
+        loss: torch.Tensor = model(kept).square().mean()
+        return loss
+
+    batch = (torch.randn(8, 512), torch.ones(8, 4, dtype=torch.bool))
+    made = Workload(build_model, batch, loss_fn=masked)
+    assert predict(made, gpu=GPU).method == "rehearse"
+    told = predict(workload(criterion=None, loss_fn=larger_if_positive), gpu=GPU)
+    assert (told.method, told.computed_values) == ("emulate", True)
 
 
 @pytest.mark.emulated

@@ -46,5 +46,10 @@ def test_split(autofit_check: Check) -> None:
     assert verdict.plan == Plan.split(20, 8)
 
 
+def test_emulated(autofit_check: Check) -> None:
+    fits = {"vram_budget": "2GiB", "micro_batch": 8, "gpu": "L4"}
+    assert autofit_check(make_workload(), method="emulate", **fits).method == "emulate"
+
+
 def test_other() -> None:
     raise AssertionError("this checks no capacity")
