@@ -40,7 +40,7 @@ from .plain_step import PlainStep, observed
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, MODEL, BLOCKS = "off", "model", "blocks"
 _ON = ("default",)
-_BUDGETS = {0.5: Hint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
+_BUDGETS: dict[Scalar, Hint] = {0.5: Hint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
 """As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
 1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md)."""
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
