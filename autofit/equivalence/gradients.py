@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -134,6 +135,7 @@ def _are_finite(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def _calm(model: torch.nn.Module) -> Iterator[None]:
+    """Have modules draw no random numbers, also where the loss calls `model.train()` first."""
     modes = {module: module.training for module in model.modules()}
     recurrent = {m: m.dropout for m in modes if isinstance(m, torch.nn.RNNBase)}
     for module in modes:
@@ -141,13 +143,25 @@ def _calm(model: torch.nn.Module) -> Iterator[None]:
         module.training = _normalizes_over_batch(module) or module in recurrent
     for module in recurrent:
         module.dropout = 0.0
+    shadowed = [(module, name) for module in modes for name in ("train", "eval")]
+    before = [vars(module).get(name) for module, name in shadowed]
+    for module, name in shadowed:
+        vars(module)[name] = partial(_as_it_is, module)
     try:
         yield
     finally:
+        for (module, name), own in zip(shadowed, before, strict=True):
+            del vars(module)[name]
+            if own is not None:
+                vars(module)[name] = own
         for module, mode in modes.items():
             module.training = mode
         for module, dropout in recurrent.items():
             module.dropout = dropout
+
+
+def _as_it_is(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    return module
 
 
 @contextmanager

@@ -62,6 +62,22 @@ def test_means_over_independent_samples_are_equal_dropout_or_not(middle: nn.Modu
     assert found.gradient < 1e-5
 
 
+def test_a_loss_that_sets_training_mode_draws_no_random_numbers_either() -> None:
+    """As `transformers.Trainer` does, and many a loss function of users."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        model.train()
+        model.eval().train()
+        inputs, labels = batch
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    model = _body(nn.Dropout(0.5))
+    attributes = [set(vars(module)) for module in model.modules()]
+    assert _split_against_whole(model, (X, LABELS), loss_fn=loss_fn).equal
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert model.train(False).training is False
+
+
 def test_batch_normalization_is_named() -> None:
     model = _body(nn.BatchNorm1d(8))
     found = _split_against_whole(model, (X, LABELS), criterion=nn.functional.cross_entropy)
