@@ -229,6 +229,5 @@ print(len(seen))
 """
 
 
-@pytest.mark.parametrize("values", [True, False])
-def test_what_the_host_reads_is_seen(run_on: Run, values: bool) -> None:
-    assert run_on(READS, values=values) == "0 True True True True 1\n"
+def test_what_the_host_reads_is_seen(run_on: Run) -> None:
+    assert run_on(READS, values=False) == "0 True True True True 1\n"
