@@ -81,11 +81,11 @@ def built(workload: str) -> nn.Module:
 
 
 def trained(
-    workload: str, micro_batch: int, precision: str, share: float, channels_last: bool
+    workload: str, micro_batch: int, precision: str, checkpointed: float, channels_last: bool
 ) -> None:
     """Train for `STEPS` steps, as it was recorded."""
     model = copy.deepcopy(built(workload)).to("cuda")
-    model.share = share  # type: ignore[assignment]  # of Decoder and ResNet50
+    model.share = checkpointed  # type: ignore[assignment]  # of Decoder and ResNet50
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch lacks it
     optimizer = optimizer_of(workload, model.parameters())
@@ -98,7 +98,7 @@ def trained(
     def step() -> None:
         with torch.autocast("cuda", dtype=dtype) if dtype else nullcontext():
             loss = loss_of(workload, model(batch), batch)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch left it so
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -149,20 +149,24 @@ def outcome_of(train: Callable[[], None]) -> str:
 
 def answered(row: dict[str, Any]) -> Answer:
     """Run one recorded plan."""
-    plan = [
-        row[key]
-        for key in ("workload", "micro_batch", "precision", "checkpointed", "channels_last")
-    ]
+    keys = "workload", "micro_batch", "precision", "checkpointed", "channels_last"
+    plan = {key: row[key] for key in keys}
     started = time.perf_counter()
     with within(BUDGETS_BYTES[row["workload"]]), tf32(row["precision"] != "fp32"):
-        outcome = outcome_of(lambda: trained(*plan))
+        outcome = outcome_of(lambda: trained(**plan))
     seconds = time.perf_counter() - started
-    errors: list[float | None] = [None, None]
+    allocated = reserved = None
     if row["outcome"] == outcome == "ok":
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        recorded = row["allocated_gib"], row["reserved_gib"]
-        errors = [peak / (was * GIB) - 1 for peak, was in zip(peaks, recorded, strict=True)]
-    return Answer(*plan, row["outcome"], outcome, *errors, seconds)
+        allocated = torch.cuda.max_memory_allocated() / (row["allocated_gib"] * GIB) - 1
+        reserved = torch.cuda.max_memory_reserved() / (row["reserved_gib"] * GIB) - 1
+    return Answer(
+        **plan,
+        recorded=row["outcome"],
+        emulated=outcome,
+        allocated_error=allocated,
+        reserved_error=reserved,
+        seconds=seconds,
+    )
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, float]:

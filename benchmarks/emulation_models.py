@@ -295,7 +295,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of torch and of the packages with the models."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     for package in dict.fromkeys(model.package for model in MODELS.values()):
         with suppress(PackageNotFoundError):
             found[package] = version(package)

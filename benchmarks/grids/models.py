@@ -30,7 +30,7 @@ class DecoderBlock(nn.Module):
         q, k, v = self.qkv(self.norm_1(x)).view(parts).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.contract(F.gelu(self.expand(self.norm_2(x))))
+        return x + self.contract(F.gelu(self.expand(self.norm_2(x))))  # type: ignore[no-any-return]  # modules are untyped
 
 
 class Decoder(nn.Module):
