@@ -19,7 +19,7 @@ from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import dry_run
+from autofit.prediction.dry_run import LARGE_BYTES, dry_run
 from autofit.prediction.methods import method_taken, words_of
 from autofit.prediction.needs import (
     SharedRuns,
@@ -30,6 +30,7 @@ from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Strategy
+from autofit.training.batch import tensors_of
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import format_bytes
 
@@ -363,7 +364,14 @@ def _emulated_needs(
             f"which {format_bytes(free_bytes)} are free. Predict the size that you have in mind"
         )
     with Emulation(workload, strategies, gpu, values=values, roomy=True) as emulation:
-        yield lambda resolved: emulation.high_bytes(resolved, vram_budget_bytes)
+        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(workload.batch(1)))
+
+        def high_bytes(resolved: ResolvedPlan) -> int:
+            if resolved.plan.micro_batch * sample_bytes > LARGE_BYTES:
+                raise CannotTell("a batch of this size is not made on the host")
+            return emulation.high_bytes(resolved, vram_budget_bytes)
+
+        yield high_bytes
 
 
 def _resolve(
