@@ -58,7 +58,6 @@ and nobody imports it but the surface."""
 ON_DEMAND = {
     ("report", "training", "apply"),
     ("report", "training", "_recipe"),
-    ("report", "training", "_warn_of_a_stand_in"),
     ("report", "training", "_check_live"),
     ("report", "checks", "soak"),
     ("searching", "cli", "_shown"),

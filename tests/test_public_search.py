@@ -330,12 +330,13 @@ def searched_copy(searched: Searched) -> nn.Module:
     return model
 
 
-def test_apply_warns_where_a_stand_in_is_trained() -> None:
+def test_apply_refuses_to_train_on_a_stand_in_for_a_loss() -> None:
     report = search_here(criterion=None, sample_batch=torch.randn(8, 8), max_probes=1)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"loss.*mean"):
-        report.apply(model, optimizer).undo()
+    assert "the search had no loss: give your own" in str(report)
+    with pytest.raises(autofit.InvalidRequest, match=r"no loss .*mean.*criterion="):
+        report.apply(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report.apply(model, optimizer, loss_fn=cross_entropy_of).undo()

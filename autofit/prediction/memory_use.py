@@ -230,6 +230,7 @@ class Owners:
         events, ends = self._tracer.events, self._tracer.recording.step_ends
         begin, end = ends[-2], ends[-1]
         owner = self._owners(end)
+        parts = min(MOMENTS, end - begin)
         held = dict.fromkeys(KINDS, 0)
         live: dict[int, int] = {}
         moments: list[tuple[int, dict[str, int]]] = []
@@ -243,7 +244,7 @@ class Owners:
                 held[owner[number][0]] -= live.pop(number)
             if index < begin:
                 continue
-            total, part = sum(held.values()), (index - begin) * MOMENTS // (end - begin)
+            total, part = sum(held.values()), (index - begin) * parts // (end - begin)
             if part == len(moments):
                 moments.append((total, dict(held)))
             elif total > moments[-1][0]:

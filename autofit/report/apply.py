@@ -54,7 +54,7 @@ def apply(
     from autofit.training.training import Training
 
     functions = {name: value for name, value in given.items() if value is not None}
-    _warn_of_a_stand_in(record, functions)
+    _check_has_loss(record, functions)
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     _warn_of_another_size(record, model)
@@ -75,19 +75,15 @@ def apply(
     )
 
 
-def _warn_of_a_stand_in(record: Record, functions: Mapping[str, Any]) -> None:
-    """Warn if the model would be trained on the stand-in loss of a search without a loss.
+def _check_has_loss(record: Record, functions: Mapping[str, Any]) -> None:
+    """Refuse to train on what stood in for a loss in a search without one.
 
     Any scalar shows memory and speed, but nobody wants to train on it.
     """
-    from autofit.training.loss import LossSource
-
-    if record.workload.get("loss") != LossSource.STAND_IN:
-        return
-    if not functions.keys() & _LOSSES:
-        warnings.warn(
-            f"no loss was given: this trains {LossSource.STAND_IN}; pass loss_fn= or criterion=",
-            stacklevel=4,
+    if record.lacks_loss and not functions.keys() & _LOSSES:
+        raise InvalidRequest(
+            f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
+            "train by: give report.apply loss_fn= or criterion="
         )
 
 

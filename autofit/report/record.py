@@ -296,6 +296,11 @@ class Record:
         return trial.samples_per_second_low, trial.samples_per_second_high
 
     @property
+    def lacks_loss(self) -> bool:
+        """Whether the search was given no loss, so that something stood in for it."""
+        return str(self.workload.get("loss") or "").endswith("standing in for a loss")
+
+    @property
     def finalists(self) -> list[tuple[Plan, float]]:
         """The plans of the final comparison with their samples/s, the fastest first."""
         plans = dict.fromkeys(t.plan for t in self.trials if t.role is Role.CONFIRMED)

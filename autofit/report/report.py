@@ -166,11 +166,11 @@ class Report:
 
         Raises:
             InvalidRequest: the model holds no tensor, the optimizer cannot step, a function of the
-                search is missing, or a strategy of the plan is not installed.
+                search is missing, the search had no loss and none is given, or a strategy of the
+                plan is not installed.
 
         Warns:
-            UserWarning: the model has another number of parameters than that of the search, or
-                no loss was given.
+            UserWarning: the model has another number of parameters than that of the search.
         """
         given = {
             "loss_fn": loss_fn,

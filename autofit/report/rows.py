@@ -99,7 +99,11 @@ def apply_lines(record: Record) -> Iterator[str]:
     """Yield code that trains by `report.apply`."""
     again = ", ".join(f"{name}=..." for name in record.functions_given)
     yield f'# a saved one: autofit.load("report.json"){again and f", and {again} to apply"}'
-    yield "with report.apply(model, optimizer) as training:"
+    if record.lacks_loss:
+        yield "# the search had no loss: give your own"
+        yield "with report.apply(model, optimizer, loss_fn=...) as training:"
+    else:
+        yield "with report.apply(model, optimizer) as training:"
     yield f"    for batch in loader:  # {counted(record.best.plan.samples_per_step, 'sample')} each"
     yield "        loss = training.step(batch)"
 

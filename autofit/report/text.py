@@ -18,6 +18,7 @@ from autofit.units import counted
 
 WIDTH = 100
 _INDENT = "    "
+_NOTE_LINES = 3  # of a note in the short form
 _LONGEST_SETTING = 40
 
 
@@ -88,7 +89,7 @@ def _in_short(record: Record, width: int) -> Iterator[str | Table | Text]:
     yield ""
     yield from rows.conditions(record)
     for note in record.notes:
-        yield f"Note: {shorten(note, width - len('Note: '), placeholder=' ...')}"
+        yield f"Note: {shorten(note, _NOTE_LINES * width - len('Note: '), placeholder=' ...')}"
     trials = counted(len(record.trials), "trial")
     yield f"In full, with {trials}: autofit report -v, or report.to_text(verbose=True)"
 

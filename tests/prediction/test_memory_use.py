@@ -98,6 +98,15 @@ class Twin(nn.Module):
         return out
 
 
+def test_a_step_of_few_allocations_shows_all_of_them() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+    use = on_cpu(lambda: Workload(model, torch.randn(16, 64)), Plan(16))
+    names = [phase["name"] for phase in use["phases"]]
+    assert (names[0], names[-1]) == ("forward", "update")
+    assert "backward" in names
+    assert 10 < len(totals(use)) < MOMENTS
+
+
 def test_alike_modules_are_one_part() -> None:
     workload = Workload(Twin, torch.randn(512, 8))
     use = on_cpu(lambda: workload, Plan(512))

@@ -278,7 +278,7 @@ def test_a_faster_plan_that_was_not_compared_or_did_not_fit_again(record: Record
 
 
 def test_the_short_form_is_the_answer_its_numbers_and_the_lines_to_paste(record: Record) -> None:
-    text = laid_out(replace(record, notes=("one " * 60,)))
+    text = laid_out(replace(record, notes=("one " * 120,)))
     pasted = {f"    {line}" for line in record.paste[6]}
     lines = [line for line in text.splitlines() if line not in pasted]
     assert max(map(len, lines)) <= 100
@@ -290,7 +290,10 @@ def test_the_short_form_is_the_answer_its_numbers_and_the_lines_to_paste(record:
     assert numbers[2][1] == "190 ms for 32 samples, as 16 x 2"
     for kept in (*pasted, "loss = training.step(batch)", "float32[4, 8]", "3.6e-07"):
         assert kept in text
-    assert any(line.startswith("Note: one one") and line.endswith(" ...") for line in lines)
+    note = [line for line in lines if "one one" in line]
+    assert note[0].startswith("Note: one one")
+    assert note[-1].endswith(" ...")
+    assert len(note) == 3
     assert "8 trials: autofit report -v" in lines[-1]
     assert "unsupported" not in text
 

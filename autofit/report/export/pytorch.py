@@ -135,7 +135,7 @@ class _Body:
     def __init__(self, record: Record, given: set[str], *, dtype: str | None, splits: bool) -> None:
         self._record, self._given, self._dtype, self._splits = record, given, dtype, splits
         loss = "criterion" if "criterion" in given else "loss_fn"
-        self._own_loss = not given & {"criterion", "loss_fn"} and not self._is_stand_in
+        self._own_loss = not given & {"criterion", "loss_fn"} and not self._record.lacks_loss
         more = [name for name in ("loss_weight", "before_step") if name in given]
         self.parameters = [
             *("model", "optimizer", "batches"),
@@ -143,14 +143,10 @@ class _Body:
             *(name for name in more if name != "loss_weight" or splits),
         ]
 
-    @property
-    def _is_stand_in(self) -> bool:
-        return str(self._record.workload.get("loss") or "").endswith("standing in for a loss")
-
     def lines(self, around: Sequence[Part]) -> Iterator[str]:
         """Yield them, the settings of the whole training first; one may open a block."""
         yield '"""Yield the mean loss of each optimizer step."""'
-        if self._is_stand_in:
+        if self._record.lacks_loss:
             yield "# The search had no loss, so give one: (model, batch) -> the mean over samples."
         yield "device = next(model.parameters()).device"
         if self._dtype == "float16":
