@@ -345,7 +345,8 @@ def _course(record: Record) -> Chart:
 
     arranged = layout(
         580 if known else 460,
-        xaxis=title("trial") | {"range": [-0.7, last + 0.7], "tickformat": "d"},
+        xaxis=title("trial")
+        | {"range": [-0.7, last + 0.7], "tick0": 0, "dtick": -(-last // 12) or 1},
         yaxis=title("samples/s") | {"rangemode": "tozero"} | place(0.47, 1),
         yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end]} | place(0, 0.39),
         barmode="overlay",
