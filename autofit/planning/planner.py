@@ -36,11 +36,11 @@ Mask: TypeAlias = NDArray[np.bool_]
 Proposal: TypeAlias = tuple[float, Plan]
 """The worth of a probe, and its plan."""
 
-MIN_WORTH = 0.005
-"""The search ends when no probe is worth more than this."""
-
-PATIENCE = 8
-"""After this many probes the minimum grows with the square of their number."""
+MIN_WORTH, PATIENCE = 0.003, 10
+MIN_WORTH_WITH_LINES, PATIENCE_WITH_LINES = 0.005, 8
+"""The search ends when no probe is worth more than the first; after as many probes as the second
+that minimum grows with the square of their number. With predicted memory lines the ladder is short:
+on recorded worlds what is left below 0.005 costs one to two probes and gains nothing."""
 
 NOISE_WORTH = 0.05
 """The share of the noise of the leading plan's probes below which no gain is looked for."""
@@ -233,9 +233,16 @@ def propose(
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     if seconds is not None and plan is not None:
         worth *= float(seconds[posterior.index(plan)])
-    least = max(MIN_WORTH, NOISE_WORTH * posterior.noise(leader))
-    least *= max(1.0, len(posterior.probes) / PATIENCE) ** 2
-    return plan if worth > least * posterior.spec.effort.least_worth_factor else None
+    return plan if worth > _least_worth(posterior, leader) else None
+
+
+def _least_worth(posterior: Posterior, leader: Trial) -> float:
+    least, patience = MIN_WORTH, PATIENCE
+    if posterior.has_predicted_memory:
+        least, patience = MIN_WORTH_WITH_LINES, PATIENCE_WITH_LINES
+    least = max(least, NOISE_WORTH * posterior.noise(leader))
+    least *= max(1.0, len(posterior.probes) / patience) ** 2
+    return least * posterior.spec.effort.least_worth_factor
 
 
 def _surprise(posterior: Posterior) -> Plan | None:

@@ -102,7 +102,7 @@ def _frontier(record: Record) -> Chart:
     def place(trial: Trial) -> tuple[float, float]:
         return held.of(trial), record.speed_of(trial) or 0.0
 
-    edge = [place(trial) for trial in reversed(frontier(record.trials))]
+    edge = [place(trial) for trial in reversed(frontier(record.trials, record.speed_of))]
     named = {record.best.plan, baseline.plan}
     others = [trial for trial in fits if trial.plan not in named]
     failed = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -335,7 +335,9 @@ class Record:
             "calibration": dict(self.calibration),
             "best": self._trial_to_dict(self.trial(self.best_number)),
             "baseline": self._trial_to_dict(self.trial(self.baseline_number)),
-            "frontier": [self._trial_to_dict(trial) for trial in frontier(self.trials)],
+            "frontier": [
+                self._trial_to_dict(trial) for trial in frontier(self.trials, self.speed_of)
+            ],
             "trials": [self._trial_to_dict(trial) for trial in self.trials],
             "skipped": [{"settings": dict(s.settings), "why": s.why} for s in self.skipped],
             "notes": list(self.notes),
@@ -429,9 +431,20 @@ def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
     return [middle_of(blocks[plan]) if blocks[plan] else its[-1] for plan, its in of.items()]
 
 
-def frontier(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Return the Pareto frontier of speed and held bytes of `one_a_plan`, the fastest first."""
-    by_speed = sorted(one_a_plan(trials), key=lambda trial: -(trial.samples_per_second or 0.0))
+def _own_speed(trial: Trial) -> float | None:
+    return trial.samples_per_second
+
+
+def frontier(
+    trials: Iterable[Trial], speed_of: Callable[[Trial], float | None] = _own_speed
+) -> tuple[Trial, ...]:
+    """Return the Pareto frontier of speed and held bytes of `one_a_plan`, the fastest first.
+
+    Args:
+        trials: of a search.
+        speed_of: samples/s of a trial's plan; `Record.speed_of`, say.
+    """
+    by_speed = sorted(one_a_plan(trials), key=lambda trial: -(speed_of(trial) or 0.0))
     kept: list[Trial] = []
     for trial in by_speed:
         held = trial.measurement.held_bytes

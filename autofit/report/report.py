@@ -72,7 +72,7 @@ class Report:
     @property
     def frontier(self) -> tuple[Trial, ...]:
         """Pareto frontier of speed and memory, the fastest trial first."""
-        return frontier(self.record.trials)
+        return frontier(self.record.trials, self.record.speed_of)
 
     @property
     def speedup(self) -> float | None:

@@ -192,6 +192,17 @@ def test_a_confirmation_replaces_the_probe_of_the_same_plan(record: Record) -> N
     assert numbers(frontier(before_confirming)) == [3, 5]
 
 
+def test_the_speed_of_the_comparison_decides_where_it_is_given(record: Record) -> None:
+    """A baseline whose blocks differ is as fast as the final comparison found it."""
+    fastest, lean = frontier(record.trials)
+    reversed_speeds = {fastest.number: 1.0, lean.number: 2.0}
+
+    def speed_of(trial: Trial) -> float:
+        return reversed_speeds.get(trial.number, 0.5)
+
+    assert numbers(frontier(record.trials, speed_of)) == [lean.number]
+
+
 def test_of_two_as_lean_only_the_faster_stays() -> None:
     def ran(number: int, seconds: float, held: int) -> Trial:
         measurement = Measurement(Outcome.OK, step_times_s=[seconds], peak_reserved_bytes=held)
