@@ -67,6 +67,7 @@ memory lines were predicted."""
 VETO_RISK = 0.1
 """A proposal of another sampler that is more likely than this to run out of memory is refused."""
 
+_NOISY = 0.1  # from this scatter on, a reader should know that it bounds what is looked for
 _RISKS = (0.006, 0.015, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6)
 _MOST_WITHOUT_FIT = 12
 _MIN_STEP = 1.02  # a smaller step beyond the variant's largest micro-batch teaches nothing
@@ -137,11 +138,18 @@ def decide(
         return Decision(plan)
     fits = any(trial.ok for trial in posterior.probes)
     why = (
-        "no plan left is expected to gain enough to be worth a probe"
+        f"no plan left is expected to gain enough to be worth a probe{_where_noisy(posterior)}"
         if fits
         else "not one plan that was tried fits"
     )
     return Decision(None, stopped_because=why)
+
+
+def _where_noisy(posterior: Posterior) -> str:
+    """Say how noisy measurements are, where that bounds the gains that are looked for."""
+    leader = leading(posterior)
+    noise = 0.0 if leader is None else posterior.noise(leader)
+    return f", where measurements scatter by {noise:.0%}" if noise > _NOISY else ""
 
 
 def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
@@ -240,9 +248,10 @@ def _least_worth(posterior: Posterior, leader: Trial) -> float:
     least, patience = MIN_WORTH, PATIENCE
     if posterior.has_predicted_memory:
         least, patience = MIN_WORTH_WITH_LINES, PATIENCE_WITH_LINES
-    least = max(least, NOISE_WORTH * posterior.noise(leader))
-    least *= max(1.0, len(posterior.probes) / patience) ** 2
-    return least * posterior.spec.effort.least_worth_factor
+    factor = posterior.spec.effort.least_worth_factor
+    # A quick search looks for large gains alone, and noise does not make those small.
+    least = max(factor * least, min(factor, 1.0) * NOISE_WORTH * posterior.noise(leader))
+    return least * max(1.0, len(posterior.probes) / patience) ** 2
 
 
 def _surprise(posterior: Posterior) -> Plan | None:

@@ -112,17 +112,12 @@ class Survey:
         for name, dimension in self.dimensions.items():
             if name.partition(".")[0] in left_out:
                 dimensions[name] = Dimension(dimension.values[:1])
-        for name in sorted(left_out):
-            costs = [
-                dimension.trial_cost_of(value)
-                for setting, dimension in self.dimensions.items()
-                for value in dimension.values
-                if setting.partition(".")[0] == name and dimension.trial_cost_of(value) > 0
-            ]
-            notes.append(
-                f"{name} was not tried: a plan with it takes about {min(costs):.0f} s more to try. "
-                "Say how long you will train (train_steps=), and it is tried where it pays"
-            )
+        verb = "was" if len(left_out) == 1 else "were"
+        notes.append(
+            f"{' and '.join(sorted(left_out))} {verb} not tried: say how long you will train "
+            "(train_steps=), and what is dear to try is tried where it pays, or name "
+            "the strategy (strategies=)"
+        )
         return replace(self, dimensions=dimensions, notes=tuple(notes))
 
 
