@@ -144,13 +144,15 @@ def _moved_bytes(samples: int, training: TrainingView, batch: Any) -> int:
             moved[_storage(tensor)] = samples * tensor.nbytes
         return tensor
 
-    undo = training.wrap_forward(
+    undo_hooks = training.wrap_forward(
         lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     )
+    undo_update = training.wrap_optimizer_step(lambda update: None)
     try:
-        training.loss(batch)
+        training.step(batch)  # not `loss`: a train_step of the user's own has no other way
     finally:
-        undo()
+        undo_update()
+        undo_hooks()
     return sum(moved.values())
 
 

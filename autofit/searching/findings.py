@@ -20,7 +20,6 @@ from autofit.probing.profile import StepProfile, profile_plan
 from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.searching.allocator import MOST_PROBES, candidates, try_expandable_segments
-from autofit.searching.loader import LoaderStudy
 from autofit.training.loader import Loader
 
 SHARE_FOR_LOADER = 0.15
@@ -71,6 +70,8 @@ class _Findings:
 
     def look_at_loader(self, loader: Loader) -> None:
         """Measure the workload's loader against the best plan."""
+        from autofit.searching.loader import LoaderStudy  # most searches have none
+
         best = self._record.best
         study = LoaderStudy(
             self._prober,

@@ -126,3 +126,21 @@ def test_a_search_offers_it_only_where_it_is_named(strategies: list[str] | None)
         strategies=strategies,
     )
     assert (SETTING in report.record.dimensions) is (strategies is not None)
+
+
+def test_a_model_that_only_a_train_step_can_call_is_looked_at_too() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+    def train_step(training: Training, batch: torch.Tensor) -> torch.Tensor:
+        loss = batch.new_zeros(())
+        for part, weight in training.micro_batches(batch):
+            loss = training.model.get_submodule("first")(part).tanh().square().mean()
+            training.backward(loss, weight)
+        training.optimizer_step()
+        return loss
+
+    workload = Workload(Pair, torch.randn(SAMPLES, WIDTH), train_step=train_step)
+    assert probed(workload, True).ok
