@@ -338,7 +338,7 @@ def test_a_gpu_that_computes_wrong_is_refused(
     assert machine.held_bytes() == {}
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "spawned_workers")  # a server may have asked for devices
 def test_where_nobody_named_a_device_a_note_says_why_it_is_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
