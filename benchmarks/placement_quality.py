@@ -36,7 +36,7 @@ from autofit.registry import load_strategies
 from autofit.testing import PlainContext
 from autofit.training.training import Training
 from autofit.training.workload import Workload
-from benchmarks.workloads import GPT
+from benchmarks.workload_models import GPT
 
 BUDGETS = 20
 REPEATS = 40

@@ -1,10 +1,19 @@
 """Workloads to search: the README's examples, and what the benchmarks measure.
 
 Each function returns a Workload; `autofit search benchmarks/workloads.py:NAME` takes any of them.
-The small ones are made for a CPU, the others for a GPU.
+Those named `tiny_...` are made for two CPU cores, the others for a GPU of a data centre. Nothing is
+downloaded. `TINY` and `LARGE` list them; those of other packages are there where these are.
 """
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,101 +21,235 @@ from torch.nn import functional
 
 from autofit import Workload
 
-
-class Block(nn.Module):
-    """A pre-norm transformer block with causal attention; [batch, tokens, width] in and out."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        shape = (batch, tokens, self.heads, width // self.heads)
-        q, k, v = (
-            part.view(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
-        )
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        mixed: torch.Tensor = x + self.mlp(self.norm_2(x))
-        return mixed
+sys.path.append(str(Path(__file__).parents[1]))  # as a file it is loaded without the repository
+from benchmarks.grids.models import ResNet50
+from benchmarks.traces.models import LSTM, UNet, ViT
+from benchmarks.workload_models import GPT, Reconstruction, mixture_of_experts, resnet
 
 
-class GPT(nn.Module):
-    """A decoder that predicts each next token; ids [batch, tokens] -> loss."""
-
-    def __init__(self, vocabulary: int, tokens: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.token.weight
-
-    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.token(ids) + self.position.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))[:, :-1]
-        return {"loss": functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())}
+def language(
+    build: Callable[[], nn.Module], vocabulary: int, tokens: int, samples: int, **options: Any
+) -> Workload:
+    """A model that returns its loss of `ids`."""
+    return Workload(build, {"ids": torch.randint(0, vocabulary, (samples, tokens))}, **options)
 
 
-class Residual(nn.Module):
-    """Two convolutions with batch normalization around a shortcut; halves the image at stride 2."""
-
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(after),
-        )
-        self.shortcut = nn.Conv2d(before, after, 1, stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet(widths: tuple[int, ...], depth: int, classes: int) -> nn.Sequential:
-    """Stages of `depth` residual blocks, one for each width."""
-    layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 3, 1, 1)]
-    before = widths[0]
-    for stage, width in enumerate(widths):
-        for block in range(depth):
-            layers.append(Residual(before, width, 2 if stage and not block else 1))
-            before = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+def images(
+    build: Callable[[], nn.Module], size: int, classes: int, samples: int, **options: Any
+) -> Workload:
+    """A classifier of square images."""
+    batch = (torch.randn(samples, 3, size, size), torch.randint(0, classes, (samples,)))
+    return Workload(build, batch, **options)
 
 
 def tiny_gpt() -> Workload:
-    """A GPT of 0.9 million parameters on 64 tokens, for a CPU."""
-    ids = torch.randint(0, 512, (4, 64))
-    return Workload(lambda: GPT(512, 64, 128, 4, 4), {"ids": ids}, global_batch=32)
-
-
-def tiny_resnet() -> Workload:
-    """A residual net on 32 x 32 images, for a CPU."""
-    batch = (torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
-    return Workload(lambda: resnet((16, 32, 64), 1, 10), batch, criterion=nn.CrossEntropyLoss())
+    """A GPT of 0.9 million parameters on 64 tokens."""
+    return language(lambda: GPT(512, 64, 128, 4, 4), 512, 64, 4, global_batch=32)
 
 
 def gpt2_small() -> Workload:
     """GPT-2 small's sizes: 124 million parameters, 1024 tokens, global batch 64."""
+    options = {"clip_grad_norm": 1.0, "global_batch": 64}
+    return language(lambda: GPT(50257, 1024, 768, 12, 12), 50257, 1024, 4, **options)
+
+
+def gpt2_medium() -> Workload:
+    """GPT-2 medium's sizes: 355 million parameters, 1024 tokens, global batch 64."""
+    options = {"clip_grad_norm": 1.0, "global_batch": 64}
+    return language(lambda: GPT(50257, 1024, 1024, 24, 16), 50257, 1024, 4, **options)
+
+
+def tiny_resnet() -> Workload:
+    """A residual net on 32 x 32 images."""
+    loss = nn.CrossEntropyLoss()
+    return images(lambda: resnet((16, 32, 64), 1, 10), 32, 10, 8, criterion=loss)
+
+
+def resnet50() -> Workload:
+    """ResNet-50, with its BatchNorm, on 224 x 224 images."""
+    return images(ResNet50, 224, 1000, 32, criterion=nn.CrossEntropyLoss(), optimizer=momentum)
+
+
+def tiny_vit() -> Workload:
+    """A ViT of two blocks on 192 x 192 images."""
+    return images(lambda: ViT(64, 2, 4, 10), 192, 10, 4)
+
+
+def vit() -> Workload:
+    """ViT-Base on 192 x 192 images, global batch 256."""
+    return images(lambda: ViT(768, 12, 12, 1000), 192, 1000, 16, global_batch=256)
+
+
+def tiny_unet() -> Workload:
+    """A U-Net of two levels on 32 x 32 images."""
+    return Workload(lambda: UNet((8, 16)), (torch.randn(4, 3, 32, 32), torch.randn(4, 1, 32, 32)))
+
+
+def unet() -> Workload:
+    """A U-Net of four levels on 256 x 256 images."""
+    batch = (torch.randn(4, 3, 256, 256), torch.randn(4, 1, 256, 256))
+    return Workload(lambda: UNet((64, 128, 256, 512)), batch)
+
+
+def tiny_lstm() -> Workload:
+    """An LSTM language model on 32 tokens."""
+    return tokens_and_targets(lambda: LSTM(256, 64), 256, 32, 4)
+
+
+def lstm() -> Workload:
+    """An LSTM language model of two layers, 1024 wide, on 256 tokens."""
+    return tokens_and_targets(lambda: LSTM(33000, 1024), 33000, 256, 16)
+
+
+def tokens_and_targets(
+    build: Callable[[], nn.Module], vocabulary: int, tokens: int, samples: int
+) -> Workload:
+    """A model that returns its loss of ids and targets."""
+    ids = torch.randint(0, vocabulary, (samples, tokens + 1))
+    return Workload(build, (ids[:, :-1].clone(), ids[:, 1:].clone()))
+
+
+def tiny_experts() -> Workload:
+    """A mixture of four experts on 32 tokens."""
+    return language(lambda: mixture_of_experts(256, 32, 64, 2, 4, 4), 256, 32, 4)
+
+
+def experts() -> Workload:
+    """A mixture of eight experts in six of twelve blocks: 323 million parameters, 1024 tokens."""
+
+    def build() -> nn.Module:
+        return mixture_of_experts(50257, 1024, 768, 12, 12, 8)
+
+    return language(build, 50257, 1024, 4, global_batch=64)
+
+
+def tiny_reconstruction() -> Workload:
+    """Twelve iterations of reconstruction of 24 x 24 images from 18 angles."""
+    return reconstructed(24, 18, 2, channels=8)
+
+
+def reconstruction() -> Workload:
+    """Twelve iterations of reconstruction of 96 x 96 images from 60 angles."""
+    return reconstructed(96, 60, 8, channels=64)
+
+
+def reconstructed(size: int, angles: int, samples: int, channels: int) -> Workload:
+    """A `Reconstruction` of that size, and its batch."""
+    batch = (torch.randn(samples, angles * size), torch.randn(samples, 1, size, size))
+    build = lambda: Reconstruction(size, angles, channels=channels)  # noqa: E731 - as short
+    return Workload(build, batch, criterion=functional.mse_loss)
+
+
+def tiny_mlp() -> Workload:
+    """An MLP of 24 layers, 32 wide: most of a step is the launching of its operators."""
+    return narrow(24, 32)
+
+
+def mlp() -> Workload:
+    """An MLP of 200 layers, 256 wide, that a GPU waits for."""
+    return narrow(200, 256)
+
+
+def narrow(layers: int, width: int) -> Workload:
+    """An MLP and 16 samples of a regression."""
+
+    def build() -> nn.Module:
+        each = (part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU()))
+        return nn.Sequential(*each, nn.Linear(width, 1))
+
+    return Workload(build, (torch.randn(16, width), torch.randn(16, 1)), criterion=nn.MSELoss())
+
+
+def tiny_keras() -> Workload:
+    """A Keras model of three dense layers, on its torch backend."""
+    return keras_dense(32, 3)
+
+
+def keras_dense(width: int = 2048, layers: int = 8) -> Workload:
+    """A Keras model of dense layers with batch normalization, on its torch backend."""
+
+    def build() -> nn.Module:
+        os.environ.setdefault("KERAS_BACKEND", "torch")
+        keras = import_module("keras")
+        parts = [keras.layers.Input((width,))]
+        for _ in range(layers):
+            parts += [keras.layers.Dense(width, activation="relu")]
+            parts += [keras.layers.BatchNormalization()]
+        return keras.Sequential([*parts, keras.layers.Dense(10)])  # type: ignore[no-any-return]
+
+    batch = (torch.randn(16, width), torch.randint(0, 10, (16,)))
+    return Workload(build, batch, criterion=nn.CrossEntropyLoss())
+
+
+def transformers_gpt2() -> Workload:
+    """GPT-2 small as `transformers` has it."""
+    found = import_module("transformers")
     ids = torch.randint(0, 50257, (4, 1024))
-    return Workload(
-        lambda: GPT(50257, 1024, 768, 12, 12), {"ids": ids}, clip_grad_norm=1.0, global_batch=64
-    )
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return Workload(lambda: found.GPT2LMHeadModel(found.GPT2Config()), batch, global_batch=64)
 
 
-def resnet50_sized() -> Workload:
-    """A residual net of 224 x 224 images with 64 to 512 channels."""
-    batch = (torch.randn(32, 3, 224, 224), torch.randint(0, 1000, (32,)))
-    return Workload(
-        lambda: resnet((64, 128, 256, 512), 3, 1000), batch, criterion=nn.CrossEntropyLoss()
-    )
+def torchvision_resnet50() -> Workload:
+    """ResNet-50 as `torchvision` has it."""
+    build = import_module("torchvision.models").resnet50
+    return images(build, 224, 1000, 32, criterion=nn.CrossEntropyLoss(), optimizer=momentum)
+
+
+def timm_vit() -> Workload:
+    """ViT-Base as `timm` has it, on 224 x 224 images."""
+    create = import_module("timm").create_model
+    loss = nn.CrossEntropyLoss()
+    return images(lambda: create("vit_base_patch16_224"), 224, 1000, 16, criterion=loss)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def _where(**packages: Callable[[], Workload]) -> dict[str, Callable[[], Workload]]:
+    """Return by their names the workloads whose packages are installed."""
+    return {make.__name__: make for package, make in packages.items() if find_spec(package)}
+
+
+TINY: Mapping[str, Callable[[], Workload]] = {
+    **{
+        make.__name__: make
+        for make in (
+            tiny_gpt,
+            tiny_resnet,
+            tiny_vit,
+            tiny_unet,
+            tiny_lstm,
+            tiny_experts,
+            tiny_reconstruction,
+            tiny_mlp,
+        )
+    },
+    **_where(keras=tiny_keras),
+}
+"""For two CPU cores, by name."""
+
+LARGE: Mapping[str, Callable[[], Workload]] = {
+    **{
+        make.__name__: make
+        for make in (
+            gpt2_small,
+            gpt2_medium,
+            resnet50,
+            vit,
+            unet,
+            lstm,
+            experts,
+            reconstruction,
+            mlp,
+        )
+    },
+    **_where(
+        keras=keras_dense,
+        transformers=transformers_gpt2,
+        torchvision=torchvision_resnet50,
+        timm=timm_vit,
+    ),
+}
+"""For a GPU of a data centre, by name."""

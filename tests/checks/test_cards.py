@@ -21,7 +21,7 @@ from autofit.prediction.predict import predict
 from autofit.strategy import Numerics, Phase
 from autofit.training.workload import Workload
 from autofit.units import GIB
-from benchmarks.workloads import GPT, resnet
+from benchmarks.workload_models import GPT, resnet
 
 GPUS = ["T4", "L4", "RTX 5090", "H100"]
 

@@ -16,7 +16,7 @@ from autofit.prediction.needs import SharedRuns, need_of
 from autofit.prediction.trace import on_line
 from autofit.registry import load_strategies
 from autofit.training.workload import Workload
-from benchmarks.workloads import GPT, resnet
+from benchmarks.workload_models import GPT, resnet
 
 PRECISION = tuple(load_strategies(["precision"]))
 

@@ -1,0 +1,65 @@
+"""The workloads that the README's examples and the comparisons train."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workload_models import ExpertChoice, parallel_beam
+from benchmarks.workloads import LARGE, TINY
+
+MILLIONS = {
+    "gpt2_small": 124,
+    "gpt2_medium": 355,
+    "resnet50": 26,
+    "vit": 87,
+    "unet": 20,
+    "lstm": 84,
+    "experts": 323,
+    "mlp": 13,
+}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_a_tiny_workload_gives_every_parameter_a_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    workload = TINY[name]()
+    model = workload.build_model()
+    loss, _ = workload.recipe.loss_and_source(model, workload.batch(4))
+    loss.backward()  # type: ignore[no-untyped-call]  # torch left it so
+    assert loss.isfinite()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+
+
+@pytest.mark.parametrize("name", sorted(MILLIONS))
+def test_a_large_workload_has_the_size_it_is_named_for(name: str) -> None:
+    with torch.device("meta"):
+        model = LARGE[name]().build_model()
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
+
+
+def test_experts_take_tokens_of_one_sequence_alone() -> None:
+    torch.manual_seed(0)
+    experts = ExpertChoice(16, 4)
+    x = torch.randn(3, 8, 16)
+    alone = torch.cat([experts(x[at : at + 1]) for at in range(3)])
+    torch.testing.assert_close(experts(x), alone)
+
+
+def test_a_projection_keeps_what_the_image_holds() -> None:
+    """Every ray sums the pixels that it passes, and each pixel is counted once for an angle."""
+    operator = parallel_beam(12, 5).view(5, 12, 144)
+    torch.testing.assert_close(operator.sum(1), torch.full((5, 144), 1 / 12))
+
+
+def test_a_file_of_workloads_is_a_target_from_any_folder(tmp_path: Path) -> None:
+    target = Path(__file__).parents[2] / "benchmarks/workloads.py"
+    code = f"from autofit.cli.target import load_target; load_target('{target}:tiny_mlp')"
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
