@@ -21,8 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
 
-from autofit.emulation.build import find_cuda_torch
-from autofit.emulation.errors import EmulationUnavailable
+from autofit.emulation.build import why_unavailable
 from autofit.emulation.launch import MACHINE
 from autofit.probing import worker_channel
 from autofit.snapshot import process
@@ -36,7 +35,7 @@ if EMULATED and "PYTEST_XDIST_WORKER" in os.environ:  # before the first use of 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {
         "cuda": _why_no_cuda(),
-        "emulated": _why_no_emulation(),
+        "emulated": why_unavailable(),
         "real_gpu": "this GPU is emulated" if EMULATED else _why_no_cuda(),
     }
     for item in items:
@@ -48,14 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _why_no_cuda() -> str | None:
     return None if torch.cuda.is_available() else "needs an NVIDIA GPU, and torch finds none"
-
-
-def _why_no_emulation() -> str | None:
-    try:
-        find_cuda_torch()
-    except EmulationUnavailable as error:
-        return str(error)
-    return None
 
 
 @pytest.fixture(scope="session", autouse=True)

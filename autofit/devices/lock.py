@@ -6,7 +6,7 @@ import fcntl
 import os
 import re
 import tempfile
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from autofit.errors import DeviceUnavailable
@@ -27,7 +27,23 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
     def __init__(self, key: str) -> None:
         folder = _SHARED_FOLDER if _SHARED_FOLDER.is_dir() else Path(tempfile.gettempdir())
         name = re.sub(r"[^\w.-]", "_", key)  # MIG-GPU-.../1/0 is a key
-        self._file = _open(folder / f"autofit-{name}.lock")
+        self._path = folder / f"autofit-{name}.lock"
+        self._file = _open(self._path)
+        while not self._is_taken(key):
+            self._file = _open(self._path)
+        self._sign(f"process {os.getpid()}\n")
+
+    def release(self) -> None:
+        """Release the lock and remove its file; calling it again does nothing."""
+        if self._file >= 0:
+            self._sign("")
+            with suppress(OSError):  # another user's file: it stays, and says nothing
+                self._path.unlink()  # before the lock falls: later it may be another's
+            os.close(self._file)
+            self._file = -1
+
+    def _is_taken(self, key: str) -> bool:
+        """Lock the open file; return False, and close it, if its holder removed it before."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -38,14 +54,11 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
                 "once would distort each other's memory and times: wait for it to end, or choose "
                 "another device"
             ) from None
-        self._sign(f"process {os.getpid()}\n")
-
-    def release(self) -> None:
-        """Release the lock; calling it again does nothing."""
-        if self._file >= 0:
-            self._sign("")
-            os.close(self._file)
-            self._file = -1
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file), os.stat(self._path)):
+                return True
+        os.close(self._file)
+        return False
 
     def __exit__(self, *raised: object) -> None:
         self.release()
@@ -60,7 +73,9 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
 
 def _open(path: Path) -> int:
     """Open the lock file, read-only where it is another user's."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except PermissionError:
+            with suppress(FileNotFoundError):  # that user removed it in between
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

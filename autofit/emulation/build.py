@@ -148,8 +148,7 @@ def build_values() -> Path:
 def why_unavailable() -> str | None:
     """Return what an emulated GPU lacks here and how to get it; None: nothing. Builds nothing."""
     try:
-        _cuda_headers(find_cuda_torch())
-        _compiler()
+        check_can_build()
     except EmulationUnavailable as error:
         return str(error)
     return None

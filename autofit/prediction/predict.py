@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
+from autofit.devices.cpu import host_memory
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
@@ -83,10 +83,10 @@ def predict(
         found = replace(found, context_bytes=learned.non_torch_bytes)
     chosen = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    question = workload, chosen, found, own, payloads or {}
+    asked = _Question(workload, chosen, found, own, payloads or {})
     if taken == "rehearse":
-        return _rehearsed(*question)
-    return _emulated(*question) if method == taken else _emulated_if_quick(*question)
+        return _rehearsed(asked)
+    return _emulated(asked) if method == taken else _emulated_if_quick(asked)
 
 
 @dataclass(frozen=True)
@@ -269,16 +269,16 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
     ample = replay(recording, expandable_segments=expandable)
     need = need_of(recording, gpu)
     return Prediction(
-        resolved.plan,
-        gpu,
-        ample.peak_allocated_bytes,
-        ample.peak_reserved_bytes,
-        need.required_bytes,
-        {**breakdown, "non_torch": gpu.context_bytes},
-        (need.required_bytes - need.margin_bytes, need.high_bytes),
-        run.micro_batch_cost,
-        resolved,
-        partial(_rehearsed_needs, workload, gpu),
+        plan=resolved.plan,
+        gpu=gpu,
+        peak_allocated_bytes=ample.peak_allocated_bytes,
+        peak_reserved_bytes=ample.peak_reserved_bytes,
+        required_bytes=need.required_bytes,
+        breakdown={**breakdown, "non_torch": gpu.context_bytes},
+        interval=(need.required_bytes - need.margin_bytes, need.high_bytes),
+        micro_batch_cost=run.micro_batch_cost,
+        _resolved=resolved,
+        _needs=partial(_rehearsed_needs, workload, gpu),
     )
 
 
@@ -288,83 +288,94 @@ def _rehearsed_needs(workload: Workload, gpu: Gpu, _: int) -> Iterator[HighBytes
     yield lambda resolved: runs.need(resolved, gpu).high_bytes
 
 
-def _rehearsed(
-    workload: Workload,
-    plan: Plan,
-    gpu: Gpu,
-    strategies: Sequence[Strategy],
-    payloads: Mapping[str, Any],
-) -> Prediction:
-    resolved = _resolve(plan, workload, gpu, strategies, payloads)
-    return predict_resolved(workload, resolved, gpu)
+@dataclass(frozen=True)
+class _Question:
+    """What is asked: the plan of a workload on a GPU, its strategies, and payloads by setting."""
+
+    workload: Workload
+    plan: Plan
+    gpu: Gpu
+    strategies: Sequence[Strategy]
+    payloads: Mapping[str, Any]
+
+    def resolved(self) -> ResolvedPlan:
+        """Resolve the plan with the dimensions that its strategies offer on the meta device.
+
+        Strategies whose payloads are given are not asked: they may have found them by measuring.
+
+        Raises:
+            InvalidRequest: a setting or a value that the GPU does not have.
+            CannotTell: the payload of a setting can only be found by running the model.
+        """
+        dimensions: dict[str, Dimension] = {}
+        for strategy in self.strategies:
+            settings = settings_of(strategy.name, self.plan.settings)
+            if settings_of(strategy.name, self.payloads):
+                dimensions |= {name: Dimension([value]) for name, value in settings.items()}
+            elif settings:
+                dimensions |= meta_dimensions(strategy, settings, self.workload, self.gpu)
+        space = Space(dimensions, self.workload.sample_batch_size)
+        return resolve(self.plan, space, self.strategies, self.payloads)
 
 
-def _emulated_if_quick(*question: Any) -> Prediction:
+def _rehearsed(asked: _Question) -> Prediction:
+    return predict_resolved(asked.workload, asked.resolved(), asked.gpu)
+
+
+def _emulated_if_quick(asked: _Question) -> Prediction:
     """Predict by emulation; where it would have to compute, by rehearsal if that can tell."""
     from autofit.prediction.emulated_look import ValuesAsked
 
     try:
-        return _emulated(*question, may_compute=False)
+        return _emulated(asked, may_compute=False)
     except ValuesAsked:
         with suppress(CannotTell):
-            return _rehearsed(*question)
-    return _emulated(*question, values=True)
+            return _rehearsed(asked)
+    return _emulated(asked, values=True)
 
 
-def _emulated(
-    workload: Workload,
-    plan: Plan,
-    gpu: Gpu,
-    strategies: Sequence[Strategy],
-    payloads: Mapping[str, Any],
-    **computing: bool,
-) -> Prediction:
+def _emulated(asked: _Question, **computing: bool) -> Prediction:
     """Predict a plan by running it on an emulated GPU, like `predict`."""
     from autofit.prediction.emulate import Emulation
 
-    with Emulation(workload, strategies, gpu, **computing) as emulation:
+    with Emulation(asked.workload, asked.strategies, asked.gpu, **computing) as emulation:
         try:
-            resolved = _resolve(plan, workload, gpu, strategies, payloads)
+            resolved = asked.resolved()
         except CannotTell:  # the meaning of a setting is found by running the model
-            resolved = emulation.resolve(plan, payloads)
+            resolved = emulation.resolve(asked.plan, asked.payloads)
         need = emulation.need(resolved)
     ample = need.ample
     return Prediction(
-        resolved.plan,
-        gpu,
-        ample.peak_allocated_bytes,
-        ample.peak_reserved_bytes,
-        need.required_bytes,
-        {**ample.breakdown, "non_torch": ample.non_torch_bytes},
-        need.interval,
-        None,
-        resolved,
-        partial(_emulated_needs, workload, strategies, gpu, need.computed_values),
-        "emulate",
-        need.computed_values,
-        ample.estimates,
+        plan=resolved.plan,
+        gpu=asked.gpu,
+        peak_allocated_bytes=ample.peak_allocated_bytes,
+        peak_reserved_bytes=ample.peak_reserved_bytes,
+        required_bytes=need.required_bytes,
+        breakdown={**ample.breakdown, "non_torch": ample.non_torch_bytes},
+        interval=need.interval,
+        micro_batch_cost=None,
+        _resolved=resolved,
+        _needs=partial(_emulated_needs, asked, need.computed_values),
+        method="emulate",
+        computed_values=need.computed_values,
+        estimates=ample.estimates,
     )
 
 
 @contextmanager
-def _emulated_needs(
-    workload: Workload,
-    strategies: Sequence[Strategy],
-    gpu: Gpu,
-    values: bool,
-    vram_budget_bytes: int,
-) -> Iterator[HighBytes]:
+def _emulated_needs(asked: _Question, values: bool, vram_budget_bytes: int) -> Iterator[HighBytes]:
     from autofit.prediction.emulate import Emulation
 
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _, free_bytes = host_memory()
     if values and vram_budget_bytes > free_bytes:
         raise CannotTell(
             "the largest micro-batch is not told: the training asks for values, so each size would "
             f"be trained on the CPU in up to {format_bytes(vram_budget_bytes)} of host memory, of "
             f"which {format_bytes(free_bytes)} are free. Predict the size that you have in mind"
         )
-    with Emulation(workload, strategies, gpu, values=values, roomy=True) as emulation:
-        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(workload.batch(1)))
+    made = Emulation(asked.workload, asked.strategies, asked.gpu, values=values, roomy=True)
+    with made as emulation:
+        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(asked.workload.batch(1)))
 
         def high_bytes(resolved: ResolvedPlan) -> int:
             if resolved.plan.micro_batch * sample_bytes > LARGE_BYTES:
@@ -372,28 +383,3 @@ def _emulated_needs(
             return emulation.high_bytes(resolved, vram_budget_bytes)
 
         yield high_bytes
-
-
-def _resolve(
-    plan: Plan,
-    workload: Workload,
-    gpu: Gpu,
-    strategies: Sequence[Strategy],
-    payloads: Mapping[str, Any],
-) -> ResolvedPlan:
-    """Resolve a plan with the dimensions that its strategies offer on the meta device.
-
-    Strategies whose payloads are given are not asked: they may have found them by measuring.
-
-    Raises:
-        InvalidRequest: a setting or a value that the GPU does not have.
-        CannotTell: the payload of a setting can only be found by running the model.
-    """
-    dimensions: dict[str, Dimension] = {}
-    for strategy in strategies:
-        settings = settings_of(strategy.name, plan.settings)
-        if settings_of(strategy.name, payloads):
-            dimensions |= {name: Dimension([value]) for name, value in settings.items()}
-        elif settings:
-            dimensions |= meta_dimensions(strategy, settings, workload, gpu)
-    return resolve(plan, Space(dimensions, workload.sample_batch_size), strategies, payloads)

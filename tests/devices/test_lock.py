@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +25,11 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def key() -> str:
-    """A name that no device has."""
-    return f"test-{uuid.uuid4()}"
+def key() -> Iterator[str]:
+    """A name that no device has; a lock of it that was released leaves no file."""
+    made = f"test-{uuid.uuid4()}"
+    yield made
+    assert list(Path("/tmp").glob(f"autofit-*{made}*")) == []
 
 
 def test_the_second_is_refused_with_the_name_of_the_holder(key: str) -> None:
@@ -67,3 +72,17 @@ def test_releasing_twice_is_once(key: str) -> None:
     lock.release()
     lock.release()
     DeviceLock(key).release()
+
+
+def test_who_has_opened_the_file_that_a_holder_removes_holds_the_next_one(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, lock_file = DeviceLock(key), fcntl.flock
+
+    def lock_once_it_was_removed(file: int, how: int) -> None:
+        first.release()
+        lock_file(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_once_it_was_removed)
+    with DeviceLock(key), pytest.raises(DeviceUnavailable, match=rf"\b{os.getpid()}\b"):
+        DeviceLock(key)
