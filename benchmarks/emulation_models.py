@@ -2,27 +2,27 @@
 
 Models of torchvision, timm, transformers and diffusers, with random weights; in float32, bfloat16
 and float16, with AdamW, fused AdamW and SGD in turn, and every other one with its library's own
-checkpointing, if it has that. `autofit.predict` rehearses each case on the meta device; then the
-same training runs on the emulated card, where PyTorch's own allocator answers. Compared are peak
-allocated, peak reserved, and required bytes: the smallest limit under which two steps after a
-warm-up run without a retry, bisected to 0.5 %. Non-torch bytes are left out on both sides.
+checkpointing, if it has that. `autofit.predict` tells each case by both methods: a rehearsal on the
+meta device, and real training in a worker on the emulated card, where PyTorch's own allocator
+answers; with values from when the training asks for one. Compared are peak allocated, peak
+reserved, and required bytes: the smallest limit under which the last two of four steps run without
+a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
-    python -m autofit.emulation --no-values -- python -m benchmarks.emulation_models RESULTS.jsonl
+    python -m benchmarks.emulation_models RESULTS.jsonl
 
-A case that RESULTS.jsonl has is not run again; `--table` prints the summary of what it has.
-The packages are no requirement of anything else here.
+Where torch cannot be imported without NVIDIA's libraries, run it under `python -m autofit.emulation
+--no-values --`. A case that RESULTS.jsonl has is not run again; `--table` prints the summary of
+what it has. The packages are no requirement of anything else here.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -33,43 +33,18 @@ from typing import Any
 import torch
 
 from autofit import Plan, Workload, predict
-from autofit.devices.cuda import CudaDevice
 from autofit.errors import CannotTell
-from autofit.plan import ResolvedPlan
-from autofit.registry import load_strategies
-from autofit.training.builder import TrainingBuilder
-from benchmarks.emulated_models import MODELS, Model, switch_checkpointing_on
+from autofit.prediction.predict import Prediction
+from benchmarks.emulated_models import MODELS
+from benchmarks.emulation_cases import Case, cases, workload_of
 
 GPU = "H200"
-PRECISIONS = ("as_is", "bfloat16", "float16")
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4),
-    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-3, momentum=0.9),
-}
 PROMISES = {
     "allocated_median": 0.005,
     "allocated_90th": 0.02,
     "required_median": 0.01,
     "required_90th": 0.05,
 }
-STEPS, WARM_UP_STEPS = 4, 2
-RESOLUTION = 1.005
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training: the name of a model, and how it is trained."""
-
-    model: str
-    precision: str
-    optimizer: str
-    checkpointed: bool
-
-    @property
-    def name(self) -> str:
-        how = f"{self.model}, {self.precision}, {self.optimizer}"
-        return f"{how}, checkpointed" if self.checkpointed else how
 
 
 @dataclass(frozen=True)
@@ -89,10 +64,12 @@ class Result:
         case: model and how it is trained.
         package: of the model.
         rehearsed: None where it was not told.
-        emulated: None where the card raised.
+        emulated: None where its training failed.
         refused: why the rehearsal cannot tell.
         failed: what was raised elsewhere.
-        rehearsal_s, emulation_s: durations; that of the emulation with its bisection.
+        computed_values: whether the training asked for values, and so computed.
+        estimates: sizes that the emulated card does not know exactly.
+        rehearsal_s, emulation_s: durations; that of the emulation with the start of its worker.
     """
 
     case: Case
@@ -101,6 +78,8 @@ class Result:
     emulated: Bytes | None = None
     refused: str | None = None
     failed: str | None = None
+    computed_values: bool = False
+    estimates: tuple[str, ...] = ()
     rehearsal_s: float = 0.0
     emulation_s: float = 0.0
 
@@ -117,113 +96,40 @@ class Result:
     def of_json(cls, line: str) -> Result:
         read = json.loads(line)
         read["case"] = Case(**read["case"])
+        read["estimates"] = tuple(read["estimates"])
         for kind in ("rehearsed", "emulated"):
             read[kind] = Bytes(**read[kind]) if read[kind] else None
         return cls(**read)
 
 
-def cases() -> Iterator[Case]:
-    """Yield the cases: first one of each model, then a second and a third with other precisions."""
-    optimizers = list(OPTIMIZERS)
-    for turn in range(len(PRECISIONS)):
-        for at, name in enumerate(MODELS):
-            precision = PRECISIONS[(at + turn) % len(PRECISIONS)]
-            optimizer = optimizers[(at // len(PRECISIONS) + turn) % len(optimizers)]
-            yield Case(name, precision, optimizer, (at + turn) % 2 == 1 and MODELS[name].switchable)
+def told(workload: Workload, plan: Plan, method: str) -> tuple[Bytes, Prediction]:
+    """Return what `autofit.predict` tells, and its bytes without those outside of the allocator."""
+    found = predict(workload, plan=plan, gpu=GPU, method=method)
+    required = found.required_bytes - found.breakdown["non_torch"]
+    return Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, required), found
 
 
-def workload_of(case: Case, model: Model) -> Workload:
-    """Return the training of a case; every build of its model is a copy of the same one."""
-    torch.manual_seed(0)
-    built = model.make().train()
-    if case.checkpointed:
-        switch_checkpointing_on(built)
-    return Workload(
-        lambda: copy.deepcopy(built),
-        model.batch(),
-        loss_fn=model.loss_fn,
-        optimizer=OPTIMIZERS[case.optimizer],
-    )
-
-
-def rehearsed(workload: Workload, plan: Plan) -> Bytes:
-    """Return what `autofit.predict` tells."""
-    told = predict(workload, plan=plan, gpu=GPU)
-    required = told.required_bytes - told.gpu.context_bytes
-    return Bytes(told.peak_allocated_bytes, told.peak_reserved_bytes, required)
-
-
-class Card:
-    """The emulated card, on which a plan of a workload trains under a limit."""
-
-    def __init__(self) -> None:
-        self.device = CudaDevice(owns_process=True)
-
-    def taken(self, workload: Workload, plan: Plan) -> Bytes:
-        """Return what the training takes."""
-        self._clean()
-        if not self._runs(workload, plan, None):
-            raise RuntimeError("the training runs out of memory on the whole card")
-        reading = self.device.read()
-        allocated, reserved = reading.peak_allocated_bytes, reading.peak_reserved_bytes
-        low, high = allocated * 0.97, float(reserved)
-        while not self._runs(workload, plan, high):
-            low, high = high, high * 1.02
-        while high / low > RESOLUTION and high - low > 2**20:
-            middle = (low + high) / 2
-            if self._runs(workload, plan, middle):
-                high = middle
-            else:
-                low = middle
-        return Bytes(allocated, reserved, int(high))
-
-    def _runs(self, workload: Workload, plan: Plan, limit_bytes: float | None) -> bool:
-        """Whether the training runs under the limit, with no retry after its warm-up."""
-        self._clean()
-        share = 1.0 if limit_bytes is None else limit_bytes / self.device.total_bytes
-        torch.cuda.set_per_process_memory_fraction(share)
-        resolved = ResolvedPlan(plan, strategies=load_strategies(["precision"]))
-        builder = TrainingBuilder(lambda: workload, self.device, seed=0)
-        batch = workload.batch(plan.micro_batch)
-        retries = []
-        try:
-            with builder.training(workload, resolved) as training:
-                for _ in range(STEPS):
-                    training.step(batch)
-                    retries.append(self.device.read().allocator_retries)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        return retries[-1] == retries[WARM_UP_STEPS - 1]
-
-    def _clean(self) -> None:
-        gc.collect()
-        self.device.synchronize()
-        self.device.release_cache()
-        self.device.reset_peaks()
-
-
-def result_of(case: Case, card: Card) -> Result:
-    """Rehearse and run one case; an error of either is part of the result."""
-    model = MODELS[case.model]
+def result_of(case: Case) -> Result:
+    """Tell a case by both methods; an error of either is part of the result."""
     found: dict[str, Any] = {}
     try:
-        workload = workload_of(case, model)
+        workload = workload_of(case)
         settings = {} if case.precision == "as_is" else {"precision.dtype": case.precision}
         plan = Plan(workload.sample_batch_size, settings=settings)
         started = time.perf_counter()
         try:
-            found["rehearsed"] = rehearsed(workload, plan)
+            found["rehearsed"], _ = told(workload, plan, "rehearse")
         except CannotTell as refusal:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
         started = time.perf_counter()
-        found["emulated"] = card.taken(workload, plan)
+        found["emulated"], prediction = told(workload, plan, "emulate")
         found["emulation_s"] = time.perf_counter() - started
+        found["computed_values"] = prediction.computed_values
+        found["estimates"] = prediction.estimates
     except Exception as error:  # of any kind: the other cases are run all the same
         found["failed"] = f"{type(error).__name__}: {error}"[:300]
-    return Result(case, model.package, **found)
+    return Result(case, MODELS[case.model].package, **found)
 
 
 def read(path: Path) -> list[Result]:
@@ -270,6 +176,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
         ]
     packages = dict.fromkeys(result.package for result in results)
     groups += [(name, [r for r in results if r.package == name]) for name in packages]
+    groups += [("asked for values", [r for r in results if r.computed_values])]
     for label, its in groups:
         figures = summary(its)
         cells = [
@@ -310,8 +217,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, help="run at most so many cases")
     options = parser.parse_args(arguments)
     if not options.table:
-        if not torch.cuda.is_available():
-            parser.error("no GPU: run it under `python -m autofit.emulation --no-values --`")
         run(options.results, options.only, options.most)
     results = read(options.results)
     print("\n".join(table(results)))
@@ -322,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(path: Path, only: Sequence[str], most: int | None) -> None:
     """Run the cases that the file does not have, and append a line for each."""
     done = {result.case for result in read(path)}
-    card, number = Card(), count(1)
+    number = count(1)
     with path.open("a") as file:
         if not done:
             print(json.dumps({"versions": versions()}), file=file, flush=True)
@@ -331,7 +236,7 @@ def run(path: Path, only: Sequence[str], most: int | None) -> None:
                 continue
             if most is not None and next(number) > most:
                 return
-            result = result_of(case, card)
+            result = result_of(case)
             print(result.to_json(), file=file, flush=True)
             errors = (result.error(kind) for kind in ("allocated", "reserved", "required"))
             shown = "".join(f"{'-' if e is None else format(e, '+.2%'):>10}" for e in errors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks.placement_models import Architecture, measure, report
+from benchmarks.placement_architectures import Architecture
+from benchmarks.placement_models import measure, report
 
 
 def _blocks() -> nn.Module:

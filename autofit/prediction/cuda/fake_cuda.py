@@ -196,7 +196,9 @@ def _torch_cuda(gpu: Gpu) -> Iterator[Patch]:
     }
     for name, value in answers.items():
         yield torch.cuda, name, _answer(value)
-    for name in ("device", "stream", "Stream", "Event", "current_stream", "default_stream", "nvtx"):
+    for name in ("device", "stream", "Stream", "Event"):
+        yield torch.cuda, name, _Nothing  # a class: code that is imported now may annotate with it
+    for name in ("current_stream", "default_stream", "nvtx"):
         yield torch.cuda, name, _Nothing()
     # Optimizers of torch 2.15 ask here, and not torch.cuda, whether a graph is captured.
     accelerator: dict[str, Any] = {
@@ -248,6 +250,9 @@ def _no_context(note: Callable[[Exception], None]) -> Iterator[Patch]:
 
 class _Nothing:
     """Stands for streams, events and ranges, which hold no memory; accepts any use."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,14 @@ def test_streams_ranges_and_generators_do_no_harm() -> None:
         assert drawn.is_meta
     stream.wait_stream(torch.cuda.current_stream())
     assert isinstance(generator, torch.Generator)
+
+
+@pytest.mark.usefixtures("tracer")
+def test_a_module_that_is_first_imported_here_may_annotate_with_streams() -> None:
+    defined: dict[str, Any] = {"torch": torch}
+    exec("def wait(stream: torch.cuda.Stream | None, *on: torch.cuda.Event): ...", defined)
+    exec("class Timer(torch.cuda.Event): ...", defined)
+    assert isinstance(defined["Timer"](enable_timing=True), torch.cuda.Event)
 
 
 @pytest.mark.usefixtures("tracer")
