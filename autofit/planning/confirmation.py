@@ -24,8 +24,8 @@ import numpy as np
 from autofit.measurement import Role, Trial, compared_log_speed, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
-from autofit.planning.planner import ceilings, leading, oom_cost
 from autofit.planning.posterior import Posterior
+from autofit.planning.proposals import ceilings, leading, oom_cost
 from autofit.units import format_bytes, format_rate
 
 TIE = 0.005

@@ -19,7 +19,6 @@ from autofit.probing.prober import Prober
 from autofit.probing.profile import StepProfile, profile_plan
 from autofit.registry import resolve
 from autofit.report.record import Record
-from autofit.searching.allocator import MOST_PROBES, candidates, try_expandable_segments
 from autofit.training.loader import Loader
 
 SHARE_FOR_LOADER = 0.15
@@ -53,8 +52,8 @@ def findings_of(
             found.look_at_loader(loader)
         if prober.has_workers or trace is not None:
             found.look_at_step(trace)
-        if prober.has_workers and (probes_left is None or probes_left >= MOST_PROBES):
-            found.look_at_allocator()
+        if prober.has_workers and probes_left != 0:
+            found.look_at_allocator(probes_left)
     except KeyboardInterrupt:  # the answer is there
         pass
     return found.facts
@@ -100,16 +99,20 @@ class _Findings:
             elif baseline.ok:
                 facts["baseline"] = self._shares(baseline, None)
 
-    def look_at_allocator(self) -> None:
-        """Try expandable segments where they may help."""
+    def look_at_allocator(self, probes_left: int | None) -> None:
+        """Try expandable segments where they may help and the probes suffice."""
+        from autofit.searching import allocator  # a search of few probes has none for it
+
+        if probes_left is not None and probes_left < allocator.MOST_PROBES:
+            return
         budget, trials = self._spec.vram_budget_bytes, self._record.trials
-        worth = candidates(self._record.best, trials, budget)
+        worth = allocator.candidates(self._record.best, trials, budget)
         if worth.best is None and worth.flushing is None:
             return
         with self._failure("allocator") as facts:
             self._on_stage("trying expandable segments of the allocator")
             flushing = None if worth.flushing is None else self._resolved(worth.flushing)
-            facts |= try_expandable_segments(
+            facts |= allocator.try_expandable_segments(
                 self._prober, self._resolved(self._record.best), flushing, budget
             )
 

@@ -1,0 +1,285 @@
+"""What may be probed next, each with its worth.
+
+Every variant has a ceiling in each draw: the largest micro-batch for which its memory line there
+leaves room. Its potential is the speed gained over the leading plan at that ceiling. The worth of a
+probe is what its plan gains plus a share of the potential that it will then be known to have, both
+if it fits, less the cost of running out of memory if it does not. Repeating a plan is worth its
+knowledge gradient: the expected gain from reducing the noise that hides whether it beats the leader
+(`autofit.planning.information`). Worths are differences of log speed: 0.01 is one percent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autofit.measurement import Trial, oom_probes_of
+from autofit.plan import Plan
+from autofit.planning.curves import MULTIPLES
+from autofit.planning.departures import LEAST
+from autofit.planning.feasibility import MicroBatches
+from autofit.planning.information import explained_deviation, knowledge_gradient
+from autofit.planning.least_squares import Array
+from autofit.planning.posterior import MEMORY_ERROR, Posterior
+
+Mask: TypeAlias = NDArray[np.bool_]
+Proposal: TypeAlias = tuple[float, Plan]
+"""The worth of a probe, and its plan."""
+
+POTENTIAL_CREDIT = 0.9
+"""The share of a variant's potential that a probe is credited with which will make it known."""
+
+OOM_COST = 0.045
+OOM_COST_WITH_PRIOR = 0.12
+"""The cost of the first OOM: a lost probe, and perhaps a new worker. See `oom_cost`."""
+
+SMALLEST_FACTOR = 0.25
+"""The cost's factor while no more than the smallest micro-batch is known to fit: there is much to
+gain from the next, and nothing yet tells fixed bytes from those of a sample."""
+
+CEILING_MARGIN = 0.8 * MEMORY_ERROR
+"""The log margin below the budget at a ceiling: about 80 % of its probes then fit."""
+
+MAX_STEP = 4
+MAX_STEP_WITH_LINES = 16
+"""No micro-batch is tried that is more than this many times the largest measured: the second where
+memory lines were predicted."""
+
+VETO_RISK = 0.1
+"""A proposal of another sampler that is more likely than this to run out of memory is refused."""
+
+_RISKS = (0.006, 0.015, 0.03, 0.06, 0.12, 0.25, 0.4, 0.6)
+_MIN_STEP = 1.02  # a smaller step beyond the variant's largest micro-batch teaches nothing
+_SHARED = 3  # fastest sizes of other variants that are tried on a new one
+_NEAR = 1.1  # a size that fails below its line's limit by no more than this was expected to fail
+_APART = 1.1  # a size nearer than this factor to one that the variant ran teaches nothing
+_MOST_WITHOUT_FIT = 12
+_IRREGULAR = 2 * LEAST  # spread of step times from which speed need not grow with the size
+_DROP_LATER = 0.5  # the probability that a drop of speed is beyond the middle
+_LEAST = 1e-9  # standard deviation of log speeds
+_HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
+
+
+def leading(posterior: Posterior) -> Trial | None:
+    """Return the trial whose plan, among those that ran and fit, is expected to be fastest."""
+    return max(
+        posterior.fitting, key=lambda t: float(posterior.log_speed(t.plan).mean()), default=None
+    )
+
+
+def ceilings(posterior: Posterior) -> MicroBatches:
+    """(draws, variants): the largest micro-batch with room to spare; 0 if there is none."""
+    budget = posterior.spec.vram_budget_bytes * math.exp(-CEILING_MARGIN)
+    return posterior.sizes.down(np.minimum(posterior.memory.x_at(budget), posterior.bound))
+
+
+def oom_cost(posterior: Posterior, risk: Array) -> Array:
+    """Return the cost of such a risk of running out of memory after these probes.
+
+    It grows with every OOM so far. With a prior on memory, risks are near the truth and the cost is
+    proportional to them. Without one, small risks are the least certain (on simulated devices,
+    risks below 1 % came true in 3 % of the probes, risks above 20 % in a quarter of the predicted
+    frequency), so it grows with the square root.
+    """
+    happened = oom_probes_of(posterior.probes)
+    factor = SMALLEST_FACTOR if np.all(posterior.largest <= posterior.sizes.smallest) else 1.0
+    if posterior.has_prior_memory:
+        return factor * OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk
+    cost: Array = factor * OOM_COST * (1 + happened) * np.sqrt(risk)
+    return cost
+
+
+def new_plans(
+    posterior: Posterior, leader: Trial, allowed: Mask, seconds: Array | None
+) -> list[Proposal]:
+    """Return, per level of OOM risk, the best plan at that risk, per second where that counts."""
+    ahead = posterior.log_speed(leader.plan)[:, None]
+    reached = posterior.log_speeds(ceilings(posterior)) - ahead
+    proposals: list[Proposal] = []
+    halfway = _halfway(posterior)
+    opening = _next_sizes(posterior, halfway)
+    between: list[MicroBatches] = []
+    if posterior.spread > _IRREGULAR:
+        between = _sizes_between(posterior, halfway)
+        before_drop = _before_drop(posterior, leader)
+        if before_drop is not None:
+            proposals.append(before_drop)
+    for number, sizes in enumerate([*opening, *between]):
+        fits = posterior.memory_limit >= sizes
+        log_speeds = posterior.log_speeds(sizes)
+        gain = (np.maximum(log_speeds - ahead, 0) * fits).mean(axis=0)
+        credit = POTENTIAL_CREDIT if number < len(opening) else 0.0
+        opened = credit * np.maximum(_opened(posterior, reached, log_speeds, sizes) - gain, 0)
+        chance = fits.mean(axis=0)
+        worth = gain + chance * opened - oom_cost(posterior, 1 - chance)
+        worth = np.where(allowed & (sizes >= 1), worth, -np.inf)
+        best = int(np.argmax(worth if seconds is None else worth / seconds))
+        if worth[best] > -np.inf:
+            plan = posterior.spec.space.plan(int(sizes[best]), posterior.variants[best])
+            proposals.append((float(worth[best]), plan))
+    return proposals
+
+
+def _opened(posterior: Posterior, reached: Array, log_speeds: Array, sizes: MicroBatches) -> Array:
+    """Return (variants): what is expected to be gained at the ceilings after probes of these sizes.
+
+    A probe tells of its ceiling as far as its step time and its bytes explain the speed there: a
+    small micro-batch, whose time may be that of its launches, tells little.
+
+    Args:
+        posterior: of the search.
+        reached: (draws, variants), log speeds at the ceilings less that of the leader.
+        log_speeds: (draws, variants), log speeds at these sizes.
+        sizes: (variants), micro-batches; 0 for none.
+    """
+    reached = np.where(np.isfinite(reached), reached, _HOPELESS)
+    speeds = np.where(sizes >= 1, log_speeds, 0.0)
+    held = np.log(posterior.memory.value_at(np.maximum(sizes, 1)))
+    change = explained_deviation(reached, (speeds, posterior.typical_noise), (held, MEMORY_ERROR))
+    return knowledge_gradient(reached.mean(axis=0), change)
+
+
+def _before_drop(posterior: Posterior, leader: Trial) -> Proposal | None:
+    """Return a size between the leader's and a larger one of its variant that was slower.
+
+    Where speed grew up to the leader, the drop is as likely beyond the middle as before it, and the
+    speed would grow as far as there. No line tells so: it explains the drop by a flat speed.
+    """
+    plan = leader.plan
+    own = [t.plan for t in posterior.fitting if t.plan.variant == plan.variant]
+    above = min((p.micro_batch for p in own if p.micro_batch > plan.micro_batch), default=0)
+    middle = posterior.sizes.handy(
+        np.full(len(posterior.variants), math.sqrt(plan.micro_batch * above))
+    )
+    size = int(middle[posterior.index(plan)])
+    smaller = [t for t in posterior.fitting if _APART * t.plan.micro_batch <= plan.micro_batch]
+    if size < _APART * plan.micro_batch or above < _APART * size or not smaller:
+        return None
+
+    def log_speed(trial: Trial) -> float:
+        return float(posterior.log_speed(trial.plan).mean())
+
+    beside = max(smaller, key=log_speed)
+    noise = math.hypot(posterior.noise(leader), posterior.noise(beside))
+    rise = (log_speed(leader) - log_speed(beside) - noise) / math.log(
+        plan.micro_batch / beside.plan.micro_batch
+    )
+    gain = min(max(rise, 0.0), 1.0) * math.log(size / plan.micro_batch)
+    return _DROP_LATER * gain, posterior.spec.space.plan(size, plan.settings)
+
+
+def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
+    """Return, per level of risk, every variant's next micro-batch; 0 if it teaches nothing.
+
+    Then likewise the next lower one that suits kernels which work in tiles, unless it is much
+    smaller.
+    """
+    ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
+    step = MAX_STEP_WITH_LINES if posterior.has_predicted_memory else MAX_STEP
+    bound = np.minimum(halfway, step * max(plan.micro_batch for plan in ran))
+    steps: list[MicroBatches] = []
+    even_steps: list[MicroBatches] = []
+    for limit in np.quantile(posterior.memory_limit, _RISKS, axis=0):
+        wanted = np.maximum(np.minimum(limit, bound), posterior.sizes.smallest)
+        sizes = posterior.sizes.handy(wanted)
+        even = sizes // MULTIPLES[0] * MULTIPLES[0]
+        even = np.where((2 * even > sizes) & (even < sizes), even, 0)
+        even = posterior.sizes.down(even.astype(np.float64))
+        for wanted_sizes, found in ((sizes, steps), (even, even_steps)):
+            is_new = wanted_sizes > _MIN_STEP * posterior.largest
+            is_new &= wanted_sizes <= posterior.bound
+            found.append(np.where(is_new, wanted_sizes, 0))
+    return steps + even_steps
+
+
+def _halfway(posterior: Posterior) -> MicroBatches:
+    """(variants): the largest micro-batch to try next, as far as failures of larger ones tell.
+
+    It halves, in logarithms, what is left between the largest that fits and the smallest that
+    failed, so that a limit is found within a few failures whatever its cause. A memory line that
+    expected the failure is believed where it is sure enough of a larger micro-batch. A failure that
+    no memory line expected, at a size that no variant has run, may await the other variants too.
+    """
+    largest = posterior.largest
+    sure = np.quantile(posterior.memory_limit, VETO_RISK, axis=0)
+    limit = np.median(posterior.memory_limit, axis=0)
+    halfway, most = posterior.bound.copy(), int(largest.max(initial=1))
+    for trial in posterior.probes:
+        index, failed = posterior.index(trial.plan), trial.plan.micro_batch
+        is_expected = trial.measurement.outcome.about_memory and limit[index] < _NEAR * failed
+        if failed == posterior.bound[index] + 1:
+            middle = math.isqrt(max(1, int(largest[index])) * failed)
+            if is_expected:
+                middle = max(middle, int(min(sure[index], failed - 1)))
+            halfway[index] = min(max(middle, largest[index] + 1), posterior.bound[index])
+        if failed == posterior.bound[index] + 1 and failed > most and not is_expected:
+            halfway = np.minimum(halfway, max(most + 1, math.isqrt(most * failed)))
+    return halfway
+
+
+def _sizes_between(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatches]:
+    """Return micro-batches beside each variant's fastest, and the fastest sizes of other variants.
+
+    Where speed grows with the micro-batch none of them is worth a probe.
+    """
+    measured: list[set[int]] = [set() for _ in posterior.variants]
+    timed = [trial for trial in posterior.probes if trial.measurement.step_times_s]
+    for trial in timed:
+        measured[posterior.index(trial.plan)].add(trial.plan.micro_batch)
+    fitting = sorted(posterior.fitting, key=lambda t: -float(posterior.log_speed(t.plan).mean()))
+    fastest: dict[int, int] = {}
+    for trial in fitting:
+        fastest.setdefault(posterior.index(trial.plan), trial.plan.micro_batch)
+    shared = list(dict.fromkeys(fastest.values()))[:_SHARED]
+    rows = np.zeros((2 + len(shared), len(measured)))
+    for index, its in enumerate(measured):
+        if not its:
+            rows[2:, index] = shared
+        elif index in fastest:
+            best = fastest[index]
+            below = max((size for size in its if size < best), default=best / 4)
+            above = min((size for size in its if size > best), default=0)
+            rows[:2, index] = math.sqrt(best * below), math.sqrt(best * above)
+    found = []
+    for row in rows:
+        sizes = posterior.sizes.handy(row)
+        is_new = [
+            all(max(s, m) >= _APART * min(s, m) for m in its)
+            for s, its in zip(sizes.tolist(), measured, strict=True)
+        ]
+        found.append(np.where(is_new & (sizes <= halfway), sizes, 0))
+    return found
+
+
+def repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:
+    """Return plans that ran before and that noise may hide to be faster than the leader."""
+    rivals = {
+        trial.plan: trial
+        for trial in posterior.fitting
+        if trial.plan != leader.plan and allowed[posterior.index(trial.plan)]
+    }
+    proposals: list[Proposal] = []
+    for plan, trial in rivals.items():
+        ahead = posterior.log_speed(plan) - posterior.log_speed(leader.plan)
+        cost = float(oom_cost(posterior, np.array(posterior.oom_risk(plan))))
+        deviation = ahead.std()
+        change = deviation**2 / math.hypot(deviation, posterior.noise(trial), _LEAST)
+        proposals.append((float(knowledge_gradient(ahead.mean(), change)) - cost, plan))
+    return proposals
+
+
+def likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
+    """Return, while nothing fits, the smallest plan not yet run that is most likely to fit."""
+    if len(posterior.probes) >= _MOST_WITHOUT_FIT:
+        return None
+    smallest = posterior.sizes.smallest
+    chance = (posterior.memory_limit >= smallest).mean(axis=0)
+    remaining: Sequence[int] = np.flatnonzero(allowed & (smallest <= posterior.bound)).tolist()
+    best = max(remaining, key=lambda index: (float(chance[index]), -index), default=None)
+    if best is None:
+        return None
+    return posterior.spec.space.plan(int(smallest[best]), posterior.variants[best])
