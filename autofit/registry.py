@@ -7,7 +7,6 @@ it and its origin. No strategy is known by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from itertools import pairwise
@@ -40,18 +39,12 @@ def check_installed(name: str) -> None:
         )
 
 
-def unavailable(device_type: str) -> Iterator[str]:
-    """Yield each installed strategy that this machine lacks something for, with the reason."""
-    for strategy in _loadable():
+def unavailable(strategies: Iterable[Strategy], device_type: str) -> Iterator[str]:
+    """Yield each of these strategies that this machine lacks something for, with the reason."""
+    for strategy in strategies:
         why = getattr(strategy, "unavailable", lambda device_type: None)(device_type)
         if why is not None:
             yield f"{strategy.name}: {why}"
-
-
-def _loadable() -> Iterator[Strategy]:
-    for name in installed_names():
-        with suppress(InvalidRequest):
-            yield _by_name(name)
 
 
 def load_strategies(

@@ -27,6 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
+from .checkpointing.saved_tensors import saving_by
+
 SETTING = "offload.activations"
 LEAST_BYTES = 2**17
 """Smaller tensors stay on the device: a choice, not measured."""
@@ -91,7 +93,7 @@ def offloaded(model: torch.nn.Module) -> Iterator[None]:
     """
     host = _Host()
     try:
-        with _hooks(host, model):
+        with torch.autograd.graph.saved_tensors_hooks(*_packing(host, model)):
             yield
     finally:
         host.clear()
@@ -100,34 +102,44 @@ def offloaded(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _offloading(training: TrainingView) -> Iterator[None]:
     host = _Host(training.in_host_memory, HOST_SHARE * training.host_available_bytes)
-    undo = training.wrap_forward(lambda: _hooks(host, training.model))
     try:
-        yield
+        with saving_by(training, *_packing(host, training.model)):
+            yield
     finally:
-        undo()
         host.clear()
 
 
-def _hooks(host: _Host, model: torch.nn.Module) -> AbstractContextManager[Any]:
-    held = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+def _packing(
+    host: _Host, model: torch.nn.Module
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return how to save a tensor of a forward, and how to get it back in backward."""
+    is_moved = _movable(model, LEAST_BYTES)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Moved:
-        stays = not is_movable(tensor) or _storage(tensor) in held
-        return tensor if stays else host.move(tensor)
+        return host.move(tensor) if is_moved(tensor) else tensor
 
     def unpack(saved: torch.Tensor | _Moved) -> torch.Tensor:
         return saved if isinstance(saved, torch.Tensor) else host.bring_back(saved)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return pack, unpack
 
 
-def is_movable(tensor: torch.Tensor, least_bytes: float = LEAST_BYTES) -> bool:
-    """Return whether a tensor has memory of its own that is worth moving."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and least_bytes <= tensor.nbytes <= tensor.untyped_storage().nbytes()
-    )
+def _movable(model: torch.nn.Module, least_bytes: float) -> Callable[[torch.Tensor], bool]:
+    """Return what tells of a tensor whether it has memory of its own that is worth moving.
+
+    Not that of the model's parameters and buffers, as they are now.
+    """
+    held = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def is_movable(tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and least_bytes <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+            and _storage(tensor) not in held
+        )
+
+    return is_movable
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -137,22 +149,19 @@ def _storage(tensor: torch.Tensor) -> int:
 def _moved_bytes(samples: int, training: TrainingView, batch: Any) -> int:
     """Return the bytes that a forward of so many samples would move; the batch has one."""
     moved: dict[int, int] = {}
-    held = {_storage(t) for t in (*training.model.parameters(), *training.model.buffers())}
+    is_moved = _movable(training.model, LEAST_BYTES / samples)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if is_movable(tensor, LEAST_BYTES / samples) and _storage(tensor) not in held:
+        if is_moved(tensor):
             moved[_storage(tensor)] = samples * tensor.nbytes
         return tensor
 
-    undo_hooks = training.wrap_forward(
-        lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    )
     undo_update = training.wrap_optimizer_step(lambda update: None)
     try:
-        training.step(batch)  # not `loss`: a train_step of the user's own has no other way
+        with saving_by(training, pack, lambda tensor: tensor):
+            training.step(batch)  # not `loss`: a train_step of the user's own has no other way
     finally:
         undo_update()
-        undo_hooks()
     return sum(moved.values())
 
 

@@ -7,12 +7,11 @@ probe does: a driver that hangs or crashes ends that process, and not the one th
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Deadlines, Target, open_prober
 from autofit.probing.session import Session
 from autofit.registry import GROUP, installed_names, load_strategies, resolve, unavailable
-from autofit.strategy import Capabilities
+from autofit.strategy import Capabilities, Strategy
 from autofit.training.workload import Workload
 from autofit.units import format_bytes
 
@@ -118,9 +117,27 @@ def diagnose(device: str | None = None) -> Diagnosis:
         **{name: importlib.metadata.version(name) for name in ("optuna", "cloudpickle")},
         "strategies": ", ".join(installed_names()),
     }
-    findings = [*_of_the_installation(), *_of_the_host()]
-    seen, of_device = _look_at_device(device)
+    strategies, broken = _load_each()
+    findings = [*_of_the_installation(), *broken, *_of_the_host()]
+    seen, of_device = _look_at_device(device, strategies)
     return Diagnosis(facts | seen, (*findings, *of_device))
+
+
+def _load_each() -> tuple[list[Strategy], list[Finding]]:
+    """Return the installed strategies that can be loaded, and a finding for each other one."""
+    loaded: list[Strategy] = []
+    broken: list[Finding] = []
+    for name in installed_names():
+        try:
+            loaded += load_strategies([name])
+        except AutofitError as error:
+            advice = (
+                f"repair or uninstall the package with this entry point of {GROUP}, or name the "
+                "strategies of a search without it"
+            )
+            found = f"{name} cannot be used: {error}"
+            broken.append(Finding("strategies", found, advice, stops_searches=True))
+    return loaded, broken
 
 
 def _of_the_installation() -> Iterator[Finding]:
@@ -133,17 +150,6 @@ def _of_the_installation() -> Iterator[Finding]:
             f"autofit's tests were not run with torch {version}",
             f"if something fails that should not, try one of {', '.join(TRIED_TORCH)}",
         )
-    for name in installed_names():
-        try:
-            load_strategies([name])
-        except AutofitError as error:
-            yield Finding(
-                "strategies",
-                f"{name} cannot be used: {error}",
-                f"repair or uninstall the package with this entry point of {GROUP}, or name the "
-                "strategies of a search without it",
-                stops_searches=True,
-            )
     missing = why_unavailable()
     if missing is None:
         yield Finding("emulated GPU", "can be started: python -m autofit.emulation")
@@ -178,18 +184,11 @@ def _of_the_host() -> Iterator[Finding]:
         yield Finding(
             "load", load, "speeds will scatter, and a search takes longer: wait, or end them"
         )
-    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
-    if compiler is None:
-        yield Finding(
-            "C++ compiler",
-            "none",
-            "torch.compile on the CPU and an emulated GPU need one: apt install g++, or set CXX",
-        )
-    else:
-        yield Finding("C++ compiler", compiler)
 
 
-def _look_at_device(name: str | None) -> tuple[dict[str, str], list[Finding]]:
+def _look_at_device(
+    name: str | None, installed: Sequence[Strategy]
+) -> tuple[dict[str, str], list[Finding]]:
     """Return facts and findings of the device, from a worker that trained on it."""
     chosen = [
         Finding("device", note, "see that driver and torch build agree, or ask for the CPU")
@@ -234,7 +233,7 @@ def _look_at_device(name: str | None) -> tuple[dict[str, str], list[Finding]]:
     findings = [*chosen, _of_probe(environment.device, measured, time.monotonic() - began)]
     findings += [
         Finding("strategies", why, "install that, and searches can use the strategy")
-        for why in unavailable(environment.device.partition(":")[0])
+        for why in unavailable(installed, environment.device.partition(":")[0])
     ]
     if environment.device != "cpu":
         findings += [*_of_gpu(seen, environment), *_of_allocator()]
@@ -292,12 +291,6 @@ def _of_gpu(seen: _Device, environment: Environment) -> Iterator[Finding]:
         )
     if seen.busy is not None:
         yield Finding("device load", seen.busy, "speeds will scatter: wait until it is idle")
-    if importlib.util.find_spec("triton") is None:
-        yield Finding(
-            "Triton", "not installed", "torch.compile on a GPU needs it: pip install triton"
-        )
-    else:
-        yield Finding("Triton", importlib.metadata.version("triton"))
 
 
 def _of_allocator() -> Iterator[Finding]:

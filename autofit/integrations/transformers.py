@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -133,8 +133,6 @@ def apply(
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             stack.callback(callback.undo)
-        flags = _tf32_flags() if "tf32" in division.arguments else nullcontext()
-        stack.enter_context(flags)
         undo = stack.pop_all()
     said = (*lines, *division.lines("TrainingArguments"))
     return Applied(said or ("nothing to set: TrainingArguments are the plan's already",), undo)
@@ -198,7 +196,7 @@ def _expresses(trainer: Any, term: str, value: Scalar) -> bool:
     if term == "optimizer_implementation":
         is_torch = str(_held(trainer.args, "optim")) in ("adamw_torch", "adamw_torch_fused")
         return is_torch and value == "fused" and trainer.optimizer is None
-    return term in ("autocast", "tf32")
+    return term == "autocast"  # tf32= counts only where TrainingArguments are made
 
 
 def _arguments(division: Division, args: Any) -> dict[str, Any]:
@@ -214,8 +212,6 @@ def _arguments(division: Division, args: Any) -> dict[str, Any]:
         wanted["activation_checkpointing"] = False
     if "autocast" in terms:
         wanted |= {name: dtype == terms["autocast"] for name, dtype in AMP.items()}
-    if "tf32" in terms:
-        wanted["tf32"] = True
     if "optimizer_implementation" in terms:
         wanted["optim"] = type(args.optim)("adamw_torch_fused")
     return wanted
@@ -253,20 +249,6 @@ def _take_off_autocast(model: torch.nn.Module) -> None:
         attributes.pop("forward")
         if original != model.forward:
             attributes["forward"] = original
-
-
-@contextmanager
-def _tf32_flags() -> Iterator[None]:
-    """Turn on TF32, which TrainingArguments do only where they are made."""
-    parts: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [part.allow_tf32 for part in parts]
-    try:
-        for part in parts:
-            part.allow_tf32 = True
-        yield
-    finally:
-        for part, allowed in zip(parts, before, strict=True):
-            part.allow_tf32 = allowed
 
 
 def _callback(division: Division) -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.report.record import Record
-from autofit.units import counted, format_bytes, format_rate, rounded
+from autofit.space import Space
+from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
 
 _TIE = (
     "a tie goes to the baseline, then to the plan that changes the arithmetic least, has the "
@@ -36,6 +38,7 @@ def headline(record: Record) -> str:
             ", not confirmed: the final comparison did not end (the search stopped because "
             f"{record.search.stopped_because})"
         )
+    start = pay_off(record)
     if best.plan == baseline.plan:
         words += f". Nothing better than your baseline was found: {_next_best(record)}"
     elif not baseline.ok:
@@ -44,7 +47,70 @@ def headline(record: Record) -> str:
         words += f", {_against_baseline(record.factor, record)}"
     elif record.is_confirmed:
         words += ", not compared with the baseline"
+    if start is not None and start.steps is not None:
+        pays = f"{start.steps:,} optimizer steps have paid for"
+        words += f"; its start takes {format_seconds(start.seconds)}, which {pays}"
     return "\n".join([*lines, words])
+
+
+@dataclass(frozen=True)
+class PayOff:
+    """What the start of a plan takes that is costly to try, such as a compiled one.
+
+    Attributes:
+        seconds: before its steps have their speed; the most that was measured.
+        beside: the fastest plan without such a start.
+        steps: optimizer steps after which the start has paid for itself against that plan; None:
+            that plan was as fast.
+    """
+
+    seconds: float
+    beside: Plan
+    steps: int | None
+
+    def words(self, record: Record) -> str:
+        """Return a sentence about it."""
+        words = f"Start: the best plan takes {format_seconds(self.seconds)} until it has its speed"
+        other = describe(self.beside, record)
+        if self.steps is None:
+            return (
+                f"{words}, and {other}, which starts at once, was as fast in the trials of both: "
+                "search again on a quiet machine before you rely on it"
+            )
+        return (
+            f"{words}; against {other}, the fastest plan that starts at once, that has paid for "
+            f"itself after {self.steps:,} optimizer steps"
+        )
+
+
+def pay_off(record: Record) -> PayOff | None:
+    """Return what the best plan's start takes; None: it starts at once, or nobody measured it.
+
+    Speeds are those of the final comparison, else the means of each plan's trials.
+    """
+    space, best = Space(record.dimensions, 1), record.best.plan
+
+    def starts_at_once(plan: Plan) -> bool:
+        return not space.is_costly({**record.plain_settings, **plan.settings})
+
+    ran = [trial for trial in record.trials if trial.ok and trial.role is not Role.VETOED]
+    starts = [t.measurement.start_up_s for t in ran if t.plan == best]
+    start_s = max((seconds for seconds in starts if seconds is not None), default=None)
+    if start_s is None or starts_at_once(best):
+        return None
+
+    def speed_of(plan: Plan) -> float:
+        compared = record.compared_speed(plan) if record.is_confirmed else None
+        return compared or _mean_speed(plan, record)
+
+    others = [t.plan for t in ran if starts_at_once(t.plan) and _rate(t)]
+    if record.is_confirmed:
+        others = [plan for plan in others if record.compared_speed(plan)]
+    if not others:
+        return None
+    beside = max(others, key=speed_of)
+    saved_s = best.samples_per_step * (1 / speed_of(beside) - 1 / speed_of(best))
+    return PayOff(start_s, beside, math.ceil(start_s / saved_s) if saved_s > 0 else None)
 
 
 def describe(plan: Plan, record: Record) -> str:

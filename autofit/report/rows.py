@@ -10,7 +10,7 @@ from textwrap import shorten
 
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, Scalar, Settings, unlike
-from autofit.report.answer import factor_words, share_words, speed_words, spread_of
+from autofit.report.answer import factor_words, pay_off, share_words, speed_words, spread_of
 from autofit.report.findings import findings_lines
 from autofit.report.record import Record, Skipped
 from autofit.units import counted, format_bytes, format_seconds, rounded
@@ -133,6 +133,8 @@ def conditions(record: Record) -> Iterator[str]:
             f"{record.difference['loss']:.2g} and gradients by {record.difference['gradient']:.2g} "
             "(relative)"
         )
+    if (start := pay_off(record)) is not None:
+        yield start.words(record)
     if record.scatter is not None and record.scatter > _MOST_SCATTER:
         yield (
             f"Noise: repeated blocks of one plan scatter by {record.scatter:.0%} (standard "

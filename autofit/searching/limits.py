@@ -90,7 +90,7 @@ class Allowance:
             return None
         left = self.probes_left(trials)
         if left is not None and left <= self._probes_kept(trials):
-            return f"max_probes={self.max_probes} reached"
+            return f"max_probes={self.max_probes} was reached"
         if self.time_is_short(trials, self.seconds_kept(trials, start_s)):
             return self.time_is_over
         return None
@@ -119,7 +119,7 @@ class Allowance:
     @property
     def time_is_over(self) -> str:
         """The reason of a search that its timeout ended."""
-        return f"timeout of {self.timeout_s:g} s reached"
+        return f"the timeout of {self.timeout_s:g} s was reached"
 
     def too_short(self) -> SearchTimedOut:
         """Return the error of a search that its timeout ended before any plan could be returned."""

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
-from autofit.measurement import Outcome, Role, Trial, fastest_of, oom_probes_of, probes_of
+from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
@@ -25,7 +25,7 @@ from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
-from autofit.units import format_bytes, format_seconds, round_up_shown
+from autofit.units import format_bytes, round_up_shown
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -138,7 +138,6 @@ def record_of(
             *survey.notes,
             *_not_split(result.best),
             *_not_quiet(survey),
-            *_start_up(result),
             *result.best.measurement.notes,
             *_with_more_time(result),
         ),
@@ -167,29 +166,6 @@ def _not_quiet(survey: Survey) -> Iterator[str]:
             f"the machine was busy ({survey.busy}), which scatters what is measured: search again "
             "on a quiet one before you rely on small differences"
         )
-
-
-def _start_up(result: SearchResult) -> Iterator[str]:
-    """Yield what the best plan's start takes, and when that has paid for itself."""
-    space, best, baseline = result.spec.space, result.best, result.baseline
-    if not space.is_costly(best.plan.settings):
-        return
-    alike = [t.measurement.start_up_s for t in result.trials if t.plan == best.plan and t.ok]
-    start_up_s = max((seconds for seconds in alike if seconds is not None), default=None)
-    cheap = [t for t in result.trials if t.ok and not space.is_costly(t.plan.settings)]
-    fastest = fastest_of(cheap) or baseline
-    speed, other = best.samples_per_second, fastest.samples_per_second
-    if start_up_s is None or not speed or not other:
-        return
-    words = f"the best plan takes {format_seconds(start_up_s)} before its steps have their speed"
-    saved_s = best.plan.samples_per_step * (1 / other - 1 / speed)
-    if saved_s <= 0:
-        yield f"{words}; the fastest plan without such a start, {fastest.plan}, measured faster"
-        return
-    yield (
-        f"{words}; compared with {fastest.plan}, the fastest one without such a start, that has "
-        f"paid for itself after {math.ceil(start_up_s / saved_s)} optimizer steps"
-    )
 
 
 def _with_more_time(result: SearchResult) -> Iterator[str]:

@@ -74,6 +74,7 @@ class InOrder(Trainer):  # type: ignore[misc]  # of a library without types here
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.losses = [*getattr(self, "losses", ()), float(loss)]
+        self.allowed_tf32 = torch.backends.cuda.matmul.allow_tf32
         return loss
 
 
@@ -187,8 +188,8 @@ def test_three_steps_on_a_gpu_have_the_losses_of_apply(
     report = make_report(integration.workload(trainer), plan, ("transformer.h.1",))
     expected = losses_by_apply(report, trainer)
     applied = integration.apply(report, trainer)
-    assert torch.backends.cuda.matmul.allow_tf32 is (dtype == "tf32")
     trainer.train()
+    assert trainer.allowed_tf32 is (dtype == "tf32")
     applied.undo()
     assert not torch.backends.cuda.matmul.allow_tf32
     found = [sum(trainer.losses[at : at + 4]) for at in (0, 4, 8)]

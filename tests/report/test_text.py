@@ -226,6 +226,36 @@ def test_a_slower_plan_says_what_memory_it_saves(record: Record) -> None:
                                    "MiB less memory")  # fmt: skip
 
 
+def started(record: Record, seconds: float) -> Record:
+    """The record with a costly setting, whose best plan started for so long in its first trial."""
+    costly = replace(record.dimensions["folding.level"], trial_cost_s=20.0)
+    first = record.trials[3]
+    assert first.plan == record.best.plan
+    measurement = replace(first.measurement, start_up_s=seconds)
+    trials = tuple(
+        replace(first, measurement=measurement) if trial is first else trial
+        for trial in record.trials
+    )
+    return replace(record, trials=trials, dimensions={"folding.level": costly})
+
+
+def test_a_start_that_takes_time_is_said_with_the_steps_that_pay_for_it(record: Record) -> None:
+    """By the final comparison: there the best plan saves 200 ms a step against the baseline."""
+    final = started(compared(record, best=[200], baseline=[400]), 50.0)
+    assert headline(final).endswith(
+        "; its start takes 50.0 s, which 250 optimizer steps have paid for"
+    )
+    assert "against 4 x 8, the fastest plan that starts at once" in " ".join(
+        render(final, 4000).split()
+    )
+    assert "start" not in headline(record)
+    slower = started(compared(record, best=[500], baseline=[400]), 50.0)
+    assert "paid for" not in render(slower, 4000)
+    assert "4 x 8, which starts at once, was as fast in the trials of both" in render(slower, 4000)
+    at_once = replace(slower, best_number=0)
+    assert "start" not in headline(at_once)
+
+
 def test_a_tied_plan_that_was_preferred_names_the_faster_one(record: Record) -> None:
     tied = compared(record, best=[202, 202], other=[200, 199, 201], baseline=[400])
     assert headline(tied).endswith(

@@ -64,7 +64,7 @@ def test_later_probes_get_the_incumbents_rate(device: SimulatedDevice) -> None:
 def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None:
     result = run_search(device.prober(), device.spec(), max_probes=most)
     assert result.probes == most
-    assert result.stopped_because == f"max_probes={most} reached"
+    assert result.stopped_because == f"max_probes={most} was reached"
     assert result.best.role is (Role.BASELINE if most == 1 else Role.CONFIRMED)
 
 
@@ -219,7 +219,7 @@ def test_an_ill_machine_at_the_end_of_the_time_still_has_its_result(
 
     prober = _Failing(device)
     result = run_search(prober, device.spec(), timeout_s=1e6, clock=prober.clock, began=0.0)
-    assert result.stopped_because == "timeout of 1e+06 s reached"
+    assert result.stopped_because == "the timeout of 1e+06 s was reached"
     assert result.best.ok
 
 
@@ -305,7 +305,7 @@ def test_a_quick_search_times_fewer_steps(device: SimulatedDevice) -> None:
 def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: SimulatedDevice) -> None:
     prober = _Timed(device, lambda attempt: Outcome.TIMEOUT if attempt == 4 else None, hang_s=1e9)
     result = run_search(prober, device.spec(), timeout_s=100.0, clock=prober.clock, began=0.0)
-    assert result.stopped_because == "timeout of 100 s reached"
+    assert result.stopped_because == "the timeout of 100 s was reached"
     assert all(trial.ok for trial in result.trials)
     assert result.best.role is Role.CONFIRMED
 

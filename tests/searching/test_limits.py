@@ -39,7 +39,7 @@ def test_a_search_without_limits_is_unlimited() -> None:
 def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
     """Of the leading plan and the baseline, if another plan than the baseline can be tried."""
     bounded = Allowance(most, None)
-    assert bounded.spent(trials(before_comparison)) == f"max_probes={most} reached"
+    assert bounded.spent(trials(before_comparison)) == f"max_probes={most} was reached"
     assert before_comparison == 1 or bounded.spent(trials(before_comparison - 1)) is None
 
 
@@ -47,7 +47,7 @@ def test_one_probe_is_kept_back_after_an_earlier_comparison() -> None:
     compared = [replace(trial, role=Role.CONFIRMED) for trial in trials(2)[:2]]
     bounded = Allowance(6, None)
     assert bounded.spent([*trials(2), *compared]) is None
-    assert bounded.spent([*trials(3), *compared]) == "max_probes=6 reached"
+    assert bounded.spent([*trials(3), *compared]) == "max_probes=6 was reached"
 
 
 def test_no_probes_are_left_after_more_than_allowed() -> None:
@@ -67,7 +67,7 @@ def test_time_is_short_if_another_probe_would_not_leave_enough_for_the_compariso
 ) -> None:
     bounded = Allowance(None, 60.0, clock=lambda: 35.0, began=0.0)
     reason = bounded.spent(trials(3, probe_s), start_s)
-    assert (reason == "timeout of 60 s reached") is short
+    assert (reason == "the timeout of 60 s was reached") is short
 
 
 def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 import autofit
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import load_strategies
 from autofit.testing import check_strategy
+from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -59,6 +62,25 @@ def test_gradients_are_the_same_to_the_bit_and_saved_tensors_are_shared() -> Non
     with offload.offloaded(model):
         moved = gradients()
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def test_parameters_and_buffers_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every forward, which the time of a step would show."""
+    asked = []
+    parameters = nn.Module.parameters
+
+    def noted(model: nn.Module, recurse: bool = True) -> Any:
+        asked.append(model)
+        return parameters(model, recurse)
+
+    view = ResolvedPlan(Plan(4, settings={SETTING: True}), {}, load_strategies(["offload"]))
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Training(model, optimizer, Recipe(), view, device=torch.device("cpu")) as live:
+        monkeypatch.setattr(nn.Module, "parameters", noted)
+        for _ in range(2):
+            live.accumulate(torch.randn(4, 8))
+    assert asked == []
 
 
 def check_fewer_bytes(device: str) -> None:
