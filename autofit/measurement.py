@@ -262,6 +262,12 @@ class Trial:
         interval = self.measurement.step_time_interval_s
         return self._rate(interval[0] if interval else None)
 
+    @property
+    def speed_words(self) -> str:
+        """The speed with the digits that its interval supports: "168 samples/s"; "?": none."""
+        spread = spread_of(self.samples_per_second_low, self.samples_per_second_high)
+        return format_rate(self.samples_per_second, spread * (self.samples_per_second or 0.0))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: the measurement, and the rates that follow from it."""
         return {
@@ -296,7 +302,7 @@ class Trial:
         if not self.ok:
             return f"{self.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
         return (
-            f"{self.plan}: {format_rate(self.samples_per_second)}, "
+            f"{self.plan}: {self.speed_words}, "
             f"{format_seconds(measured.step_time_s)} an optimizer step, "
             f"held {format_bytes(measured.held_bytes)} "
             f"(peak allocated {format_bytes(measured.peak_allocated_bytes)}, "
@@ -306,6 +312,13 @@ class Trial:
 
     def _rate(self, step_time_s: float | None) -> float | None:
         return self.plan.samples_per_step / step_time_s if step_time_s else None
+
+
+def spread_of(low: float | None, high: float | None) -> float:
+    """Return half of a range of speeds, as a share of its middle; 0 where it is unknown."""
+    if not low or not high:
+        return 0.0
+    return (high - low) / (high + low)
 
 
 def check_ran(trial: Trial) -> None:

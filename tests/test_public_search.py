@@ -149,6 +149,7 @@ def test_every_way_to_say_what_is_trained(
     assert report.baseline.plan.micro_batch == n
     assert report.baseline.samples_per_second
     assert report.record.workload["loss"].startswith(loss)
+    assert report.record.lacks_loss == ("standing in" in report.record.workload["loss"])
     assert report.record.search.stopped_because == "max_probes=1 was reached"
 
 

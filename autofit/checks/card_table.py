@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -217,8 +218,13 @@ def _text_rows(card: Card) -> Iterator[tuple[str, ...]]:
             format_bytes(fit.required_bytes + fit.margin_bytes),
             "yes" if fit.fits else "no",
             f"{largest.micro_batch} x {largest.accumulation_steps}" if largest else "none",
-            f"{time:.2f}{' *' if fit is card.chosen else '  '}" if time else "",
+            f"{_ratio(time)}{' *' if fit is card.chosen else '  '}" if time else "",
         )
+
+
+def _ratio(time: float) -> str:
+    """Format a ratio of times: 0.62, 0.0041; its error leaves no third digit."""
+    return f"{time:.{max(2, 1 - math.floor(math.log10(time)))}f}"
 
 
 def _shown(settings: Settings) -> str:

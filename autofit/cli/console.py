@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -155,8 +156,21 @@ def _print_error(text: str) -> None:
 
 
 _OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
-_INTERRUPTED = 130
+_INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a process ended by Ctrl-C; typer turns a KeyboardInterrupt into it."""
+
+
+class Interrupted(AutofitError):
+    """A signal ended the command, which has printed what it had; a shell's script should end, too.
+
+    Args:
+        message: what was ended.
+        number: of the signal; SIGTERM of a search counts as Ctrl-C.
+    """
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Exit codes: 0 done, fits; 1 nothing fits, does not fit; 2 usage; 3 the workload's own code failed;
 4 the device or the worker failed; 5 no answer (a check that can neither predict nor probe, a search
-whose timeout came before anything that fits was measured).
+whose timeout came before anything that fits was measured); 130 a search that Ctrl-C or SIGTERM
+ended, with what had been measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import typer
 from autofit.cli import capacity
 from autofit.cli.console import (
     Commands,
+    Interrupted,
     exit_code,
     exit_codes,
     export_report,
@@ -30,6 +32,7 @@ from autofit.cli.console import (
     stdout_for_results_only,
     trial_to_dict,
 )
+from autofit.cli.monitor import monitor
 from autofit.cli.options import (
     AccumulationSteps,
     AsJson,
@@ -138,6 +141,7 @@ def search(
     with stdout_for_results_only(), ProgressLine() as progress:
         progress.show_stage(f"loading {target}")
         workload = load_target(target)  # before the slow imports: it may be mistyped
+        from autofit.searching.result import INTERRUPTED
         from autofit.searching.search import search as run
 
         if global_batch is not None:
@@ -167,6 +171,8 @@ def search(
     )
     with saving(report, out or ()):
         show_report(report, as_json, verbose=verbose)
+    if report.record.search.stopped_because == INTERRUPTED:
+        raise Interrupted("interrupted: the report holds what had been measured by then")
 
 
 @app.command()
@@ -299,6 +305,7 @@ def doctor(device: DeviceName = None, as_json: AsJson = False) -> None:
 
 
 capacity.register(app)
+app.command(context_settings={"allow_interspersed_args": False})(monitor)
 
 
 def main(run: Callable[[], Any] = app) -> None:

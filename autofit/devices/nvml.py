@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 
 class Nvml:
     """One device in NVML; methods return None where NVML refuses (MIG, containers)."""
@@ -41,6 +39,11 @@ class Nvml:
         rates = self._ask(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(self._handle))
         return rates and int(rates.gpu)
 
+    def name(self) -> str | None:
+        """Return the device's name, such as "NVIDIA H200"."""
+        name = self._ask(lambda nvml: nvml.nvmlDeviceGetName(self._handle))
+        return name and str(name)
+
     def driver(self) -> str | None:
         """Return the driver's version."""
         version = self._ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
@@ -58,11 +61,25 @@ class Nvml:
             return None
 
 
+def all_devices() -> list[Nvml]:
+    """Return the devices that NVML lists, in its order, that of the PCI bus; [] without NVML."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [Nvml(str(pynvml.nvmlDeviceGetUUID(handle))) for handle in handles]
+    except Exception:  # NVML is missing or refuses
+        return []
+
+
 def device_uuid(index: int) -> str:
     """Return the UUID of the visible device `index` in NVML (GPU-... or MIG-...).
 
     torch does not tell which of the two it is, and a MIG slice may be visible without a variable.
     """
+    import torch  # on demand: NVML answers without it
+
     listed = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if index < len(listed) and listed[index].startswith("MIG-"):
         return listed[index]

@@ -39,6 +39,12 @@ from autofit.training.workload import Workload
 from autofit.units import kind_of
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_APPLY = (
+    "from autofit.integrations import lightning as tuning",
+    "from lightning.pytorch import Trainer",
+    "trainer = Trainer(**tuning.arguments(report))  # and your own arguments",
+    "trainer.fit(module, data)",
+)
 _MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
 
 
@@ -134,6 +140,7 @@ def search(
         notes=[precision_note(own, f"precision={trainer.precision!r} of the Trainer")]
         if own
         else [],
+        apply=_APPLY,
         **device | options,
     )
 

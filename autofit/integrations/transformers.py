@@ -33,6 +33,12 @@ from autofit.report.report import Report
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
+_APPLY = (
+    "from autofit.integrations import transformers as tuning",
+    "print(tuning.apply(report, trainer))  # sets its arguments, and says what was there",
+    "trainer.train()",
+)
+
 
 def workload(
     trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **options: Any
@@ -98,6 +104,7 @@ def search(
             strategies=strategies,
             numerics=numerics,
             notes=_notes(trainer.args, own),
+            apply=_APPLY,
             **{"device": str(trainer.args.device)} | options,
         )
 

@@ -6,7 +6,7 @@ The baseline of such a search is the training as it is, its own mixed precision 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -91,6 +91,7 @@ def search_as_is(
     strategies: Iterable[str | Strategy] | None,
     numerics: Any,
     notes: Iterable[str],
+    apply: Sequence[str],
     **options: Any,
 ) -> Report:
     """Search a workload that may have mixed precision of its own, which every plan then keeps.
@@ -100,6 +101,7 @@ def search_as_is(
         precision: the type of its autocast; None: it has none, and types are searched.
         strategies, numerics, options: as for `autofit.search`.
         notes: for the reader of the report.
+        apply: lines of code that train by the report.
     """
     from autofit.searching.search import search
 
@@ -107,8 +109,10 @@ def search_as_is(
     if precision:
         chosen = tuple(s for s in chosen if "autocast" not in getattr(s, "standard_terms", ()))
     report = search(workload, strategies=chosen, numerics=numerics, **options)
-    told = (*report.record.notes, *notes)
-    return replace(report, record=replace(report.record, notes=told))
+    record = report.record
+    facts = {**record.workload, "apply": list(apply)}
+    told = replace(record, notes=(*record.notes, *notes), workload=facts)
+    return replace(report, record=told)
 
 
 def precision_note(precision: str, source: str) -> str:

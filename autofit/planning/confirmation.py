@@ -24,6 +24,7 @@ import numpy as np
 from autofit.measurement import Role, Trial, compared_log_speed, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
+from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import ceilings, leading, oom_cost
 from autofit.units import format_bytes, format_rate
@@ -264,18 +265,22 @@ def _why_not_run(posterior: Posterior, name: str, value: Scalar, sizes: MicroBat
     fitting = variants[sizes[variants] >= 1]
     if not len(fitting) or leader is None:
         return _why_too_large(posterior, variants.tolist())
-    predicted = np.median(posterior.log_speeds(sizes), axis=0)
-    best = float(predicted[fitting].max())
-    ahead = float(np.median(posterior.log_speed(leader.plan)))
-    rates = (
-        f"predicted to reach {format_rate(np.exp(best))} at most, and the leading plan "
-        f"{format_rate(np.exp(ahead))}"
-    )
+    draws = posterior.log_speeds(sizes)[:, fitting]
+    best = draws[:, np.median(draws, axis=0).argmax()]
+    ahead = posterior.log_speed(leader.plan)
+    rates = f"predicted to reach {_rate(best)} at most, and the leading plan {_rate(ahead)}"
     cost_s = min(posterior.spec.space.trial_cost_s(posterior.variants[i]) for i in fitting)
     if cost_s > 0:
         over = "" if posterior.spec.train_samples is None else " over the whole training"
         rates = f"about {cost_s:.0f} s more to try; with that {rates}{over}"
-    return rates if best <= ahead else f"not tried before the search stopped: {rates}"
+    is_slower = np.median(best) <= np.median(ahead)
+    return rates if is_slower else f"not tried before the search stopped: {rates}"
+
+
+def _rate(log_speeds: Array) -> str:
+    """Return the median of drawn log samples/s, with the digits that their scatter supports."""
+    speed = float(np.exp(np.median(log_speeds)))
+    return format_rate(speed, float(np.std(log_speeds)) * speed)
 
 
 def _why_too_large(posterior: Posterior, variants: Sequence[int]) -> str:

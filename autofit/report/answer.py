@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autofit.measurement import Role, Trial
+from autofit.measurement import Role, Trial, spread_of
 from autofit.plan import Plan
 from autofit.report.record import Record
 from autofit.space import Space
@@ -122,13 +122,6 @@ def speed_words(trial: Trial, record: Record) -> str:
     """Return the speed of the trial's plan: "168 samples/s"."""
     speed = record.speed_of(trial)
     return format_rate(speed, spread_of(*record.speed_range(trial)) * (speed or 0.0))
-
-
-def spread_of(low: float | None, high: float | None) -> float:
-    """Return half of a range of speeds, as a share of its middle; 0 where it is unknown."""
-    if not low or not high:
-        return 0.0
-    return (high - low) / (high + low)
 
 
 def factor_words(record: Record) -> str | None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from autofit.measurement import spread_of
 from autofit.report import rows
-from autofit.report.answer import describe, ranges_overlap, speed_words, spread_of
+from autofit.report.answer import describe, ranges_overlap, speed_words
 from autofit.report.markdown import bullets, plain, table as markdown_table
 from autofit.report.record import Record
 from autofit.report.text import WIDTH, laid_out, table

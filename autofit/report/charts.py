@@ -29,7 +29,7 @@ from autofit.report.chart_parts import (
     scale_for,
     title,
 )
-from autofit.report.record import Record, frontier, one_a_plan
+from autofit.report.record import Record, one_a_plan
 from autofit.report.rows import outcome_words, short_settings, trial_speed
 from autofit.units import format_bytes, format_seconds
 
@@ -102,7 +102,7 @@ def _frontier(record: Record) -> Chart:
     def place(trial: Trial) -> tuple[float, float]:
         return held.of(trial), record.speed_of(trial) or 0.0
 
-    edge = [place(trial) for trial in reversed(frontier(record.trials, record.speed_of))]
+    edge = [place(trial) for trial in reversed(record.frontier)]
     named = {record.best.plan, baseline.plan}
     others = [trial for trial in fits if trial.plan not in named]
     failed = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autofit.measurement import spread_of
 from autofit.plan import BOUNDS, PLAN, Plan
 from autofit.shapes import AMOUNT, COUNT, FLAG, NUMBER, TEXT, Leaf, Maybe, Shape, Table
 from autofit.units import format_bytes, format_rate
@@ -67,23 +68,32 @@ def findings_lines(record: Record) -> Iterator[str]:
     """Yield a line about each finding: the loader, what bounds a step, the allocator."""
     found = record.findings
     if "loader" in found:
-        yield loader_line(found["loader"])
+        yield loader_line(found["loader"], spread_of(*record.speed_range(record.best)))
     if "bounds" in found:
         yield bounds_line(record)
     if "allocator" in found:
         yield allocator_line(found["allocator"])
 
 
-def loader_line(loader: Mapping[str, Any]) -> str:
-    """Return what the loader delivers, what bounds the training, and what to set."""
+def loader_line(loader: Mapping[str, Any], spread: float) -> str:
+    """Return what the loader delivers, what bounds the training, and what to set.
+
+    Args:
+        loader: the finding.
+        spread: of the plan's speed to either side, as a share of it.
+    """
     consumed, own = loader["consumed_samples_per_second"], loader["own_settings"]
-    parts = [_end_to_end(loader)] if loader["settings"] is not None else []
+
+    def rate(speed: float | None) -> str:
+        return format_rate(speed, spread * (speed or 0.0))
+
+    parts = [_end_to_end(loader, rate)] if loader["settings"] is not None else []
     if not parts:
         most = max((each["samples_per_second"] for each in loader["delivered"]), default=None)
-        alone = "" if most is None else f" and the loader alone delivers {format_rate(most)}"
-        parts.append(f"the plan consumes {format_rate(consumed)}{alone}")
+        alone = "" if most is None else f" and the loader alone delivers {rate(most)}"
+        parts.append(f"the plan consumes {rate(consumed)}{alone}")
     elif (before := _speed(loader, own)) is not None and own != loader["settings"]:
-        parts.append(f"with {_settings(own)} it is {format_rate(before)}")
+        parts.append(f"with {_settings(own)} it is {rate(before)}")
     if loader["host_bytes"]:
         parts.append(f"it takes {format_bytes(loader['host_bytes'])} of host memory")
     warned = [text for each in loader["end_to_end"] for text in each["warnings"]]
@@ -93,13 +103,13 @@ def loader_line(loader: Mapping[str, Any]) -> str:
     return f"Loader: {'; '.join(parts)}"
 
 
-def _end_to_end(loader: Mapping[str, Any]) -> str:
+def _end_to_end(loader: Mapping[str, Any], rate: Callable[[float | None], str]) -> str:
     """Return the recommended settings, the speed with them and what bounds it."""
     settings, consumed = loader["settings"], loader["consumed_samples_per_second"]
     speed = _speed(loader, settings)
     words = (
-        f"{_settings(settings)}: {format_rate(speed)} end to end, where the plan consumes "
-        f"{format_rate(consumed)} by itself: {_BOTTLENECKS[loader['bottleneck']]}"
+        f"{_settings(settings)}: {rate(speed)} end to end, where the plan consumes "
+        f"{rate(consumed)} by itself: {_BOTTLENECKS[loader['bottleneck']]}"
     )
     if loader["bottleneck"] != "device" and speed is not None and consumed > 0:
         words += f" ({1 - speed / consumed:.0%} of the plan's speed is lost)"

@@ -27,7 +27,7 @@ def _parts(record: Record) -> Iterator[str]:
     yield ""
     yield from bullets([*rows.facts(record), *rows.conditions(record), *record.notes])
     yield ""
-    code = [*rows.apply_lines(record), "", "# or without report.apply:"]
+    code = [*rows.apply_lines(record), "", f"# {rows.BY_HAND}:"]
     lines = record.paste.get(record.best.number)
     yield from _folded("To train like this", _code([*code, *lines] if lines else code[:-2]))
     titles = ("trial", "role", "micro-batch", "settings", "outcome", "samples/s", "held", "step")

@@ -34,6 +34,35 @@ _NUMBERS = frozenset(("trial", "samples/s", "held", "step"))
 def page(record: Record) -> str:
     """Return the report as an HTML document."""
     drawn = [*charts(record), *memory_charts(record)]
+    body = [*_header(record), "<main>", *_main(record, drawn), "</main>", _footer(record.version)]
+    return _document(f"autofit: {describe(record.best.plan, record)}", body, drawn)
+
+
+def page_of_charts(
+    title: str, about: str, numbers: Iterable[tuple[str, str]], drawn: Sequence[Chart], version: str
+) -> str:
+    """Return an HTML document of a few numbers and charts.
+
+    Args:
+        title: of the page.
+        about: what was measured, when and where.
+        numbers: (number, the words below it).
+        drawn: the charts.
+        version: of autofit.
+    """
+    body = [
+        f'<header><p class="eyebrow"><b>autofit</b> {escape(about)}</p>'
+        f"<h1>{escape(title)}</h1></header>",
+        f'<main><div class="cards">{"".join(_card(*each) for each in numbers)}</div>',
+        *map(_plot, drawn),
+        "</main>",
+        _footer(version),
+    ]
+    return _document(f"autofit: {title}", body, drawn)
+
+
+def _document(title: str, body: Iterable[str], drawn: Iterable[Chart]) -> str:
+    """Return a document with its charts, style and scripts, which loads nothing."""
     style, script = _resource("page.css"), _resource("page.js")
     packed, plotly_hash = _plotly()
     policy = (
@@ -45,7 +74,7 @@ def page(record: Record) -> str:
         '<meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>autofit: {escape(describe(record.best.plan, record))}</title>"
+        f"<title>{escape(title)}</title>"
         f"<style>{style}</style>"
     )
     data = (
@@ -53,12 +82,10 @@ def page(record: Record) -> str:
         f'<script type="application/octet-stream" id="plotly">{packed}</script>\n'
         f"<script>{script}</script>"
     )
-    body = "\n".join(
-        [*_header(record), "<main>", *_main(record, drawn), "</main>", _footer(record)]
-    )
+    written = "\n".join(body)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n'
-        f"<body>\n{body}\n{data}\n</body>\n</html>\n"
+        f"<body>\n{written}\n{data}\n</body>\n</html>\n"
     )
 
 
@@ -145,7 +172,7 @@ def _comparison(record: Record) -> str:
 def _paste(record: Record) -> Iterator[str]:
     yield _code(rows.apply_lines(record))
     if lines := record.paste.get(record.best.number):
-        yield "<h3>or without report.apply</h3>"
+        yield f"<h3>{rows.BY_HAND}</h3>"
         yield _code(lines)
 
 
@@ -219,9 +246,9 @@ def _trial(trial: Trial, line: rows.TrialRow, record: Record) -> str:
     return f'<tr class="{kind}" data-outcome="{measured.outcome.value}">{written}</tr>'
 
 
-def _footer(record: Record) -> str:
+def _footer(version: str) -> str:
     return (
-        f"<footer>autofit {escape(record.version)}. This file holds all that it shows and loads "
+        f"<footer>autofit {escape(version)}. This file holds all that it shows and loads "
         "nothing. Charts: plotly.js, MIT license.</footer>"
     )
 

@@ -29,6 +29,7 @@ from autofit.report.parts import PARTS, Part, parts_of
 from autofit.shapes import (
     AMOUNT,
     COUNT,
+    FLAG,
     NUMBER,
     TEXT,
     Leaf,
@@ -66,10 +67,12 @@ _REPORT: Shape = {
         "parameters": AMOUNT,
         "global_batch": Maybe(COUNT),
         "loss": Maybe(TEXT),
+        "lacks_loss?": FLAG,
         "sample_shapes": Table(TEXT),
         "given?": [TEXT],
         "clip_grad_norm?": Maybe(NUMBER),
         "target?": TEXT,
+        "apply?": [TEXT],
     },
     "vram_budget_bytes": COUNT,
     "search": {
@@ -298,7 +301,12 @@ class Record:
     @property
     def lacks_loss(self) -> bool:
         """Whether the search was given no loss, so that something stood in for it."""
-        return str(self.workload.get("loss") or "").endswith("standing in for a loss")
+        return bool(self.workload.get("lacks_loss"))
+
+    @property
+    def frontier(self) -> tuple[Trial, ...]:
+        """Pareto frontier of speed and held bytes, the fastest trial first."""
+        return frontier(self.trials, self.speed_of)
 
     @property
     def finalists(self) -> list[tuple[Plan, float]]:
@@ -335,9 +343,7 @@ class Record:
             "calibration": dict(self.calibration),
             "best": self._trial_to_dict(self.trial(self.best_number)),
             "baseline": self._trial_to_dict(self.trial(self.baseline_number)),
-            "frontier": [
-                self._trial_to_dict(trial) for trial in frontier(self.trials, self.speed_of)
-            ],
+            "frontier": [self._trial_to_dict(trial) for trial in self.frontier],
             "trials": [self._trial_to_dict(trial) for trial in self.trials],
             "skipped": [{"settings": dict(s.settings), "why": s.why} for s in self.skipped],
             "notes": list(self.notes),

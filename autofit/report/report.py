@@ -19,7 +19,7 @@ from autofit.measurement import Trial
 from autofit.notebook import shown
 from autofit.report import apply, rows
 from autofit.report.answer import headline
-from autofit.report.record import Record, frontier
+from autofit.report.record import Record
 from autofit.report.text import WIDTH, render
 from autofit.shapes import read_json
 from autofit.units import counted, kind_of
@@ -71,8 +71,8 @@ class Report:
 
     @property
     def frontier(self) -> tuple[Trial, ...]:
-        """Pareto frontier of speed and memory, the fastest trial first."""
-        return frontier(self.record.trials, self.record.speed_of)
+        """Pareto frontier of speed and held bytes, the fastest trial first."""
+        return self.record.frontier
 
     @property
     def speedup(self) -> float | None:
@@ -269,7 +269,9 @@ def load(path: str | os.PathLike[str]) -> Report:
     try:
         data = read_json(path)
     except OSError as error:
-        raise InvalidRequest(f"cannot read the report {os.fspath(path)}: {error}") from error
+        raise InvalidRequest(
+            f"cannot read the report {os.fspath(path)}: {error.strerror or error}"
+        ) from error
     except ValueError as error:
         raise InvalidRequest(f"{os.fspath(path)} is not a JSON report: {error}") from error
     if not isinstance(data, dict):

@@ -8,17 +8,20 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from textwrap import shorten
 
-from autofit.measurement import Role, Trial
+from autofit.measurement import Role, Trial, spread_of
 from autofit.plan import Plan, Scalar, Settings, unlike
-from autofit.report.answer import factor_words, pay_off, share_words, speed_words, spread_of
+from autofit.report.answer import factor_words, pay_off, share_words, speed_words
 from autofit.report.findings import findings_lines
 from autofit.report.record import Record, Skipped
 from autofit.units import counted, format_bytes, format_seconds, rounded
 
 ABOUT_TRIALS = (
     "Sizes are micro-batch x accumulation steps. Confirmed ones ran every micro-batch of a step; "
-    "others may have run two of them and scaled the time. Held is peak reserved plus non-torch."
+    "others may have run two of them and scaled the time. Held is peak reserved plus non-torch. "
+    '"again": noise had hidden whether the plan is faster.'
 )
+BY_HAND = "or in a loop of your own"
+"""What stands between the lines of `apply_lines` and those that do without autofit's."""
 ABOUT_HINTS = (
     "What values were expected to change before any trial, in percent of the setting's first value"
 )
@@ -33,7 +36,7 @@ _SHORT_DETAIL = 60
 _QUANTITY = re.compile(r"\d+(?:\.\d+)?(?= (?:samples/s|[KMGT]?i?B)\b)")
 _MOST_SCATTER = 0.05
 """The standard deviation of a plan's repeated log speeds above which the report warns."""
-_AGAIN = ", measured again: noise hid whether it is faster"
+_AGAIN = ", again"
 
 
 def key_numbers(record: Record) -> dict[str, str]:
@@ -96,7 +99,11 @@ def headroom(record: Record) -> str:
 
 
 def apply_lines(record: Record) -> Iterator[str]:
-    """Yield code that trains by `report.apply`."""
+    """Yield code that trains so: by the trainer whose training was searched, or `report.apply`."""
+    if by_trainer := record.workload.get("apply"):
+        yield '# a saved one: report = autofit.load("report.json")'
+        yield from by_trainer
+        return
     again = ", ".join(f"{name}=..." for name in record.functions_given)
     yield f'# a saved one: autofit.load("report.json"){again and f", and {again} to apply"}'
     if record.lacks_loss:

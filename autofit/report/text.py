@@ -20,6 +20,7 @@ WIDTH = 100
 _INDENT = "    "
 _NOTE_LINES = 3  # of a note in the short form
 _LONGEST_SETTING = 40
+_OUTCOME = len("unsupported")
 
 
 def render(
@@ -122,7 +123,7 @@ def _paste(record: Record) -> Iterator[str]:
     if paste:
         yield "To train like this:\n"
         yield from (f"{_INDENT}{line}" for line in rows.apply_lines(record))
-        yield "\nor without report.apply:\n"
+        yield f"\n{rows.BY_HAND}:\n"
         yield from (f"{_INDENT}{line}" for line in paste)
 
 
@@ -135,7 +136,7 @@ def _trials_table(record: Record, width: int) -> Table:
     words = (word for line in lines for word in line.settings.split())
     is_wide = width >= WIDTH and max(map(len, words), default=0) <= _LONGEST_SETTING
     made.add_column("settings", overflow="fold", no_wrap=is_wide)
-    made.add_column("outcome", overflow="fold")
+    made.add_column("outcome", overflow="fold", min_width=_OUTCOME)
     for name in ("samples/s", "held", "step"):
         made.add_column(name, justify="right", no_wrap=True)
     for line in lines:

@@ -24,6 +24,7 @@ from autofit.report.parts import parts_of
 from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
+from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
 from autofit.units import format_bytes, round_up_shown
 
@@ -109,6 +110,7 @@ def record_of(
             "may_resplit": survey.may_resplit,
             "allow_resplit": workload.allow_resplit,
             "loss": survey.loss,
+            "lacks_loss": survey.loss == LossSource.STAND_IN,
             "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": dict(survey.sample_shapes),

@@ -115,8 +115,9 @@ def search(
         isolation: "process": probes run in a worker; "inprocess": in this process, for models that
             cannot be pickled. It cannot survive hangs and device faults.
         progress: True shows it on standard error, False does not; None: where that is a terminal
-            or a notebook. Or what is called with each event of `autofit.searching.events`. All
-            events go to the logger "autofit" too.
+            or a notebook, and elsewhere, as in a log, a line every half minute. Or what is called
+            with each event of `autofit.searching.events`. All events go to the logger "autofit"
+            too.
         profile: a file for a trace of the best plan's steps, in torch's own format (.json or
             .json.gz).
 
@@ -250,7 +251,7 @@ def search(
 def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
     """Yield the function to call with events; what shows them is imported on demand."""
     if callable(progress) or not (is_watched() if progress is None else progress):
-        yield logged(progress if callable(progress) else None)
+        yield logged(progress if callable(progress) else None, slowly=progress is None)
         return
     from autofit.cli.progress import ProgressLine
 

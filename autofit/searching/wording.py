@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
+from contextlib import suppress
 
 from autofit.measurement import Measurement, Role
 from autofit.plan import Plan, Settings
@@ -18,25 +21,42 @@ from autofit.searching.events import (
     StageStarted,
     Vetoed,
 )
-from autofit.units import counted, format_bytes, format_clock, format_rate
+from autofit.units import counted, format_bytes, format_clock
 
 _LOGGER = logging.getLogger("autofit")
 _LOGGER.addHandler(logging.NullHandler())  # else Python shows warnings where none is configured
 
 
-def logged(then: OnEvent | None) -> OnEvent:
+SECONDS_BETWEEN = 30.0
+"""The least time between two lines in a log that nobody watches, and before the first."""
+
+
+def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
     """Return a function that logs each event as a line, then passes it on.
 
     The level is INFO; a busy machine, and what is run again, is a WARNING. Nothing is shown unless
     the user's own program has configured logging.
+
+    Args:
+        then: what it is passed on to.
+        slowly: where logging shows nothing, write to standard error how a long search stands: a
+            plain line at most every `SECONDS_BETWEEN`.
     """
     words = EventWords()
+    last = time.monotonic()
 
     def on_event(event: Event) -> None:
+        nonlocal last
         words.learn(event)
         if (line := words.plain(event)) is not None:
             doubtful = isinstance(event, MachineBusy | Repeating)
             _LOGGER.log(logging.WARNING if doubtful else logging.INFO, "%s", line)
+            is_due = time.monotonic() - last >= SECONDS_BETWEEN
+            unseen = sys.stderr is not None and not _LOGGER.isEnabledFor(logging.INFO)
+            if slowly and is_due and unseen:
+                last = time.monotonic()
+                with suppress(OSError):  # a full disk must not end a search
+                    print(f"autofit: {line}", file=sys.stderr, flush=True)
         if then is not None:
             then(event)
 
@@ -101,7 +121,7 @@ class EventWords:
         trial, measured = event.trial, event.trial.measurement
         parts = [measured.outcome.value]
         if trial.samples_per_second:
-            parts.append(format_rate(trial.samples_per_second))
+            parts.append(trial.speed_words)
         if measured.held_bytes:
             parts.append(f"held {format_bytes(measured.held_bytes)}")
         return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(measured)}"
@@ -118,9 +138,10 @@ def _why(measured: Measurement) -> str:
 
 
 def best_so_far(progress: Progress) -> str:
+    """Return the speed of the fastest trial that fits, or that there is none."""
     if progress.best is None:
         return "nothing fits yet"
-    return f"best {format_rate(progress.best.samples_per_second)}"
+    return f"best {progress.best.speed_words}"
 
 
 def limits_left(progress: Progress, waited: float = 0.0) -> list[str]:

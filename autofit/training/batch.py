@@ -82,6 +82,25 @@ def check_batched_dimension(batch: Batch) -> None:
         )
 
 
+def check_target(batch: Batch) -> None:
+    """Refuse an (input, target) of which the target has another number of samples.
+
+    Raises:
+        InvalidRequest: of the tensors of the target that have dimensions none has the batch's
+            samples in dimension 0, nor one sample, which may stand for all.
+    """
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        return  # the loss says what it wants
+    samples = batch_size(batch)
+    sizes = [tensor.shape[0] for tensor in tensors_of(batch[1]) if tensor.dim() > 0]
+    if sizes and not {samples, 1} & set(sizes):
+        raise InvalidRequest(
+            f"with criterion the batch is (input, target), and dimension 0 is {samples} in the "
+            f"input and {sizes[0]} in the target, which cannot be cut into micro-batches with it: "
+            f"give a target for each sample, or {_ASK_FOR_MAKER}"
+        )
+
+
 def batched_places(batch: Batch) -> frozenset[int]:
     """Which of `tensors_of(batch)` are batched, by the rule."""
     size = batch_size(batch)

@@ -16,6 +16,7 @@ from autofit.training.batch import (
     batch_size,
     batched_places,
     check_batched_dimension,
+    check_target,
     resize,
 )
 from autofit.training.loader import Loader, check_loader
@@ -89,6 +90,8 @@ class Workload:
                 raise InvalidRequest(f"{name} must be True or False, got {value!r}")
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
+            if self.criterion is not None:
+                check_target(self.sample_batch)
         if self.global_batch is not None:
             _check_steps(self.global_batch, self.sample_batch_size)
         if self.loader is not None:

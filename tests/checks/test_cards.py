@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ def test_the_chosen_one_has_the_least_estimated_time(table: Cards) -> None:
     h100 = table.cards[-1].chosen
     assert h100 is not None
     assert h100.plan.settings["precision.dtype"] == "bfloat16"
+
+
+def test_a_small_time_keeps_its_digits(table: Cards) -> None:
+    card = table.cards[0]
+    fit = replace(card.fits[0], relative_time=0.00412)
+    shown = str(replace(table, cards=(replace(card, fits=(fit,)),)))
+    assert " 0.0041" in shown
+    assert " 0.00 " not in shown
 
 
 def test_a_plan_that_is_already_the_largest_takes_its_own_time() -> None:

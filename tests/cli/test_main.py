@@ -683,7 +683,10 @@ def ends_with_a_report(
         out, err = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == (
+        "autofit: interrupted: the report holds what had been measured by then"
+    )
     assert "stopped because interrupted" in out, err
     assert "not confirmed" in out
     report = json.loads((folder / "cut_short.json").read_text())

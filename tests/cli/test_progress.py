@@ -22,6 +22,7 @@ import autofit
 from autofit.cli.progress import ProgressLine
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan, Settings
+from autofit.searching import wording
 from autofit.searching.events import (
     Confirming,
     Event,
@@ -222,3 +223,33 @@ def test_a_file_is_no_terminal(tmp_path: Path) -> None:
         show(STORY[2])
     assert path.read_text().startswith("[1:01] probe 1 (baseline)")
     assert "\x1b" not in path.read_text()
+
+
+@pytest.mark.parametrize(("between_s", "is_shown"), [(0.0, True), (3600.0, False)])
+def test_a_log_that_nobody_watches_gets_plain_lines_at_a_slow_rhythm(
+    between_s: float,
+    is_shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(wording, "SECONDS_BETWEEN", between_s)
+    given: dict[str, Any] = {"device": "cpu", "vram_budget": "16MiB", "isolation": "inprocess"}
+    autofit.search(nn.Linear(8, 4), torch.randn(4, 8), max_probes=1, **given)
+    lines = capsys.readouterr().err.splitlines()
+    probe = [line for line in lines if re.match(r"autofit: \[\d+:\d\d\] probe 1 \(base", line)]
+    assert len(probe) == is_shown
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_log_that_logging_writes_is_not_written_twice(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(wording, "SECONDS_BETWEEN", 0.0)
+    show = logged(None, slowly=True)
+    with caplog.at_level(logging.INFO, logger="autofit"):
+        for event in STORY:
+            show(event)
+    assert len(caplog.records) > 3
+    assert capsys.readouterr().err == ""

@@ -48,6 +48,14 @@ def test_the_loader_is_the_bottleneck_and_by_how_much(record: Record) -> None:
     ) in text(record, loader=LOADER)
 
 
+def test_speeds_have_no_more_digits_than_the_plans_own(record: Record) -> None:
+    noisy = replace(record.best.measurement, step_times_s=[0.2, 0.3, 0.2, 0.3, 0.2, 0.3])
+    trials = [replace(t, measurement=noisy) if t is record.best else t for t in record.trials]
+    found = {**LOADER, "consumed_samples_per_second": 187.3}
+    line = text(replace(record, trials=tuple(trials)), loader=found)
+    assert "the plan consumes 190 samples/s by itself" in line
+
+
 def test_workers_at_the_most_that_are_tried_are_told(record: Record) -> None:
     assert "lost); more workers were not tried;" in text(
         record, loader=LOADER | {"most_workers": 4}

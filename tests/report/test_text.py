@@ -42,7 +42,7 @@ def test_lines_to_paste_are_never_broken(record: Record) -> None:
 
 
 def test_the_lines_to_paste_begin_with_report_apply_and_run(record: Record) -> None:
-    text = render(record).partition("To train like this:")[2].partition("or without")[0]
+    text = render(record).partition("To train like this:")[2].partition("or in a loop")[0]
     assert "criterion=... to apply" in text
     trained: list[str] = []
     report = SimpleNamespace(apply=lambda *given: nullcontext(SimpleNamespace(step=trained.append)))
@@ -275,7 +275,7 @@ def test_noise_is_said_where_blocks_scatter(record: Record) -> None:
 def test_a_plan_that_was_run_twice_says_why(record: Record) -> None:
     again = replace(record.trials[5], number=8)
     rows = render(replace(record, trials=(*record.trials, again)), width=200).splitlines()
-    assert [line.split()[0] for line in rows if "measured again: noise hid" in line] == ["8"]
+    assert [line.split()[0] for line in rows if "ok, again" in line] == ["8"]
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autofit.errors import InvalidRequest
 from autofit.training.batch import (
     batch_size,
     batched_places,
     check_batched_dimension,
+    check_target,
     describe,
     map_tensors,
     pieces,
     resize,
     tensors_of,
 )
+from autofit.training.workload import Workload
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -165,6 +168,15 @@ def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
         check_batched_dimension((torch.zeros(1, 3), torch.zeros(1), torch.zeros(7)))
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
     check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
+
+
+def test_a_target_of_other_samples_is_refused() -> None:
+    inputs, targets = torch.zeros(8, 3), torch.zeros(6)
+    with pytest.raises(InvalidRequest, match=r"8 in the input and 6 in the target.*callable n"):
+        Workload(nn.Linear(3, 1), (inputs, targets), criterion=nn.MSELoss())
+    Workload(nn.Linear(3, 1), (inputs, targets), loss_fn=lambda model, batch: model(batch[0]).sum())
+    for fits in (torch.zeros(8), torch.tensor(0.0), torch.zeros(1), {"a": inputs, "b": targets}):
+        check_target((inputs, fits))
 
 
 def test_where_every_tensor_has_size_1_it_is_one_sample() -> None:
