@@ -18,7 +18,8 @@ import pytest
 
 from autofit.checks.monitor import Sample, Timeline
 from autofit.cli.monitor import _page
-from autofit.emulation.launch import emulated_card, emulated_environment
+from autofit.emulation.card import emulated_card
+from autofit.emulation.launch import emulated_environment, new_machine
 from autofit.emulation.machine import Machine
 from autofit.units import GIB, MIB
 from tests import browser
@@ -174,8 +175,6 @@ import time; time.sleep(1.5)
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    from autofit.emulation.launch import new_machine
-
     made = new_machine()
     yield made
     made.remove()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+from torch import nn
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Dimension, Plan
@@ -72,6 +74,22 @@ def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Re
         baseline_number=0,
     )
     return Report(record, strategies=load_strategies(), workload=workload)
+
+
+def losses_by_apply(
+    report: Report, model: nn.Module, optimizer: Callable[[nn.Module], Any], batches: Iterable[Any]
+) -> list[float]:
+    """Return the losses of optimizer steps by `report.apply`, on a copy of the model."""
+    other = copy.deepcopy(model)
+    with report.apply(other, optimizer(other)) as training:
+        losses = [training.step(batch).item() for batch in batches]
+    assert len(set(losses)) == len(losses), "it does not train"
+    return losses
+
+
+@pytest.fixture
+def losses_of_apply() -> Callable[..., list[float]]:
+    return losses_by_apply
 
 
 @pytest.fixture

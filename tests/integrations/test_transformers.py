@@ -14,6 +14,7 @@ import torch
 import autofit
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
+from autofit.report import rows
 from autofit.report.report import Report
 
 WANTED = "not installed: pip install -e .[dev]"
@@ -323,6 +324,5 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     loaded = autofit.load(report.save(tmp_path / "report.json"))
     assert loaded.record.parts is not None
     assert loaded.export("transformers") == report.export("transformers")
-    integration.apply(loaded, trainer)
-    trainer.train()
+    exec("\n".join(rows.apply_lines(loaded.record)), {"report": loaded, "trainer": trainer})
     assert trainer.state.global_step == 3
