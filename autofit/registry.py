@@ -51,13 +51,15 @@ def load_strategies(
     strategies: Iterable[str | Strategy] | None = None,
     *,
     numerics: Numerics | str = Numerics.REDUCED_PRECISION,
+    plan: Plan | None = None,
 ) -> tuple[Strategy, ...]:
     """Return the strategies that a search may use.
 
     Args:
         strategies: names of installed strategies, or Strategy objects; None: all installed ones
-            that `numerics` allows.
+            that `numerics` allows, but for those that are used by name only.
         numerics: how far a plan may change the arithmetic, as a level or its name.
+        plan: to run, whose settings name strategies too.
 
     Returns:
         Strategies ordered by phase, and by name within a phase.
@@ -69,7 +71,13 @@ def load_strategies(
     allowed = numerics_level(numerics)
     if strategies is None:
         loaded = [_load(entry) for entry in _installed().values()]
-        return _in_order(strategy for strategy in loaded if strategy.numerics <= allowed)
+        named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
+        return _in_order(
+            strategy
+            for strategy in loaded
+            if strategy.numerics <= allowed
+            and (strategy.name in named or not getattr(strategy, "by_name_only", False))
+        )
     if isinstance(strategies, str):
         strategies = [strategies]
     if not isinstance(strategies, Iterable):

@@ -281,7 +281,8 @@ class Strategy(Protocol):
     """One technique, such as reduced precision, as dimensions of the search space.
 
     It may have a method `unavailable(device_type) -> str | None` that says, without a model, what
-    this machine lacks for it; `autofit doctor` shows that.
+    this machine lacks for it; `autofit doctor` shows that. With an attribute `by_name_only` that is
+    true it is used only by searches that name it.
     """
 
     name: str

@@ -48,7 +48,7 @@ def probe(
         Exception: what the user's own code raised, as it was raised.
     """
     check_arguments(workload, plan, payloads)
-    chosen = load_strategies(strategies)
+    chosen = load_strategies(strategies, plan=plan)
     trial, _ = run_one(
         workload,
         chosen,

@@ -43,6 +43,20 @@ FINDINGS: Shape = {
         "best?": Maybe(Table(NUMBER)),
         "baseline?": Maybe(Table(NUMBER)),
     },
+    "state?": {
+        "failed?": TEXT,
+        "optimizer?": TEXT,
+        **dict.fromkeys(
+            (
+                "parameter_bytes?",
+                "state_bytes?",
+                "bytes_in_8_bits?",
+                "adafactor_bytes?",
+                "lion_bytes?",
+            ),
+            AMOUNT,
+        ),
+    },
     "allocator?": {
         "failed?": TEXT,
         "setting?": TEXT,
@@ -65,12 +79,14 @@ _UNSEEN = "the profiler saw no operator on the device"
 
 
 def findings_lines(record: Record) -> Iterator[str]:
-    """Yield a line about each finding: the loader, what bounds a step, the allocator."""
+    """Yield a line about each finding: the loader, what bounds a step, the state, the allocator."""
     found = record.findings
     if "loader" in found:
         yield loader_line(found["loader"], spread_of(*record.speed_range(record.best)))
     if "bounds" in found:
         yield bounds_line(record)
+    if found.get("state", {}).get("state_bytes"):
+        yield state_line(found["state"])
     if "allocator" in found:
         yield allocator_line(found["allocator"])
 
@@ -143,6 +159,17 @@ def bounds_line(record: Record) -> str:
         return f"{words}; no setting of this search addresses that"
     used = " and ".join(f"{name} (in the best plan {settings[name]})" for name in addressing)
     return f"{words}, which is addressed by {used}"
+
+
+def state_line(state: Mapping[str, Any]) -> str:
+    """Return what the optimizer's state takes, and what it would take in other forms."""
+    return (
+        f"Optimizer: the state of {state['optimizer']} takes {format_bytes(state['state_bytes'])} "
+        f"beside {format_bytes(state['parameter_bytes'])} of trained parameters; in 8-bit codes it "
+        f"would take {format_bytes(state['bytes_in_8_bits'])}. Other algorithms, which train "
+        f"differently and are no setting: Adafactor {format_bytes(state['adafactor_bytes'])}, Lion "
+        f"{format_bytes(state['lion_bytes'])}"
+    )
 
 
 def allocator_line(allocator: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a search finds beside its answer: the loader, what bounds a step, the allocator.
+"""What a search finds beside its answer: loader, bounds of a step, optimizer state, allocator.
 
 Each is looked at after the final comparison, and none is worth an answer: what fails or hangs is
 told in words, and what the time did not suffice for is named.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import SearchTimedOut, release_exception
 from autofit.measurement import Trial
@@ -20,6 +20,9 @@ from autofit.probing.profile import StepProfile, profile_plan
 from autofit.registry import resolve
 from autofit.report.record import Record
 from autofit.training.loader import Loader
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
 
 SHARE_FOR_LOADER = 0.15
 """Of the timeout, kept back for measuring a loader."""
@@ -57,6 +60,13 @@ def findings_of(
     except KeyboardInterrupt:  # the answer is there
         pass
     return found.facts
+
+
+def _state_costs(session: Session) -> dict[str, Any]:
+    """Look in the process that holds the model; only that one imports prediction."""
+    from autofit.prediction.optimizer_state import state_costs
+
+    return state_costs(session)
 
 
 class _Findings:

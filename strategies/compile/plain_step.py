@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.strategy import TrainingView
 
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+"""What inductor has several kernels of its own for, less "aten::"."""
+
 
 @dataclass
 class PlainStep:
@@ -26,6 +29,7 @@ class PlainStep:
         blocks: names of the blocks that repeat and were called.
         operators_of_blocks: those of one block of each kind.
         draws: names of the operators that drew random numbers.
+        products: how many products and convolutions ran that differ in their shapes.
     """
 
     calls_model: bool = False
@@ -33,6 +37,7 @@ class PlainStep:
     blocks: list[str] = field(default_factory=list)
     operators_of_blocks: float = 0.0
     draws: list[str] = field(default_factory=list)
+    products: int = 0
 
 
 def observed(training: TrainingView, batch: Any) -> PlainStep:
@@ -61,6 +66,7 @@ def observed(training: TrainingView, batch: Any) -> PlainStep:
         stack.enter_context(watch)
         training.step(batch)
     step.operators, step.draws = watch.operators, sorted(watch.draws)
+    step.products = len(watch.products)
     step.blocks = [name for name in kinds if name in called]
     one_of_each = {kinds[name]: name for name in step.blocks}.values()
     share = sum(watch.forward[name] for name in one_of_each) / max(1, watch.forward.total())
@@ -95,10 +101,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.operators = 0
         self.forward: Counter[str | None] = Counter()
         self.draws: set[str] = set()
+        self.products: set[Hashable] = set()
         self.inside: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
+        if (name := func._schema.name.removeprefix("aten::")) in _PRODUCTS:
+            shapes = (tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
+            self.products.add((name, *shapes))
         if torch._C._current_graph_task_id() == -1:  # no backward runs
             self.forward[self.inside] += 1
         if torch.Tag.nondeterministic_seeded not in func.tags:

@@ -2,7 +2,10 @@
 
 `compile.mode` starts at "off". "default" has the model's calls compiled by inductor, with static
 shapes; loss functions and the optimizer stay as they are. The model keeps its class, its names and
-its parameters: only its call is another one while the settings are in force.
+its parameters: only its call is another one while the settings are in force. On a GPU there are two
+modes more: "reduce-overhead" replays the calls as CUDA graphs, which saves launches and holds
+memory of its own, and "max-autotune-no-cudagraphs" times several kernels for each product and
+convolution, which takes longest. On a CPU inductor has neither.
 
 `compile.region` is "model", or "blocks": what repeats in the model is compiled once for all of its
 kind, which takes less time and leaves the rest as it is. `compile.memory_budget` is the share of
@@ -26,7 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,11 +38,15 @@ from autofit.errors import Unsupported
 from autofit.plan import Dimension, Hint, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .plain_step import PlainStep, observed
+if TYPE_CHECKING:
+    from .plain_step import PlainStep
 
 MODE, REGION, BUDGET = "compile.mode", "compile.region", "compile.memory_budget"
 OFF, MODEL, BLOCKS = "off", "model", "blocks"
-_ON = ("default",)
+DEFAULT, GRAPHS, AUTOTUNED = "default", "reduce-overhead", "max-autotune-no-cudagraphs"
+_MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS, AUTOTUNED)}
+"""By the type of the device: those of `torch._inductor.list_mode_options` that differ there. Both
+others speak to Triton and CUDA alone, but for batched products, which a CPU may autotune too."""
 _BUDGETS: dict[Scalar, Hint] = {0.5: Hint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
 """As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
 1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md)."""
@@ -52,6 +59,11 @@ _CUDA_COST_S = (10.0, 0.03)
 """Seconds of a compilation: fixed, and for each operator of forward and backward. On a CPU as in
 benchmarks/results/compile-2026-11-22.md; on a GPU a guess within 20 to 45 s for GPT-2-small and
 ResNet-50."""
+_PRODUCT_COST_S = 60.0
+"""Seconds of a processor that compile and time the kernels of a product
+(benchmarks/results/compile-2026-11-22.md)."""
+_MOST_WORKERS = 32
+"""Processes that inductor compiles in, at most (`torch._inductor.config.compile_threads`)."""
 _CALL = "_compiled_call_impl"
 """The attribute of a module that `Module.__call__` prefers to its own call."""
 _MARKS = "_dynamo"
@@ -84,15 +96,18 @@ class Compile:
         if any(vars(module).get(_CALL) is not None for module in context.model.modules()):
             context.note(f"{MODE}: left out, since the model is compiled already")
             return off
+        from .plain_step import observed  # in the worker alone
+
         step: PlainStep = context.profile(observed, min(_SAMPLES, context.samples_per_step))
         if not step.calls_model:
             context.note(f"{MODE}: left out, since the step does not call the model")
             return off
         return {
             MODE: Dimension(
-                [OFF, *_ON],
+                [OFF, *_MODES[context.device.type]],
                 when=_PLAIN_CALLS,
                 trial_cost_s=_cost_s(context, step.operators),
+                trial_costs_s=_costs_of_modes(context, step),
                 fresh_worker=True,
                 addresses=("memory traffic", "launches"),
             ),
@@ -123,7 +138,7 @@ class Compile:
         mode = str(settings.get(MODE, OFF))
         if mode == OFF:
             return []
-        options = "" if mode == "default" else f"mode={mode!r}, "
+        options = "" if mode == DEFAULT else f"mode={mode!r}, "
         lines = ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
         if settings.get(REGION, MODEL) == BLOCKS:
             lines = [
@@ -144,6 +159,15 @@ def _cost_s(context: Context, operators: float) -> float:
     return round(fixed_s + operator_s * operators, 1)
 
 
+def _costs_of_modes(context: Context, step: PlainStep) -> dict[Scalar, float]:
+    """Return the seconds of the modes that take longer to compile than others."""
+    if AUTOTUNED not in _MODES[context.device.type]:
+        return {}
+    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    autotuning_s = _PRODUCT_COST_S * step.products / workers
+    return {AUTOTUNED: round(_cost_s(context, step.operators) + autotuning_s, 1)}
+
+
 def _regions(context: Context, step: PlainStep) -> Dimension:
     """Return whether blocks alone may be compiled: where that takes clearly less time."""
     saved_s = _cost_s(context, step.operators) - _cost_s(context, step.operators_of_blocks)
@@ -151,7 +175,7 @@ def _regions(context: Context, step: PlainStep) -> Dimension:
         return Dimension([MODEL])
     return Dimension(
         [MODEL, BLOCKS],
-        when={MODE: _ON},
+        when={MODE: (DEFAULT,)},
         payloads={BLOCKS: {"modules": step.blocks}},
         trial_costs_s={BLOCKS: -saved_s},
         addresses=("memory traffic", "launches"),
@@ -170,7 +194,7 @@ def _budgets(context: Context, step: PlainStep) -> Dimension:
     return Dimension(
         [1.0, *_BUDGETS],
         hints=_BUDGETS,
-        when={MODE: _ON, REGION: (MODEL, None)},
+        when={MODE: (DEFAULT,), REGION: (MODEL, None)},
         addresses=("memory traffic",),
     )
 
@@ -182,7 +206,9 @@ def _compiled(
     """Have these modules' calls compiled; they share what is compiled where they are alike."""
     with ExitStack() as stack:
         stack.enter_context(_environment_kept())
-        notes = _Notes()
+        if mode == GRAPHS:
+            stack.enter_context(_graphs_freed(training.device))
+        notes = _Notes(mode)
         stack.enter_context(_marks_kept(training.model))
         if budget != 1.0:  # around forwards, which is where the partitioner runs
             from torch._functorch import config
@@ -230,6 +256,23 @@ def _globals(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def _graphs_freed(device: torch.device) -> Iterator[None]:
+    """Free the CUDA graphs that are recorded inside, and the memory that is theirs.
+
+    An output of a graph holds its function by way of autograd, so that nothing else would free it.
+    Those of the caller's own compiled functions are freed with them, so not where there are some.
+    """
+    from torch._inductor import cudagraph_trees
+
+    before = cudagraph_trees.get_manager(device.index or 0, create_if_none_exists=False)
+    try:
+        yield
+    finally:
+        if before is None:
+            cudagraph_trees.reset_cudagraph_trees()
+
+
 def _put_back(module: nn.Module, before: Any) -> None:
     if before is _ABSENT:
         vars(module).pop(_CALL, None)
@@ -265,10 +308,14 @@ def _environment_kept() -> Iterator[None]:
 
 
 class _Notes:
-    """What torch's compiler counts, from now on."""
+    """What torch's compiler counts, from now on.
 
-    def __init__(self) -> None:
-        self._before = _counted()
+    Args:
+        mode: that it compiles in.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._mode, self._before = mode, _counted()
 
     def lines(self) -> Iterator[str]:
         """Yield what was compiled, and every break and repetition with its reason."""
@@ -281,6 +328,8 @@ class _Notes:
         again = now.recompilations[len(self._before.recompilations) :]
         words = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
         yield f"{words}, {len(again)} recompilations"
+        if self._mode == GRAPHS and (left_out := now.without_graphs - self._before.without_graphs):
+            yield f"compile: {left_out} graphs could not become CUDA graphs, and run as they are"
         for reason, times in list(breaks.items())[:_MOST_REASONS]:
             yield f"compile: graph break ({times} x): {_line(reason)}"
         for reason in again[:_MOST_REASONS]:
@@ -292,6 +341,7 @@ class _Counted:
     graphs: int
     breaks: Mapping[str, int]
     recompilations: Sequence[str]
+    without_graphs: int
 
 
 def _counted() -> _Counted:
@@ -302,6 +352,7 @@ def _counted() -> _Counted:
         counters["stats"]["unique_graphs"],
         dict(counters["graph_break"]),
         [each.recompile_reason for each in metrics if each.recompile_reason],
+        counters["inductor"]["cudagraph_skips"],
     )
 
 

@@ -147,3 +147,20 @@ def test_findings_that_mean_nothing_are_refused(
     data = replace(record, findings=findings).to_dict()
     with pytest.raises(InvalidRequest, match=place.replace(".", r"\.")):
         Record.from_dict(data)
+
+
+def test_what_the_state_of_the_optimizer_takes(record: Record) -> None:
+    found = {
+        "optimizer": "AdamW",
+        "parameter_bytes": 4 * MIB,
+        "state_bytes": 8 * MIB,
+        "bytes_in_8_bits": 2 * MIB,
+        "adafactor_bytes": 16 * 1024,
+        "lion_bytes": 4 * MIB,
+    }
+    line = text(record, state=found)
+    assert "the state of AdamW takes 8.00 MiB beside 4.00 MiB of trained parameters" in line
+    assert "in 8-bit codes it would take 2.00 MiB" in line
+    assert "no setting: Adafactor 16.0 KiB, Lion 4.00 MiB" in line
+    assert "Optimizer:" not in text(record, state=found | {"state_bytes": 0})
+    assert "Optimizer:" not in text(record, state={"failed": "no time"})

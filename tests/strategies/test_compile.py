@@ -64,6 +64,44 @@ def test_it_is_offered_at_a_cost_that_grows_with_the_model() -> None:
     assert large.trial_cost_s > small.trial_cost_s > 10
 
 
+@pytest.mark.cuda
+def test_a_gpu_has_two_modes_more_and_autotuning_costs_by_the_product() -> None:
+    def cost_s(layers: int, width: int) -> float:
+        parts = [nn.Linear(8, width), *(nn.Linear(width, width) for _ in range(layers))]
+        context = PlainContext(
+            lambda: Workload(nn.Sequential(*parts), torch.ones(4, 8, device="cuda")), "cuda"
+        )
+        mode = COMPILE.dimensions(context)[MODE]
+        assert list(mode.values)[1:] == ["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
+        assert mode.trial_cost_of("reduce-overhead") == mode.trial_cost_of("default")
+        return float(mode.trial_cost_of(mode.values[-1]) - mode.trial_cost_of("default"))
+
+    assert cost_s(3, 16) == cost_s(6, 16) > cost_s(0, 16) > 0  # of equal shapes once
+
+
+@pytest.mark.slow
+def test_a_mode_is_told_to_the_compiler() -> None:
+    """A CPU has no use for the modes of GPUs; what they set is in force while code is made."""
+    from torch._inductor import config
+
+    seen = []
+
+    def noted(graph: Any) -> None:
+        seen.append((config.max_autotune, config.coordinate_descent_tuning))
+
+    plan = ResolvedPlan(Plan(4, settings={MODE: "max-autotune-no-cudagraphs"}), {}, (COMPILE,))
+    builder = TrainingBuilder(workload, CpuDevice(), 0)
+    with (
+        config.patch(post_grad_custom_pre_pass=noted),
+        builder.training(workload(), plan) as training,
+    ):
+        training.step(workload().batch(4))
+    assert set(seen) == {(True, True)}
+    assert not config.max_autotune
+    lines = COMPILE.describe({MODE: "reduce-overhead"}, {})
+    assert lines[-1] == "model = torch.compile(model, mode='reduce-overhead', dynamic=False)"
+
+
 def test_without_a_compiler_it_is_empty_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert offered() == (
