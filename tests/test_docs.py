@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import arguments_page
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -62,6 +64,33 @@ def test_examples_of_a_page_run(name: str, tmp_path: Path) -> None:
         run([sys.executable, "page.py"], tmp_path)
     for command in commands:
         run(["bash", "-euo", "pipefail", "-c", command], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_readmes_checks_run_as_they_stand(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    texts = [match[3] for match in _BLOCK.finditer(readme)]
+    (target,) = (text for text in texts if "\ndef make_workload" in text)
+    (fixture,) = (text for text in texts if "def test_fits_24gib" in text)
+    (job,) = (text for text in texts if text.startswith("capacity:"))
+    command = job.rpartition("- run: >")[2].split()
+    (tmp_path / "train.py").write_text(target)
+    (tmp_path / "test_fits.py").write_text(f"from train import make_workload\n\n\n{fixture}")
+    assert command[:2] == ["autofit", "check"]
+    run(command, tmp_path)
+    assert (tmp_path / "capacity.xml").exists()
+    quick = ["python", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "test_fits.py"]
+    run(quick, tmp_path)
+
+
+def test_the_page_of_arguments_is_that_of_the_code() -> None:
+    page = arguments_page.written()
+    assert arguments_page.PAGE.read_text(encoding="utf-8") == page, (
+        "write it: python tests/arguments_page.py"
+    )
+    assert "| `vram_budget` | `None` |" in page
+    assert "| `--max-regression` | `5%` |" in page
+    assert not re.search(r"\| *\|$", page, re.MULTILINE), "an argument of which nothing is said"
 
 
 def run(command: list[str], folder: Path) -> None:

@@ -95,18 +95,27 @@ def search(
     allow_resplit: Annotated[
         bool, typer.Option(help="change the accumulation even where that changes the gradients")
     ] = False,
-    max_micro_batch: Annotated[int | None, typer.Option(min=1, help="the largest to try")] = None,
-    max_probes: Annotated[int | None, typer.Option(min=1, help="the most plans to run")] = None,
-    timeout: Annotated[float | None, typer.Option(help="seconds until it stops")] = None,
+    max_micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="the largest to try, in samples; default: no limit")
+    ] = None,
+    max_probes: Annotated[
+        int | None, typer.Option(min=1, help="the most plans to run; default: no limit")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="seconds until it stops; default: no limit")
+    ] = None,
     train_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="optimizer steps you will train: then compiles too"),
+        typer.Option(
+            min=1, help="optimizer steps you will train; default: unknown, nothing is compiled"
+        ),
     ] = None,
     effort: Annotated[
         str, typer.Option(help="quick, normal or thorough: how small a gain is still looked for")
     ] = "normal",
     study: Annotated[
-        str | None, typer.Option(help="a file or Optuna storage URL to stop and resume with")
+        str | None,
+        typer.Option(help="a file or Optuna storage URL to stop and resume with; default: none"),
     ] = None,
     seed: Seed = 0,
     isolation: Isolation = "process",

@@ -86,7 +86,8 @@ def one_of(*choices: str) -> Callable[[str], str]:
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="24GiB, bytes, or a fraction of the device such as 0.5", callback=_check_budget
+        help="24GiB, bytes, or a fraction of the device such as 0.5; default: all there is",
+        callback=_check_budget,
     ),
 ]
 DeviceName = Annotated[
@@ -96,28 +97,40 @@ DeviceName = Annotated[
 StrategyNames = Annotated[
     list[str] | None,
     typer.Option(
-        "--strategies", help="use only these (may be repeated)", callback=_check_strategies
+        "--strategies",
+        help="use only these (may be repeated); default: all installed",
+        callback=_check_strategies,
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of everything random")]
 Isolation = Annotated[
-    str, typer.Option(help="process or inprocess", callback=one_of("process", "inprocess"))
+    str,
+    typer.Option(
+        help="process (probes run in a worker) or inprocess",
+        callback=one_of("process", "inprocess"),
+    ),
 ]
 NumericsName = Annotated[
     str,
     typer.Option("--numerics", help="exact, rounding or reduced_precision: how far plans may go"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-MicroBatch = Annotated[int | None, typer.Option(min=1, help="samples in one forward and backward")]
-AccumulationSteps = Annotated[
-    int | None, typer.Option(min=1, help="micro-batches in one optimizer step")
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(min=1, help="samples in one forward and backward; default: the workload's"),
 ]
-GlobalBatch = Annotated[int | None, typer.Option(min=1, help="samples in one optimizer step")]
+AccumulationSteps = Annotated[
+    int | None,
+    typer.Option(min=1, help="micro-batches in one optimizer step; default: the workload's"),
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option(min=1, help="samples in one optimizer step; default: the workload's")
+]
 SettingsGiven = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="a setting, as strategy.name=value (may be repeated)",
+        help="a setting, as strategy.name=value (may be repeated); default: all plain",
         callback=_check_settings,
     ),
 ]

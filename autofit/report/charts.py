@@ -48,7 +48,8 @@ def charts(record: Record) -> Iterator[Chart]:
     yield _frontier(record)
     if record.is_confirmed and len(record.finalists) > 1:
         yield _blocks(record)
-    yield _by_micro_batch(record)
+    if len({trial.plan.micro_batch for trial in _ran(record)}) > 1:
+        yield _by_micro_batch(record)
     yield _course(record)
 
 

@@ -98,7 +98,7 @@ def _header(record: Record) -> Iterator[str]:
         f'<p class="eyebrow"><b>autofit</b> report, {escape(record.created[:10])}, '
         f"{escape(str(where))}, torch {escape(str(environment['torch']))}</p>"
     )
-    yield f"<h1>{escape(answer)}</h1>"
+    yield f"<h1>{escape(answer).replace('=', '=<wbr>')}</h1>"
     yield from (f'<p class="banner">{escape(line)}</p>' for line in changed)
     yield "</header>"
 

@@ -100,8 +100,9 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the report; the suffix of the path chooses the form.
 
-        .json is what `autofit.load` reads; .html a page with charts, for a browser; .md Markdown,
-        for a pull request; .txt everything as text; .csv a row for each trial.
+        Args:
+            path: .json is what `autofit.load` reads; .html a page with charts, for a browser; .md
+                Markdown, for a pull request; .txt everything as text; .csv a row for each trial.
 
         Raises:
             InvalidRequest: another suffix, or the file cannot be written.
@@ -202,7 +203,9 @@ class Report:
 
         Args:
             workload: of the search; needed by a loaded report.
-            steps, device, isolation: as for `autofit.checks.soak.soak`.
+            steps: timed optimizer steps, at least 8; warm-up steps come first.
+            device: None: the report's own.
+            isolation: as for `autofit.search`.
 
         Raises:
             InvalidRequest: as `autofit.checks.soak.soak` does, or the workload is missing.
