@@ -10,6 +10,13 @@ Verdicts are taken for budgets of 1 % less and 1 % more than that.
 
 Where torch cannot be imported without NVIDIA's libraries, run it under `python -m autofit.emulation
 --no-values --`. Exits with 1 if a bound of `PROMISES` is exceeded.
+
+The intervals are as wide as the errors of these very trainings. What they are worth for another
+one is told by `--held-out`: it takes the file of an earlier run, and that of
+`benchmarks.emulation_accuracy --required`, and gives each training the bounds that the others show,
+without those of its own architecture where its kind of estimate has another one.
+
+    python -m benchmarks.emulated_predictions --held-out PREDICTIONS.json ACCURACY.json
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -165,11 +172,100 @@ def summary(results: Sequence[Comparison]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """One training under bounds that its own recording, and those of its architecture, are not in.
+
+    Attributes:
+        name: the case.
+        kind: of estimate, the least exact of the training.
+        error: of required bytes, as a share of the recorded ones.
+        least, most: the errors that the other trainings of the kind show.
+    """
+
+    name: str
+    kind: str
+    error: float
+    least: float
+    most: float
+
+    @property
+    def fits_with_less(self) -> bool:
+        """Whether it would be said to fit into 1 % less than was recorded to be needed."""
+        return (1 + self.error) / (1 + self.least) <= 0.99
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the recorded bytes lie in its interval, but for the 1 % of their bisection."""
+        return self.least - 0.01 <= self.error <= self.most + 0.01
+
+
+def held_out(
+    predicted: Sequence[Mapping[str, Any]], bisected: Sequence[Mapping[str, Any]]
+) -> Iterator[HeldOut]:
+    """Yield the trainings whose kind of estimate others have, too.
+
+    Args:
+        predicted: the trainings of a file of this benchmark.
+        bisected: those of a file of `benchmarks.emulation_accuracy`, whose required bytes were
+            bisected as the recorded ones were.
+    """
+    alike = {each["name"]: float(each["required_error"]) for each in bisected}
+    errors = {each["name"]: float(each["required_error"]) for each in predicted}
+    kinds = {each["name"]: kind_of(each["estimates"]) for each in predicted}
+    for name, kind in kinds.items():
+        known = [other for other in kinds if kinds[other] == kind and other != name]
+        others = [other for other in known if architecture(other) != architecture(name)] or known
+        seen = [alike[other] for other in others]
+        if kind != NO_ESTIMATE:  # else the bisection is all that differs
+            seen += [errors[other] for other in others]
+        if seen:
+            yield HeldOut(name, kind, errors[name], min(0.0, *seen), max(0.0, *seen))
+
+
+NO_ESTIMATE = "nothing, or cuDNN's attention"
+KINDS = {
+    "cuDNN: workspaces and reserves of recurrent layers": "recurrent layers",
+    "cuDNN: workspaces of convolutions in float32": "convolutions in float32, TF32",
+    "cuDNN: workspaces of convolutions in half precision": "convolutions in half precision",
+}
+
+
+def kind_of(estimates: Sequence[str]) -> str:
+    """Return the least exact of what was estimated."""
+    return next((kind for name, kind in KINDS.items() if name in estimates), NO_ESTIMATE)
+
+
+def architecture(name: str) -> str:
+    """Return what was trained: "resnet" of "resnet_fp32_cl"; LoRA's is a GPT, too."""
+    return name.partition("_")[0].replace("lora", "gpt")
+
+
+def held_out_table(results: Sequence[HeldOut]) -> Iterator[str]:
+    """Yield what the bounds of others are worth, by kind of estimate."""
+    yield "| estimated | trainings | inside the interval of others | said to fit into 1 % less |"
+    yield "|---|---:|---:|---|"
+    for kind in (NO_ESTIMATE, *KINDS.values()):
+        its = [result for result in results if result.kind == kind]
+        wrong = ", ".join(result.name for result in its if result.fits_with_less) or "none"
+        yield f"| {kind} | {len(its)} | {sum(r.is_inside for r in its)} | {wrong} |"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("trainings", nargs="*", help="names of some; default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--held-out",
+        type=Path,
+        nargs=2,
+        help="files of results: judge bounds of others, run nothing",
+    )
     options = parser.parse_args(arguments)
+    if options.held_out:
+        files = (json.loads(path.read_text())["trainings"] for path in options.held_out)
+        print("\n".join(held_out_table(list(held_out(*files)))))
+        return 0
     results = []
     print(f"{'training':22}{'required':>10}{'low':>9}{'high':>9}  -1 %   +1 %   looks  cpu s   GiB")
     for recorded in recorded_trainings():

@@ -40,6 +40,7 @@ del sys.path[0]
 serve(int(sys.argv[1]))()
 """
 _PYTHON = sys.executable
+_WITHOUT_VALUES = {"AUTOFIT_EMULATION_VALUES": "0"}  # a process loads them when it is forked
 
 SUPPORTED = sys.platform == "linux" and _CLONE is not None
 
@@ -77,7 +78,7 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             pass_fds=[descriptor],
             start_new_session=True,
-            env=os.environ | {_MARK: "0" * 32, "PYTHONHASHSEED": "1"},
+            env=os.environ | {_MARK: "0" * 32, "PYTHONHASHSEED": "1", **_WITHOUT_VALUES},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
@@ -109,7 +110,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         inherited: Callable[..., None] = getattr(super(), "_execute_child")  # noqa: B009  # not in typeshed
         call = inspect.signature(inherited).bind(*arguments).arguments
         command = list(map(os.fspath, call["args"]))
-        unsent = call["preexec_fn"] is not None or _is_for_another_gpu(call["env"])
+        unsent = call["preexec_fn"] is not None or _is_for_another_driver(call["env"])
         if command[0] != _PYTHON or unsent or not self._server.serves_here:
             inherited(*arguments)
             return
@@ -135,11 +136,13 @@ class ForkedPopen(subprocess.Popen[Any]):
             os.close(descriptor)
 
 
-def _is_for_another_gpu(environment: Mapping[str, str] | None) -> bool:
-    """Whether its GPU is another than the server's, which has loaded its libraries."""
+def _is_for_another_driver(environment: Mapping[str, str] | None) -> bool:
+    """Whether it needs libraries that the server has not loaded.
+
+    An emulated driver reads its settings when it is first used, and the server does not use it.
+    """
     given = os.environ if environment is None else environment
-    names = ("LD_PRELOAD", *(name for name in given if name.startswith("AUTOFIT_EMULATION_")))
-    return any(given.get(name) != os.environ.get(name) for name in names)
+    return any(given.get(name) != os.environ.get(name) for name in ("LD_PRELOAD", "PYTHONPATH"))
 
 
 def forked_subprocess(server: ForkServer) -> types.SimpleNamespace:
@@ -221,6 +224,7 @@ def _become(
             return _serve_apart(theirs)
         theirs.close()
         _fork_workers(ours)
+    _load_values()
     return _program(request["arguments"])
 
 
@@ -230,6 +234,15 @@ def _set_environment(environment: Mapping[str, str]) -> None:
         ctypes.memmove(_mark_address(), environment[_MARK].encode(), 32)
     os.environ.clear()
     os.environ.update(environment)
+
+
+def _load_values() -> None:
+    """Load the operators' values where an emulated GPU has some, as `import torch` would have."""
+    wanted = os.environ.get("AUTOFIT_EMULATION_VALUES") == "1"
+    if wanted and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+        import torch
+
+        torch._import_device_backends()  # type: ignore[no-untyped-call]  # torch left it so
 
 
 @functools.cache  # first called before any fork takes the variable out of its environment

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,8 +88,8 @@ def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_search_and_a_check_leave_no_context_in_the_parent() -> None:
-    ran = subprocess.run([sys.executable, "-c", IN_A_SCRIPT], capture_output=True, text=True)
+def test_a_search_and_a_check_leave_no_context_in_the_parent(run_python: Any) -> None:
+    ran = run_python("-c", IN_A_SCRIPT)
     assert ran.stdout == "True True False\n", ran.stderr
 
 

@@ -23,8 +23,8 @@ _BUSY = 10  # percent of the time
 _CROWDED = 0.01  # share of the memory
 
 
-_KERNELS_COMPUTE = os.environ.get("AUTOFIT_EMULATION_VALUES") != "0"
-"""Not on an emulated GPU without values: there kernels are launched into nothing."""
+_VALUES = "AUTOFIT_EMULATION_VALUES"
+"""The variable that is "0" on an emulated GPU whose kernels are launched into nothing."""
 _NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
 _OUT_OF_MEMORY = 2
 _FULL_BYTES = 64 * 2**20  # with so little left, what runs out of memory may be the device
@@ -226,7 +226,7 @@ class CudaDevice:
         """Sum a small tensor and synchronize."""
         total = torch.ones(1024, device=self.torch_device).sum()
         self.synchronize()
-        if total.item() != 1024.0 and _KERNELS_COMPUTE:
+        if total.item() != 1024.0 and os.environ.get(_VALUES) != "0":
             raise DeviceUnavailable(f"{self.torch_device} added 1024 ones up to {total.item()}")
 
     def _use_first(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,9 +155,9 @@ print(at_first.non_torch_bytes, with_libraries.non_torch_bytes)
 
 
 @pytest.mark.cuda
-def test_workspaces_are_released_and_libraries_count_as_our_own() -> None:
+def test_workspaces_are_released_and_libraries_count_as_our_own(run_python: Any) -> None:
     """In a process of its own: there only what it makes itself is released."""
-    ran = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
+    ran = run_python("-c", ALONE, forks_workers=False)
     retained, counts = ran.stdout.splitlines()
     assert retained == "0"
     context, with_libraries = map(int, counts.split())

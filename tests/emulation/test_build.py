@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from autofit.emulation.build import SOURCES
+
 Run = Callable[..., str]
 
 FIND = "from autofit.emulation.build import find_cuda_torch; print(find_cuda_torch())"
@@ -83,9 +85,15 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.slow
 def test_processes_that_build_at_once_get_one_build(tmp_path: Path) -> None:
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    compiler = tmp_path / "quick"  # compiles no source: other tests use what the real one makes
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -c "*) for out; do :; done\n'
+        'echo "$out" >> "$(dirname "$0")/compiled"\n'
+        'exec g++ -x c++ -c /dev/null -o "$out";; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [
         subprocess.Popen([sys.executable, "-c", BUILD], env=environment, **pipes)  # type: ignore[call-overload]  # pipes
@@ -95,5 +103,7 @@ def test_processes_that_build_at_once_get_one_build(tmp_path: Path) -> None:
     (first, second) = (out for out, _ in said)
     assert first == second, said
     assert (Path(first.strip()) / "libautofit_emulation.so").exists()
+    compiled = [Path(line).stem for line in (tmp_path / "compiled").read_text().splitlines()]
+    assert sorted(compiled) == sorted([*(path.stem for path in SOURCES.glob("*.cpp")), "generated"])
     left = [path.name for path in Path(first.strip()).parent.iterdir() if path.name[0] == "."]
     assert left == []

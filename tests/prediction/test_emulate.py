@@ -246,7 +246,7 @@ def test_a_plan_that_is_larger_than_the_gpu_has_numbers() -> None:
 @pytest.mark.emulated
 def test_a_setting_that_is_found_by_running_the_model() -> None:
     def deep() -> nn.Module:
-        return nn.Sequential(*(build_model() for _ in range(4)))
+        return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)))
 
     made = workload(model=deep)
     level = Plan(4096, settings={"checkpointing.level": 1})
@@ -316,7 +316,8 @@ def test_the_command_line(tmp_path: Any) -> None:
     told = CliRunner().invoke(app, ["check", target, "--gpu", GPU, "--method", "emulate", "--json"])
     assert told.exit_code == 0, told.output
     assert json.loads(told.stdout)["method"] == "emulate"
-    shown = CliRunner().invoke(app, ["predict", target, "--gpu", GPU, "--method", "emulate"])
+    small = "700MiB"  # whose largest micro-batch, which is told too, takes a moment
+    shown = CliRunner().invoke(app, ["predict", target, "--gpu", small, "--method", "emulate"])
     assert "on an emulated GPU" in shown.stdout
 
 

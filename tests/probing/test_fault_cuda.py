@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -361,13 +360,9 @@ def used_bytes(nvml: Nvml) -> int:
 class Neighbour:
     """Another process on the device, with a context and nothing else until it is asked."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", NEIGHBOUR],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, python: Any) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = python("-c", NEIGHBOUR, forks_workers=False, **pipes)
         self._await("ready")
 
     def takes(self, nbytes: int, *, leaving: int = 0) -> None:
@@ -387,9 +382,9 @@ class Neighbour:
 
 
 @pytest.fixture
-def neighbour() -> Iterator[Neighbour]:
+def neighbour(python: Any) -> Iterator[Neighbour]:
     """A neighbour that is gone after the test."""
-    process = Neighbour()
+    process = Neighbour(python)
     yield process
     process.kill()
 
@@ -448,9 +443,9 @@ def test_a_device_too_full_for_a_new_worker_costs_the_probe_alone(
     assert probe(model, NO_FAULT).ok
 
 
-def test_a_killed_parent_gives_the_device_its_memory_back(nvml: Nvml) -> None:
+def test_a_killed_parent_gives_the_device_its_memory_back(nvml: Nvml, python: Any) -> None:
     before = used_bytes(nvml)
-    parent = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    parent = python("-c", KILLED, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
     while used_bytes(nvml) < before + GIB:
@@ -461,8 +456,6 @@ def test_a_killed_parent_gives_the_device_its_memory_back(nvml: Nvml) -> None:
     await_used_at_most(nvml, before + 64 * MIB)
 
 
-def test_the_parent_makes_no_context() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", INNOCENT], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == "ok False\n"
+def test_the_parent_makes_no_context(run_python: Any) -> None:
+    ran = run_python("-c", INNOCENT)
+    assert ran.stdout == "ok False\n", ran.stderr

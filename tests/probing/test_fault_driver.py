@@ -328,7 +328,6 @@ def test_a_driver_that_hangs_at_first_is_ended(
     assert machine.held_bytes() == {}
 
 
-@pytest.mark.usefixtures("spawned_workers")  # what gives values is loaded with torch
 def test_a_gpu_that_computes_wrong_is_refused(
     open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
