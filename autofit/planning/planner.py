@@ -26,6 +26,7 @@ from autofit.planning.proposals import (
     likeliest_to_fit,
     new_plans,
     repeats,
+    within_gap,
 )
 from autofit.units import format_bytes
 
@@ -173,7 +174,10 @@ def propose(
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
     if seconds is not None and plan is not None:
         worth *= float(seconds[posterior.index(plan)])
-    return plan if worth > _least_worth(posterior, leader) else None
+    least = _least_worth(posterior, leader)
+    if worth <= least and seconds is None and allowed[posterior.index(leader.plan)]:
+        worth, plan = within_gap(posterior, leader) or (worth, plan)
+    return plan if worth > least else None
 
 
 def _least_worth(posterior: Posterior, leader: Trial) -> float:

@@ -60,6 +60,10 @@ _APART = 1.1  # a size nearer than this factor to one that the variant ran teach
 _MOST_WITHOUT_FIT = 12
 _IRREGULAR = 2 * LEAST  # spread of step times from which speed need not grow with the size
 _DROP_LATER = 0.5  # the probability that a drop of speed is beyond the middle
+_DROP_ODDS = 0.02  # the probability that speed drops within a factor of e of micro-batches
+_MOST_DROP = math.log(4)
+_WIDE = 2.5  # a gap between measured sizes that may hide a drop
+_ENOUGH_BELOW = 2  # sizes of at most half the leader's that show a drop below it
 _LEAST = 1e-9  # standard deviation of log speeds
 _HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
 
@@ -253,6 +257,36 @@ def _sizes_between(posterior: Posterior, halfway: MicroBatches) -> list[MicroBat
         ]
         found.append(np.where(is_new & (sizes <= halfway), sizes, 0))
     return found
+
+
+def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
+    """Return a size within the widest gap that the leader's variant leaves below the leader.
+
+    A drop of speed inside a gap shows at neither end: a line with a larger fixed time explains
+    both, and below the smallest size there is nothing to see. Before the drop, speed may have grown
+    as the micro-batch does, from the gap's lower end. Where times were predicted, the drop shows.
+    """
+    plan, space = leader.plan, posterior.spec.space
+    own = {
+        trial.plan.micro_batch: float(posterior.log_speed(trial.plan).mean())
+        for trial in posterior.fitting
+        if trial.plan.variant == plan.variant and trial.plan.micro_batch <= plan.micro_batch
+    }
+    sizes = sorted(own)
+    halves = sum(2 * size <= plan.micro_batch for size in sizes)
+    is_known = halves >= _ENOUGH_BELOW and sizes[0] ** 2 <= plan.micro_batch
+    if is_known or posterior.spec.predicted_times:
+        return None
+    below, above = max(zip([1, *sizes], sizes, strict=False), key=lambda gap: gap[1] / gap[0])
+    row = np.full(len(posterior.variants), math.sqrt(below * above))
+    size = int(posterior.sizes.handy(row)[posterior.index(plan)])
+    if above < _WIDE * below or size in own or size >= above:
+        return None
+    middle, ahead = space.plan(size, plan.settings), own[plan.micro_batch]
+    most = float(posterior.log_speed(middle).mean()) + _MOST_DROP - ahead
+    if below in own:
+        most = min(most, own[below] + math.log(above / below) - ahead)
+    return _DROP_ODDS * math.log(above / below) * most / 2, middle
 
 
 def repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from autofit.space import Space
 from autofit.testing import SimulatedProber
 from autofit.units import GIB
 from tests.simulated import (
+    DIMENSIONS,
     LEVEL,
     MakeDevice,
     SimulatedDevice,
@@ -294,3 +295,19 @@ def test_the_start_of_a_costly_plan_counts_over_the_training(make_device: MakeDe
         seconds = samples / np.exp(unknown) + 50.0
         counted = Posterior(spec, started).log_speed(plan)
         np.testing.assert_allclose(np.exp(counted), samples / seconds)
+
+
+@dataclass(frozen=True)
+class _Cached(SimulatedDevice):
+    """From eight samples on, each takes five times as long, as where they fill a cache."""
+
+    def step_time(self, plan: Plan) -> float:
+        slower = 5.0 if plan.micro_batch >= 8 else 1.0
+        return plan.accumulation_steps * 0.002 + slower * 0.01 * plan.samples_per_step
+
+
+def test_a_drop_of_speed_below_every_measured_size_is_found() -> None:
+    device = _Cached(Space(DIMENSIONS, 8, None))
+    result = run_search(device.prober(), device.spec())
+    assert 4 <= result.best.plan.micro_batch < 8
+    assert device.speed(result.best.plan) >= 0.9 * device.optimum()
