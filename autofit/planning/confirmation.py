@@ -9,7 +9,8 @@ goes to the baseline, then to the plan that changes the arithmetic least, has th
 that are not plain, and holds the fewest bytes; but not to one that all its probes together show to
 be slower than another plan.
 
-A search that was cut short before the comparison ended returns the plan that measured fastest.
+A search that was cut short before the comparison ended returns its winner so far where the baseline
+has had a turn and nothing measured faster, and else the plan that measured fastest.
 """
 
 from __future__ import annotations
@@ -81,11 +82,18 @@ def confirm(posterior: Posterior) -> Plan | None:
 def best_of(posterior: Posterior) -> Trial | None:
     """Return the answer; None: nothing fits.
 
-    After the final comparison it is a trial of its winner: the one of median speed.
+    After the final comparison it is a trial of its winner: the one of median speed. So it is where
+    the comparison was cut short after the baseline's turn, unless another plan measured faster.
     """
     compared = finalists(posterior)
-    if compared and confirm(posterior) is None:
-        return middle_of(_winner(posterior, compared).blocks)
+    if compared:
+        winner = _winner(posterior, compared)
+        has_met = len(compared) > 1 and any(
+            finalist.plan == posterior.spec.space.baseline for finalist in compared
+        )
+        is_fastest = has_met and not _measured_faster(posterior, winner.plan)
+        if is_fastest or confirm(posterior) is None:
+            return middle_of(winner.blocks)
     speeds = _measured(posterior)
     fastest = max(speeds, key=lambda plan: speeds[plan], default=None)
     if fastest is None:
@@ -109,7 +117,7 @@ def finalists(posterior: Posterior) -> list[Finalist]:
                     np.array(compared_log_speed(its)), _start_up_s(posterior, plan)
                 )
             ),
-            posterior.noise(its[-1]) / math.sqrt(len(its)),
+            _standard_error(posterior, its),
         )
         for plan, its in blocks.items()
     ]
@@ -186,13 +194,21 @@ def _measured_faster(posterior: Posterior, than: Plan, errors: float = _BEHIND) 
         errors: by how many standard errors they were faster.
     """
     speeds = _measured(posterior)
-    counts = {plan: sum(t.plan == plan for t in posterior.fitting) for plan in speeds}
-    noise = {t.plan: posterior.noise(t) / math.sqrt(counts[t.plan]) for t in posterior.fitting}
+    noise = {
+        plan: _standard_error(posterior, [t for t in posterior.fitting if t.plan == plan])
+        for plan in speeds
+    }
     return [
         plan
         for plan in sorted(speeds, key=lambda plan: -speeds[plan])
         if speeds[plan] - speeds[than] > errors * math.hypot(noise[plan], noise[than])
     ]
+
+
+def _standard_error(posterior: Posterior, trials: Sequence[Trial]) -> float:
+    """Return that of the mean log speed of one plan's trials."""
+    noise = statistics.median(posterior.noise(trial) for trial in trials)
+    return noise / math.sqrt(len(trials))
 
 
 def _measured(posterior: Posterior) -> Mapping[Plan, float]:

@@ -30,6 +30,7 @@ machine is to blame."""
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
 _OF_THE_TRAINING = (Outcome.UNSUPPORTED, Outcome.NONFINITE, Outcome.LEAK)
 _ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
+_RAN = (Outcome.OK, Outcome.OVER_BUDGET, Outcome.RETRIES)  # with right losses
 
 
 class Sizes:
@@ -51,7 +52,7 @@ class Sizes:
         self._largest = space.largest_micro_batch
         self._fixed = space.only_micro_batch
         self._divisors = _divisors(space.global_batch) if space.even_split else None
-        self.smallest = np.array([self._fixed or self._at_least(size) for size in smallest])
+        self.smallest = np.array([self.at_least(size) for size in smallest])
 
     def down(self, wanted: NDArray[np.float64]) -> MicroBatches:
         """Return the largest micro-batches up to those wanted; 0 if there is none.
@@ -82,7 +83,10 @@ class Sizes:
         handy: MicroBatches = np.maximum(size // grain * grain, np.minimum(size, self.smallest))
         return handy
 
-    def _at_least(self, size: int) -> int:
+    def at_least(self, size: int) -> int:
+        """Return the smallest micro-batch that is no smaller, or the largest of all."""
+        if self._fixed is not None:
+            return self._fixed
         if self._divisors is not None:
             at = min(int(np.searchsorted(self._divisors, size)), len(self._divisors) - 1)
             return int(self._divisors[at])
@@ -165,13 +169,13 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     largest_apart_from_memory: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
     plain = spec.space.baseline
-    ran = [t.plan for t in trials if t.role is not Role.VETOED and t.measurement.step_times_s]
+    ran = [t.plan for t in trials if t.measurement.outcome in _RAN and t.role is not Role.VETOED]
     works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
     works |= set(plain.variant)
     ran_variants = {plan.variant for plan in ran}
     for trial in trials:
         outcome, plan = trial.measurement.outcome, trial.plan
-        if trial.role is Role.VETOED or outcome is Outcome.OK:
+        if trial.role is Role.VETOED or outcome is Outcome.OK or _is_disproved(trial, trials):
             continue
         worked = plan.variant in ran_variants
         larger = plan.micro_batch > plain.micro_batch
@@ -193,6 +197,17 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
             blamed[new or plan.variant] = outcome.value + (f": {detail}" if detail else "")
     shared = _shared_bounds(largest_apart_from_memory, trials)
     return Exclusions(blamed, largest, shared, smallest, smallest_of)
+
+
+def _is_disproved(trial: Trial, trials: Sequence[Trial]) -> bool:
+    """Return whether memory ran out for another process, at a size that fits by itself."""
+    plan = trial.plan
+    return trial.measurement.contended and any(
+        other.ok
+        and other.plan.variant == plan.variant
+        and other.plan.micro_batch >= plan.micro_batch
+        for other in trials
+    )
 
 
 def _shared_bounds(

@@ -144,12 +144,16 @@ class Posterior:
 
     @cached_property
     def fitting(self) -> list[Trial]:
-        """The probes that ran within the budget and that no later probe contradicts."""
+        """The probes that ran within the budget and that no other probe contradicts."""
+        last = {trial.plan: trial for trial in self.probes if trial.role is Role.CONFIRMED}
+        refuted = {plan for plan, trial in last.items() if not trial.ok}
         return [
             trial
             for trial in self.probes
             if trial.ok
+            and trial.plan not in refuted
             and trial.plan.micro_batch <= self.bound[self.index(trial.plan)]
+            and trial.plan.micro_batch >= self.exclusions.least(trial.plan.settings)
             and self.exclusions.why(trial.plan.settings) is None
         ]
 

@@ -219,9 +219,11 @@ def _halfway(posterior: Posterior) -> MicroBatches:
             middle = math.isqrt(max(1, int(largest[index])) * failed)
             if is_expected:
                 middle = max(middle, int(min(sure[index], failed - 1)))
-            halfway[index] = min(max(middle, largest[index] + 1), posterior.bound[index])
+            next_size = posterior.sizes.at_least(int(largest[index]) + 1)
+            halfway[index] = min(max(middle, next_size), posterior.bound[index])
         if failed == posterior.bound[index] + 1 and failed > most and not is_expected:
-            halfway = np.minimum(halfway, max(most + 1, math.isqrt(most * failed)))
+            next_size = posterior.sizes.at_least(most + 1)
+            halfway = np.minimum(halfway, max(next_size, math.isqrt(most * failed)))
     return halfway
 
 
@@ -280,7 +282,7 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
     below, above = max(zip([1, *sizes], sizes, strict=False), key=lambda gap: gap[1] / gap[0])
     row = np.full(len(posterior.variants), math.sqrt(below * above))
     size = int(posterior.sizes.handy(row)[posterior.index(plan)])
-    if above < _WIDE * below or size in own or size >= above:
+    if above < _WIDE * below or size < 1 or size in own or size >= above:
         return None
     middle, ahead = space.plan(size, plan.settings), own[plan.micro_batch]
     most = float(posterior.log_speed(middle).mean()) + _MOST_DROP - ahead

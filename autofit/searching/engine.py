@@ -279,14 +279,20 @@ class _Search:
         return no_probe_left or allowance.time_is_short(self._trials, kept_s)
 
     def _suspect_machine(self) -> None:
-        """After too many accidents in a row, run the fastest plan again, which worked before.
+        """After too many accidents in a row, run a plan that worked, and is least like theirs.
 
         Raises:
             WorkerFailed: that ended by an accident too, or no plan has worked yet.
         """
         if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
             return
-        works = fastest_of(self._trials)
+        suspects = {pair for trial in self._accidents for pair in trial.plan.variant}
+        suspects -= set(self._spec.space.baseline.variant)
+        works = min(
+            (trial for trial in self._trials if trial.ok),
+            key=lambda t: (len(suspects & set(t.plan.variant)), -(t.samples_per_second or 0.0)),
+            default=None,
+        )
         if works is None:
             raise _MachineIll(_diagnosis(self._accidents))
         self._probe(works.plan, Role.SEARCH)

@@ -12,7 +12,7 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.planning.confirmation import best_of, confirm
+from autofit.planning.confirmation import best_of, confirm, finalists
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from autofit.units import GIB
@@ -207,6 +207,33 @@ def test_a_search_that_was_cut_short_returns_the_plan_that_measured_fastest(
     best = best_of(Posterior(device.spec(), trials))
     assert best is not None
     assert best.plan == small
+
+
+def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: SimulatedDevice) -> None:
+    """A single probe of another plan that was a little faster does not outweigh several."""
+    plain = device.space.baseline
+    leader, lucky = Plan(24, settings=HALF), Plan(16, settings=HALF)
+    trials = _trials(
+        (BASELINE, plain, 100, 2),
+        (SEARCH, leader, 300, 3),
+        (SEARCH, lucky, 198, 3),
+        *((CONFIRMED, plan, ms, 2) for plan, ms in ((leader, 300), (plain, 100))),
+    )
+    posterior = Posterior(device.spec(), trials)
+    assert confirm(posterior) == lucky
+    best = best_of(posterior)
+    assert best is not None
+    assert best.plan == leader
+
+
+def test_the_order_of_its_probes_does_not_change_a_plans_error(device: SimulatedDevice) -> None:
+    steady = _trials((CONFIRMED, device.space.baseline, 100, 2))
+    noisy = _noisy(steady, 0.15)
+    errors = [
+        finalists(Posterior(device.spec(), order))[0].error
+        for order in ([*steady, *noisy], [*noisy, *steady])
+    ]
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])

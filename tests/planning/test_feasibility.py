@@ -31,11 +31,24 @@ def test_a_plan_that_ran_out_of_memory_bounds_its_variant(device: SimulatedDevic
     assert found.bound(HALF) is None
 
 
+def test_memory_that_another_process_took_bounds_no_size_that_fits(device: SimulatedDevice) -> None:
+    trials = [
+        make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
+        make_trial(1, Plan(20, settings=HALF), step_times_s=[0.1]),
+        make_trial(2, Plan(16, settings=HALF), Outcome.OOM, contended=True),
+    ]
+    assert exclusions_of(device.spec(), trials).bound(HALF) is None
+    larger = make_trial(3, Plan(24, settings=HALF), Outcome.OOM, contended=True)
+    assert exclusions_of(device.spec(), [*trials, larger]).bound(HALF) == 23
+
+
 def test_a_fault_is_blamed_on_what_never_worked(device: SimulatedDevice) -> None:
     both: dict[str, Scalar] = {"precision.dtype": "bfloat16", "checkpointing.level": 2}
     trials = [
         make_trial(0, Plan(4, settings=PLAIN), step_times_s=[0.1]),
-        make_trial(1, Plan(4, settings=both), Outcome.NONFINITE, detail="loss nan"),
+        make_trial(
+            1, Plan(4, settings=both), Outcome.NONFINITE, detail="loss nan", step_times_s=[0.1]
+        ),
     ]
     found = exclusions_of(device.spec(), trials)
     assert found.why(both) == "nonfinite: loss nan"

@@ -25,6 +25,8 @@ from autofit.searching.engine import MOST_VETOES, run_search
 from autofit.searching.result import INTERRUPTED
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
+from autofit.space import Space
+from autofit.testing import SimulatedProber
 from tests.simulated import MakeDevice, SimulatedDevice
 
 GIB = 2**30
@@ -386,6 +388,62 @@ def test_a_plain_workload_that_is_broken_is_an_error(
 ) -> None:
     with pytest.raises(WorkloadFailed, match=words):
         run_search(device.prober(_failing(outcome, lambda plan: True)), device.spec())
+
+
+@pytest.mark.parametrize(("whole", "sample", "limit"), [(16, 4, 7), (28, 7, 10)])
+def test_the_largest_permitted_size_below_a_limit_is_found(
+    whole: int, sample: int, limit: int
+) -> None:
+    """Sizes that a global batch permits may be further apart than half of what is left."""
+    precision = {"precision.dtype": Dimension(("as_is",))}
+    device = SimulatedDevice(Space(precision, sample, global_batch=whole), 1000 * GIB)
+    result = run_search(device.prober(size_limit=lambda plan: limit), device.spec())
+    assert result.best.plan == device.space.plan(limit, {"precision.dtype": "as_is"})
+
+
+def test_a_plan_that_fails_when_it_is_compared_is_not_compared_again(
+    make_device: MakeDevice,
+) -> None:
+    """At a micro-batch below the baseline's, under its full accumulation."""
+    device = make_device(sample_batch_size=64, global_batch=256, budget=100 * GIB)
+    prober = _FailingInFull(device)
+    result = run_search(prober, device.spec(), max_probes=40)
+    failed = [t.plan for t in result.trials if t.role is Role.CONFIRMED and not t.ok]
+    assert failed
+    assert len(failed) == len(set(failed))
+    assert result.best.plan not in failed
+
+
+class _FailingInFull(SimulatedProber):
+    """Small micro-batches are fast, and fail where all of a global batch's are run."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__(device.budget, device.memory, self._step_time, memory_noise=0.005)
+
+    def probe(self, request: ProbeRequest) -> ProbeResult:
+        probed = super().probe(request)
+        if request.full_accumulation and request.plan.micro_batch < 64:
+            return ProbeResult(Measurement(Outcome.UNSUPPORTED, detail="on purpose"))
+        return probed
+
+    def _step_time(self, plan: Plan) -> float:
+        slower = 1.0 if plan.micro_batch > 32 else 0.4
+        return plan.accumulation_steps * 0.001 + slower * 0.01 * plan.samples_per_step
+
+
+def test_settings_that_crash_are_not_the_witness_of_a_healthy_machine(
+    device: SimulatedDevice,
+) -> None:
+    ran: list[Plan] = []
+
+    def fault(plan: Plan) -> Measurement | None:
+        ran.append(plan)
+        return Measurement(Outcome.CRASHED) if len(ran) > 7 and _is_half(plan) else None
+
+    prober = device.prober(fault)
+    result = run_search(prober, device.spec())
+    assert "ill" not in result.stopped_because.split()
+    assert not _is_half(result.best.plan)
 
 
 def test_a_crash_costs_one_probe_and_bounds_the_micro_batch(device: SimulatedDevice) -> None:
