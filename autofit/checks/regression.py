@@ -101,7 +101,8 @@ def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {why}") from error
     try:
         return _earlier(content)
     except (TypeError, InvalidRequest) as error:

@@ -36,7 +36,7 @@ _FORMS = (".csv", ".html")
 def monitor(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="run this and watch it until it ends"),
+        typer.Argument(metavar="-- COMMAND", help="run this and watch it until it ends"),
     ] = None,
     pid: Annotated[
         int | None, typer.Option(min=1, help="watch this process, until it ends or Ctrl-C")
@@ -53,7 +53,9 @@ def monitor(
     What the command prints goes to standard error, the summary to standard output.
     """
     if bool(command) == (pid is not None):
-        raise InvalidRequest("give --pid PID, or -- and a command to run: one of the two")
+        raise InvalidRequest(
+            "give a command to run after --, or --pid PID of a process that runs: one of them"
+        )
     for path in out or ():
         check_writable(path, _FORMS, "a timeline")
     what = f"process {pid}" if command is None else shorten(shlex.join(command), 80)

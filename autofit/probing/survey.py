@@ -115,7 +115,7 @@ class Survey:
         verb = "was" if len(left_out) == 1 else "were"
         notes.append(
             f"{' and '.join(sorted(left_out))} {verb} not tried: say how long you will train "
-            "(train_steps=), and what is dear to try is tried where it pays, or name "
+            "(train_steps=), and what is costly to try is tried where it pays, or name "
             "the strategy (strategies=)"
         )
         return replace(self, dimensions=dimensions, notes=tuple(notes))

@@ -360,7 +360,12 @@ class Record:
         Raises:
             InvalidRequest: the data are not a report, or one of another schema.
         """
-        if data.get("schema") != SCHEMA:
+        if "schema" not in data:
+            raise InvalidRequest(
+                'this is not an autofit report, which has a "schema": give what --out or '
+                "report.save wrote as .json"
+            )
+        if data["schema"] != SCHEMA:
             raise InvalidRequest(
                 f"this is a report of schema {data.get('schema')!r}; this version reads {SCHEMA}"
             )

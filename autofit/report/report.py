@@ -235,7 +235,7 @@ class Report:
         return render(self.record, width, verbose=verbose, color=color)
 
     def to_html(self) -> str:
-        """Return the report as an HTML page that holds all it needs, charts among it."""
+        """Return the report as an HTML page that loads nothing, charts included."""
         from autofit.report.page import page
 
         return page(self.record)
@@ -302,7 +302,9 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
     try:
         _write_whole(target, text)
     except OSError as error:
-        raise InvalidRequest(f"cannot write {what} to {target}: {error}") from error
+        raise InvalidRequest(
+            f"cannot write {what} to {target}: {error.strerror or error}"
+        ) from error
 
 
 def _write_whole(target: Path, text: str) -> None:

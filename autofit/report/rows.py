@@ -99,7 +99,7 @@ def headroom(record: Record) -> str:
 
 
 def apply_lines(record: Record) -> Iterator[str]:
-    """Yield code that trains so: by the trainer whose training was searched, or `report.apply`."""
+    """Yield code that trains by the report: by the trainer that was searched, or `report.apply`."""
     if by_trainer := record.workload.get("apply"):
         yield '# a saved one: report = autofit.load("report.json")'
         yield from by_trainer

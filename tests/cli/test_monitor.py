@@ -142,7 +142,7 @@ def test_what_cannot_be_watched_is_said() -> None:
     for given, words in (
         (["--pid", str(gone.pid)], f"no process {gone.pid}"),
         (["--", "no-such-command"], "cannot run no-such-command: No such file"),
-        ([], "give --pid PID, or --"),
+        ([], "give a command to run after --, or --pid"),
     ):
         ran = subprocess.run(
             monitor(*given), capture_output=True, text=True, timeout=SECONDS, check=False
