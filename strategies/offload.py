@@ -6,9 +6,11 @@ and so does what is small: it would cost more launches than bytes. Nothing is co
 nothing is rounded, so losses and gradients are the same to the bit.
 
 On a GPU the host's memory is pinned, buffers are used again by later steps, and copies run on a
-stream of their own beside the computation. It is a last resort: a step moves all its activations
-over the bus twice, which takes longer than most recomputations, so it is offered only where a
-search names this strategy or knows how long the training is.
+stream of their own beside the computation. As backward asks for a tensor, the one that was saved
+before it is already copied back, since it is most likely the next; never more than one. It is a
+last resort: a step moves all its activations over the bus twice, which takes longer than most
+recomputations, so it is offered only where a search names this strategy or knows how long the
+training is.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -173,15 +176,47 @@ class _Moved:
         device: where it was.
         copied: the event at the end of the copy to the host; None: it has ended.
         restored: the tensor on its device again, as long as somebody uses it.
+        before: what was moved before it.
+        ahead: the tensor on its device again, before somebody asked for it.
     """
 
     def __init__(self, copy: torch.Tensor, device: torch.device, copied: Any, host: _Host) -> None:
         self.copy, self.device, self.copied = copy, device, copied
         self.restored: weakref.ref[torch.Tensor] | None = None
+        self.before: weakref.ref[_Moved] | None = None
+        self.ahead: _Ahead | None = None
         self._host = host
 
     def __del__(self) -> None:
+        self.forget_ahead()
         self._host.take_back(self.copy)
+
+    def forget_ahead(self) -> None:
+        """Drop what was brought back and is not asked for; its memory awaits the copy."""
+        if self.ahead is not None:
+            self.ahead.asked_for()
+            self.ahead = None
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A tensor that is copied back before it is asked for.
+
+    Attributes:
+        tensor: on its device.
+        copied: the event at the end of the copy.
+        stream: whose memory the tensor has.
+    """
+
+    tensor: torch.Tensor
+    copied: Any
+    stream: Any
+
+    def asked_for(self) -> torch.Tensor:
+        """Return the tensor; what may use its memory from now on awaits the copy."""
+        for stream in {self.stream, torch.cuda.current_stream(self.tensor.device)}:
+            stream.wait_event(self.copied)
+        return self.tensor
 
 
 class _Host:
@@ -202,6 +237,8 @@ class _Host:
         self._moved: dict[Hashable, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         self._held_bytes, self._most_bytes = 0, most_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._last: weakref.ref[_Moved] | None = None
+        self._ahead: weakref.ref[_Moved] | None = None
 
     @torch.no_grad()
     def move(self, tensor: torch.Tensor) -> _Moved:
@@ -211,6 +248,7 @@ class _Host:
         if (before := self._moved_before(key)) is not None:
             return before
         moved = self._copied(tensor)
+        moved.before, self._last = self._last, weakref.ref(moved)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._moved[key] = (storage, weakref.ref(moved))
         return moved
@@ -240,15 +278,35 @@ class _Host:
     def bring_back(self, moved: _Moved) -> torch.Tensor:
         """Return the tensor, on its device again."""
         tensor = moved.restored() if moved.restored is not None else None
+        if tensor is None and moved.ahead is not None:
+            tensor, moved.ahead = moved.ahead.asked_for(), None
         if tensor is None:
-            tensor = torch.empty_strided(
-                moved.copy.shape, moved.copy.stride(), dtype=moved.copy.dtype, device=moved.device
-            )
+            tensor = _empty_beside(moved)
             if moved.copied is not None:
                 torch.cuda.current_stream(moved.device).wait_event(moved.copied)
             tensor.copy_(moved.copy, non_blocking=True)
-            moved.restored = weakref.ref(tensor)
+        moved.restored = weakref.ref(tensor)
+        if moved.device.type == "cuda":
+            self._bring_ahead(moved.before() if moved.before is not None else None)
         return tensor
+
+    def _bring_ahead(self, moved: _Moved | None) -> None:
+        """Begin to copy this one back, in place of what was so before and is not asked for.
+
+        On the stream of the copies to the host, so that it follows its own; the memory is free when
+        all that is launched so far has ended.
+        """
+        if moved is None or moved.ahead is not None or moved.restored is not None:
+            return
+        if (other := self._ahead() if self._ahead is not None else None) is not None:
+            other.forget_ahead()
+        stream, current = self._stream(moved.device), torch.cuda.current_stream(moved.device)
+        tensor = _empty_beside(moved)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            tensor.copy_(moved.copy, non_blocking=True)
+            copied = stream.record_event()
+        moved.ahead, self._ahead = _Ahead(tensor, copied, current), weakref.ref(moved)
 
     def take_back(self, copy: torch.Tensor) -> None:
         """Keep a buffer for later tensors of its size."""
@@ -277,6 +335,12 @@ class _Host:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         return self._streams[device]
+
+
+def _empty_beside(moved: _Moved) -> torch.Tensor:
+    """Return memory for the tensor on its device."""
+    copy = moved.copy
+    return torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=moved.device)
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

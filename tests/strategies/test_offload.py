@@ -120,6 +120,26 @@ def test_gradients_on_a_gpu_are_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
 
 
+@pytest.mark.cuda
+def test_one_tensor_is_back_before_it_is_asked_for() -> None:
+    """Of a chain, as backward goes; what is not asked for is dropped."""
+    host = offload._Host()
+    first, second, third = (
+        host.move(torch.full((WIDTH, WIDTH), value, device="cuda")) for value in (1.0, 2.0, 3.0)
+    )
+    assert float(host.bring_back(third).mean()) == 3.0
+    assert second.ahead is not None
+    assert first.ahead is None
+    ahead = second.ahead.tensor
+    assert host.bring_back(second) is ahead
+    assert first.ahead is not None
+    fourth, fifth = (host.move(torch.zeros(WIDTH, WIDTH, device="cuda")) for _ in range(2))
+    host.bring_back(fifth)
+    assert fourth.ahead is not None
+    assert first.ahead is None  # one at a time
+    assert float(host.bring_back(first).mean()) == 1.0
+
+
 def test_a_host_without_room_is_the_hosts_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Training, "host_available_bytes", 2 * offload.LEAST_BYTES)
     measured = probed(deep(), True)
