@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeAlias
@@ -30,6 +31,9 @@ Line: TypeAlias = tuple[float, float]
 """What is fixed (bytes, or seconds of a micro-batch), and what each sample of it adds."""
 Lines: TypeAlias = Mapping[VariantKey, Line]
 _LEAST_SECONDS = 1e-12
+_MOST_CORRECTIONS = 2
+_NEAR = 0.03
+"""The share by which what is needed may differ from the budget at the larger size of a line."""
 _Predict = Callable[[Settings, int], Prediction]
 """(settings of a variant, micro-batch) -> the prediction of that plan."""
 
@@ -130,10 +134,27 @@ def _sizes(predict: _Predict, space: Space, budget: int) -> tuple[int, ...]:
     second = min(8 * first, largest)
     if second == first:
         return (first // 2, first)
-    here, there = (predict(plain, size).required_bytes for size in (first, second))
-    per_sample = max(there - here, 1) / (second - first)
-    third = int(min(max((budget - here) / per_sample, 2 * second), largest))
+    bounds = min(2 * second, largest), largest
+    third = _size_at(budget, predict, plain, (first, second), bounds)
+    with suppress(_OutOfTime):
+        # A peak that moves from the update to the backward bends the line on the way.
+        for _ in range(_MOST_CORRECTIONS):
+            if abs(predict(plain, third).required_bytes / budget - 1) > _NEAR and third > second:
+                third = _size_at(budget, predict, plain, (second, third), bounds)
     return (first, second) if third == second else (second, third)
+
+
+def _size_at(
+    budget: int,
+    predict: _Predict,
+    plain: Settings,
+    sizes: tuple[int, int],
+    bounds: tuple[int, int],
+) -> int:
+    """Return the micro-batch within bounds that needs the budget by the line through two others."""
+    here, there = (predict(plain, size).required_bytes for size in sizes)
+    per_sample = max(there - here, 1) / (sizes[1] - sizes[0])
+    return int(min(max((budget - here) / per_sample, bounds[0]), bounds[1]))
 
 
 def _memory_line(predictions: Sequence[Prediction]) -> Line:

@@ -228,6 +228,12 @@ ROWS: tuple[Row, ...] = (
                 "triton.errors.TritonError",
             }
         ),
+        # Plain errors: compiled code that is differentiated twice, and an output of a CUDA graph
+        # that the step keeps while the graph runs again.
+        text=re.compile(
+            "^(?:torch.compile with aot_autograd does not currently support double backward"
+            "|Error: accessing tensor output of CUDAGraphs that has been overwritten)"
+        ),
     ),
     Row(
         "settings that cannot run",

@@ -299,7 +299,7 @@ class Training(AbstractContextManager["Training"]):
                 "training.backward(loss) and training.optimizer_step() in it"
             )
         self._loss_scale.adapt(self._optimizers(None))
-        return loss.detach()
+        return loss.detach().clone()  # a compiled model may write its next loss over this one
 
 
 def _wrapped(wrapper: StepWrapper, update: Callable[[], None]) -> Callable[[], None]:

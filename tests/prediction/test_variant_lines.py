@@ -11,7 +11,7 @@ from torch import nn
 
 from autofit.devices.base import Environment
 from autofit.devices.gpus import find_gpu
-from autofit.plan import Dimension, Hint, Plan, ResolvedPlan, variant_key
+from autofit.plan import Dimension, Hint, Plan, ResolvedPlan, Scalar, variant_key
 from autofit.prediction.predict import predict, predict_resolved
 from autofit.prediction.variant_lines import gpu_of, variant_lines
 from autofit.registry import load_strategies
@@ -41,6 +41,24 @@ def test_a_line_tells_what_a_larger_micro_batch_requires() -> None:
         fixed, per_sample = lines[variant_key(settings)]
         required = predict(workload(), plan=Plan(5000, settings=settings), gpu=A100).required_bytes
         assert fixed + 5000 * per_sample == pytest.approx(required, rel=0.05)
+
+
+def test_lines_hold_near_the_budget_where_the_peak_moves_from_update_to_backward() -> None:
+    """Lists of temporaries in the update bound small micro-batches alone."""
+    layers = [part for _ in range(12) for part in (nn.Linear(1024, 1024), nn.GELU())]
+    wide = Workload(nn.Sequential(*layers), torch.randn(4, 1024))
+    chosen = load_strategies(["optimizer"])
+    setting = "optimizer.implementation"
+    payloads: dict[Scalar, Any] = {value: {"optimizers": [""]} for value in ("for_loop", "fused")}
+    split = Space({setting: Dimension(["as_is", *payloads], payloads=payloads)}, 4)
+    lines, _, _ = variant_lines(wide, split, H200, round(1.4 * GIB), strategies=chosen)
+    assert len(lines) == 3
+    for settings in split.variants():
+        fixed, per_sample = lines[variant_key(settings)]
+        for micro_batch in (4608, 4992):
+            plan = Plan(micro_batch, settings=settings)
+            needs = predict(wide, plan=plan, gpu=H200).required_bytes
+            assert fixed + micro_batch * per_sample == pytest.approx(needs, rel=0.02)
 
 
 def test_a_time_line_tells_what_a_larger_micro_batch_costs() -> None:

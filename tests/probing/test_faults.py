@@ -67,6 +67,17 @@ KNOWN: dict[str, tuple[Outcome, Exception]] = {
     ),
     "no kernel": (Outcome.UNSUPPORTED, accelerator_error(209, "")),
     "inductor": (Outcome.UNSUPPORTED, InductorError(ValueError("no such kernel"), None)),
+    "compiled code differentiated twice": (
+        Outcome.UNSUPPORTED,
+        RuntimeError("torch.compile with aot_autograd does not currently support double backward"),
+    ),
+    "output of a CUDA graph": (
+        Outcome.UNSUPPORTED,
+        RuntimeError(
+            "Error: accessing tensor output of CUDAGraphs that has been overwritten by a "
+            "subsequent run. Stack trace: ..."
+        ),
+    ),
     "settings": (Outcome.UNSUPPORTED, Unsupported("compile.mode=default: no C++ compiler")),
     "no kernel, as text": (
         Outcome.UNSUPPORTED,
