@@ -246,6 +246,13 @@ class Trial:
         return self.measurement.ok
 
     @property
+    def blames_workload(self) -> bool:
+        """Whether the workload itself failed, which ends a search; it may be mended since."""
+        outcome = self.measurement.outcome
+        fails_plain = self.role is Role.BASELINE and outcome in (Outcome.NONFINITE, Outcome.LEAK)
+        return fails_plain or outcome is Outcome.USER_ERROR
+
+    @property
     def samples_per_second(self) -> float | None:
         """Samples trained per second at the median step time; None: nothing was timed."""
         return self._rate(self.measurement.step_time_s)

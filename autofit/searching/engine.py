@@ -332,6 +332,8 @@ class _Search:
             stored = Trial(0, role, plan, measurement, forecast.peak_bytes)
             trial = self._store.record(asked, stored)
         self._trials = self._store.trials
+        if trial.blames_workload:
+            self._trials += (trial,)  # for its event; the study no longer shows it
         self._posterior = self._posterior.updated(self._trials)
         finished = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
         self._on_event(finished(trial, self._progress()))

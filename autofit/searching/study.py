@@ -115,7 +115,7 @@ class Store:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Every finished trial, in order."""
+        """Every finished trial, in order, but those in which the workload itself failed."""
         with reading(self.name):
             return trial_codec.trials_of(self.study)
 

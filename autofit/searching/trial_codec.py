@@ -92,11 +92,14 @@ def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
 
 
 def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
-    """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps."""
+    """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps.
+
+    So do those in which the workload itself failed. Each ended its search, and whoever resumes it
+    may have mended the workload: its baseline is measured again, and nothing is excluded.
+    """
     finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
-    return tuple(
-        _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
-    )
+    recorded = (_trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs)
+    return tuple(trial for trial in recorded if not trial.blames_workload)
 
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:

@@ -1,0 +1,36 @@
+"""What a search that resumes a study makes of the one before, and what it may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autofit.errors import WorkloadFailed
+from autofit.measurement import Measurement, Outcome
+from autofit.searching import events
+from autofit.searching.engine import run_search
+from autofit.searching.study import Store
+from tests.simulated import IDENTITY, SimulatedDevice
+
+
+@pytest.mark.parametrize(
+    "broken", [Outcome.USER_ERROR, Outcome.NONFINITE, Outcome.LEAK], ids=lambda each: each.value
+)
+def test_a_workload_that_failed_is_measured_again(
+    device: SimulatedDevice, tmp_path: Path, broken: Outcome
+) -> None:
+    """As it is, it fails again; mended, it is searched as if it had never failed."""
+    path = tmp_path / "study.journal"
+    seen: list[events.Event] = []
+    for _ in range(2):
+        with Store.open(path, IDENTITY) as store, pytest.raises(WorkloadFailed):
+            prober = device.prober(lambda plan: Measurement(broken, detail="on purpose"))
+            run_search(prober, device.spec(), store=store, max_probes=6, on_event=seen.append)
+    finished = [each for each in seen if isinstance(each, events.ProbeFinished)]
+    assert [each.progress.probes for each in finished] == [1, 1]
+    with Store.open(path, IDENTITY) as store:
+        mended = run_search(device.prober(), device.spec(), store=store, max_probes=6)
+    untouched = run_search(device.prober(), device.spec(), max_probes=6)
+    assert [trial.plan for trial in mended.trials] == [trial.plan for trial in untouched.trials]
+    assert mended.baseline.ok
