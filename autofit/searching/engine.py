@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from optuna.samplers import BaseSampler
 
@@ -103,25 +103,42 @@ def run_search(
         try:
             with interrupts_remembered() as interrupts:
                 search.interrupts = interrupts
-                stopped_because = search.explore()
+                stop = search.explore()
                 returns = _MOST_RETURNS
-                while not search.confirm(stopped_because, may_return=returns > 0):
+                while not search.confirm(stop.because, may_return=returns > 0):
                     returns -= 1
-                    stopped_because = search.explore()
-                search.mark_ended(stopped_because)
+                    stop = search.explore()
+                search.mark_ended(stop)
         except KeyboardInterrupt:
             if not search.has_ok_trial:
                 raise
-            stopped_because = INTERRUPTED
+            stop = _Stop(INTERRUPTED, may_probe=False)
         except (WorkerFailed, DeviceUnavailable) as lost:
             if not search.has_ok_trial:
                 raise
-            stopped_because = str(lost)
+            stop = _Stop(str(lost), may_probe=False)
         except SearchTimedOut:
             if not search.has_ok_trial:
                 raise
-            stopped_because = search.time_is_over
-        return search.result(stopped_because)
+            stop = search.stop_for_time()
+        return search.result(stop)
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """Why no further plan is searched.
+
+    Attributes:
+        because: in words.
+        is_exhausted: whether the planner itself had nothing left to try.
+        with_more_time: see `SearchResult`.
+        may_probe: see `SearchResult`.
+    """
+
+    because: str
+    is_exhausted: bool = False
+    with_more_time: Plan | None = None
+    may_probe: bool = True
 
 
 class _MachineIll(WorkerFailed):
@@ -164,12 +181,11 @@ class _Search:
         """Whether anything that fits has been measured."""
         return any(trial.ok for trial in self._trials)
 
-    @property
-    def time_is_over(self) -> str:
-        """The reason of a search that its timeout ended."""
-        return self._allowance.time_is_over
+    def stop_for_time(self) -> _Stop:
+        """Return the end of a search that its timeout ended."""
+        return _Stop(self._allowance.time_is_over, with_more_time=self._next_without_timeout())
 
-    def result(self, stopped_because: str) -> SearchResult:
+    def result(self, stop: _Stop) -> SearchResult:
         """Return the result as it stands.
 
         Raises:
@@ -188,26 +204,29 @@ class _Search:
             best,
             baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
-            stopped_because,
+            stop.because,
             comparison_ended=confirmation.confirm(self._posterior) is None,
-            with_more_time=self._with_more_time(),
+            with_more_time=stop.with_more_time,
+            may_probe=stop.may_probe,
         )
 
-    def _with_more_time(self) -> Plan | None:
-        """Return the plan that more time would have tried; None: there was time enough."""
-        if self._allowance.timeout_s is None:
+    def _next_without_timeout(self) -> Plan | None:
+        """Return the plan that would be next without the timeout; None: none, or unknown."""
+        unlimited = replace(self._allowance, timeout_s=None)
+        may_probe = unlimited.spent(self._trials) is None
+        if self._allowance == unlimited or not may_probe or self._foreign_sampler is not None:
             return None
         return planner.decide(self._posterior, may_repeat=False).plan
 
-    def mark_ended(self, stopped_because: str) -> None:
-        """Note in the study that the search came to its own end, not to that of its allowance."""
-        if self._spent() is None and self._with_more_time() is None:
-            self._store.mark_ended(stopped_because)
+    def mark_ended(self, stop: _Stop) -> None:
+        """Note in the study that the planner came to its own end, not to that of its allowance."""
+        if stop.is_exhausted and stop.with_more_time is None and self._spent() is None:
+            self._store.mark_ended(stop.because)
 
     def _spent(self) -> str | None:
         return self._allowance.spent(self._trials, self._prober.start_s)
 
-    def explore(self) -> str:
+    def explore(self) -> _Stop:
         """Probe until there is a reason to stop; return the reason.
 
         Raises:
@@ -225,26 +244,27 @@ class _Search:
                 # where no number was asked for, the planner decides when more would be wasted.
                 if choice is None or self._allowance.max_probes is None:
                     if self._store.ended is not None:
-                        return self._store.ended
+                        return _Stop(self._store.ended)
                     decision = planner.decide(
                         self._posterior,
                         may_repeat=choice is None,
                         seconds_left=self._seconds_left(Role.SEARCH),
                     )
                     if decision.plan is None:
-                        return decision.stopped_because or "nothing is left to try"
+                        why = decision.stopped_because or "nothing is left to try"
+                        return _Stop(why, choice is None, self._next_without_timeout())
                     choice = choice or decision.plan
                 trial = self._probe(choice, Role.SEARCH)
                 vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
                 if self._store.study.stopped:
-                    return "the sampler has offered all it can"
+                    return _Stop("the sampler has offered all it can")
                 if vetoes == MOST_VETOES:
-                    return f"{MOST_VETOES} proposals in a row could not be expected to fit"
+                    return _Stop(f"{MOST_VETOES} proposals in a row could not be expected to fit")
         except SearchTimedOut:
             if not self.has_ok_trial:
                 raise self._allowance.too_short() from None
-            return self._allowance.time_is_over
-        return reason
+            return self.stop_for_time()
+        return _Stop(reason, with_more_time=self._next_without_timeout())
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.

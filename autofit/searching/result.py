@@ -53,7 +53,10 @@ class SearchResult:
         skipped: settings that were left out, with the reasons.
         stopped_because: why no further plan was searched.
         comparison_ended: whether the final comparison came to its own end.
-        with_more_time: the plan that a longer timeout would have tried next.
+        with_more_time: the plan that a longer timeout would have tried next; None: there was time
+            enough, or something else ended the search.
+        may_probe: whether the prober may be used any more: not after Ctrl-C, nor where the machine
+            became ill or no worker could be started.
     """
 
     spec: SearchSpec
@@ -64,6 +67,7 @@ class SearchResult:
     stopped_because: str
     comparison_ended: bool = True
     with_more_time: Plan | None = None
+    may_probe: bool = True
 
     @property
     def probes(self) -> int:
@@ -207,7 +211,7 @@ def paste_lines(resolved: ResolvedPlan) -> list[str]:
 def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:
     """Return how far the best plan's loss and gradients are from the baseline's; None: unknown."""
     best, baseline, spec = result.best.plan, result.baseline.plan, result.spec
-    if best == baseline or not result.baseline.ok or result.stopped_because == INTERRUPTED:
+    if best == baseline or not (result.baseline.ok and result.may_probe):
         return None
     samples = min(best.samples_per_step, baseline.samples_per_step)
     try:
@@ -222,7 +226,7 @@ def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | N
 
 def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
     """Return where the memory of the best plan and of the baseline goes; {}: nobody could look."""
-    if result.stopped_because == INTERRUPTED:
+    if not result.may_probe:
         return {}
     best, baseline = result.best.plan, result.baseline.plan
     plans = {"best": best} | ({"baseline": baseline} if baseline != best else {})

@@ -27,7 +27,6 @@ from autofit.searching.findings import SHARE_FOR_LOADER, findings_of
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
-    INTERRUPTED,
     difference_of,
     memory_of,
     record_of,
@@ -223,11 +222,12 @@ def search(
                     sessions = store.session_seconds
                 if survey.busy is None and survey.environment.gpu is None:
                     survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
-                on_stage("comparing the answer's gradients with the baseline's")
+                if result.may_probe:
+                    on_stage("comparing the answer's gradients with the baseline's")
                 difference = difference_of(prober, result)
                 memory = memory_of(prober, result)
                 record = record_of(survey, result, chosen, workload, difference, memory, sessions)
-                if result.stopped_because != INTERRUPTED:
+                if result.may_probe:
                     findings = findings_of(
                         prober,
                         result.spec,

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from optuna.samplers import GridSampler
+
 from autofit.errors import WorkloadFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
-from tests.simulated import IDENTITY, SimulatedDevice
+from tests.simulated import IDENTITY, LEVEL, SimulatedDevice
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,18 @@ def test_a_workload_that_failed_is_measured_again(
     untouched = run_search(device.prober(), device.spec(), max_probes=6)
     assert [trial.plan for trial in mended.trials] == [trial.plan for trial in untouched.trials]
     assert mended.baseline.ok
+
+
+def test_what_another_sampler_ended_the_planner_goes_on_with(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    few = GridSampler({"precision.dtype": ["as_is"], LEVEL: [0], "micro_batch": [1, 2]})
+    with Store.open(path, IDENTITY) as store:
+        first = run_search(device.prober(), device.spec(), store=store, sampler=few, max_probes=99)
+        assert first.stopped_because == "the sampler has offered all it can"
+        assert store.ended is None
+    with Store.open(path, IDENTITY) as store:
+        second = run_search(device.prober(), device.spec(), store=store)
+        assert store.ended is not None
+    assert device.speed(second.best.plan) > 0.95 * device.optimum()
