@@ -9,7 +9,7 @@ from optuna.trial import TrialState
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome, Role, Trial
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan
 from autofit.planning import planner
 from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
@@ -108,12 +108,22 @@ def test_trials_of_an_older_study_are_read() -> None:
 
 
 def test_a_setting_that_may_not_vary_is_reset(make_device: MakeDevice) -> None:
-    from autofit.plan import Dimension
-
     inner = Dimension((0, 1), when={"outer": [True]})
     space = make_device(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
     plan = trial_codec.plan_of({"outer": False, "inner": 1, "micro_batch": 8}, space)
     assert plan.settings == {"outer": False, "inner": 0}
+
+
+def test_what_depends_on_a_setting_that_is_reset_is_reset_too(make_device: MakeDevice) -> None:
+    dimensions = {
+        "first": Dimension((0, 1), when={"second": [1]}),
+        "second": Dimension((0, 1), when={"third": [1]}),
+        "third": Dimension((0, 1)),
+    }
+    space = make_device(dimensions=dimensions).space
+    for settings in ({"third": 0}, {"third": 1}):
+        params = {"first": 1, "second": 1, "micro_batch": 8, **settings}
+        assert trial_codec.plan_of(params, space).settings in list(space.variants())
 
 
 def test_another_sampler_tries_the_whole_batch_as_often_as_its_half(
