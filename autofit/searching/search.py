@@ -110,7 +110,7 @@ def search(
         effort: "quick", "normal" or "thorough": how small a gain is still looked for.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
         sampler: an Optuna sampler in place of autofit's planner.
-        seed: of everything random.
+        seed: of everything random; a study that is resumed keeps that of its planner.
         isolation: "process": probes run in a worker; "inprocess": in this process, for models that
             cannot be pickled. It cannot survive hangs and device faults.
         progress: True shows it on standard error, False does not; None: where that is a terminal

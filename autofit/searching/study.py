@@ -41,6 +41,11 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
     return f"{part}: {stored} there, {here} here"
 
 
+def _as_in(spec: SearchSpec, stored: SearchSpec) -> SearchSpec:
+    """Return the stored specification with all that a resumed search may change."""
+    return replace(stored, effort=spec.effort, train_samples=spec.train_samples)
+
+
 class Store:
     """An open study; a context manager that closes it.
 
@@ -97,20 +102,25 @@ class Store:
         return store
 
     def begin(self, spec: SearchSpec) -> None:
-        """Write the specification of a new study, or another effort; else it must have this one.
+        """Write the specification of a new study; else it must have this one.
+
+        Another effort or length of the training replaces the stored one; costly values may pay in
+        another length, so that a search which had ended goes on.
 
         Raises:
             StudyRefused: the study has another specification, or cannot be written.
         """
         stored = self.spec
-        if stored is not None and replace(stored, effort=spec.effort).to_dict() != spec.to_dict():
+        if stored is not None and _as_in(spec, stored).to_dict() != spec.to_dict():
             raise StudyRefused(
                 f"the study {self.name} was made for another space, budget or seed: use the "
                 "specification it holds, or give another study"
             )
-        if stored is None or stored.effort is not spec.effort:
-            with self._writing():
+        with self._writing():
+            if stored is None or stored.to_dict() != spec.to_dict():
                 self.study.set_user_attr(trial_codec.SPEC, spec.to_dict())
+            if stored is not None and stored.train_samples != spec.train_samples:
+                self.study.set_user_attr(_ENDED, None)
         self.spec = spec
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,17 @@ def test_what_another_sampler_ended_the_planner_goes_on_with(
         second = run_search(device.prober(), device.spec(), store=store)
         assert store.ended is not None
     assert device.speed(second.best.plan) > 0.95 * device.optimum()
+
+
+def test_another_length_of_the_training_goes_on_where_a_search_ended(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    for train_samples, goes_on in ((400, True), (400, False), (800, True), (None, True)):
+        spec = replace(device.spec(), train_samples=train_samples)
+        with Store.open(path, IDENTITY) as store:
+            store.begin(spec)
+            assert (store.ended is None) is goes_on
+            store.mark_ended("nothing is left")
+        with Store.open(path, IDENTITY) as store:
+            assert store.spec == spec
