@@ -101,7 +101,9 @@ def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
     may have mended the workload: its baseline is measured again, and nothing is excluded.
     """
     finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
-    recorded = (_trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs)
+    recorded = (
+        _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
+    )
     return tuple(trial for trial in recorded if not trial.blames_workload)
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from optuna.samplers import GridSampler
 
 from autofit.errors import WorkloadFailed
@@ -27,8 +26,8 @@ def test_a_workload_that_failed_is_measured_again(
     path = tmp_path / "study.journal"
     seen: list[events.Event] = []
     for _ in range(2):
+        prober = device.prober(lambda plan: Measurement(broken, detail="on purpose"))
         with Store.open(path, IDENTITY) as store, pytest.raises(WorkloadFailed):
-            prober = device.prober(lambda plan: Measurement(broken, detail="on purpose"))
             run_search(prober, device.spec(), store=store, max_probes=6, on_event=seen.append)
     finished = [each for each in seen if isinstance(each, events.ProbeFinished)]
     assert [each.progress.probes for each in finished] == [1, 1]
