@@ -1,0 +1,200 @@
+"""autofit and what a user would pick instead: the same trainings, the same budget, one table.
+
+    python -m benchmarks.versus --place cpu tiny_gpt=64MiB                     on this processor
+    python -m benchmarks.versus --place emulated gpt2_small=24GiB              a card of 24 GiB
+    python -m benchmarks.versus --place cuda --steps 200 gpt2_small=24GiB      a real one
+
+Each tool runs in a process of its own as its users run it; batch-size finders twice, at float32 and
+in the precision a user would choose by hand. Probes and OOMs are counted by the user's own loss and
+by the allocator, in any process. A judge trains by each answer in a process of its own: does it
+live, what does it hold, and, where time means something, how fast is it, as a share of the fastest
+of the exhaustive grid. A tool that is not installed gets a row that says so: the extra `bench` has
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from autofit.emulation.card import emulated_card
+from autofit.emulation.launch import emulated_environment, new_machine
+from autofit.units import parse_bytes
+from benchmarks.versus.roster import PEERS, Peer
+from benchmarks.versus.table import Comparison, Row, markdown
+
+LIMIT_S = 900
+"""A tool that searches for longer is ended."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where one workload's processes run, and how long the judge trains."""
+
+    task: dict[str, Any]
+    environment: dict[str, str]
+    folder: Path
+    steps: int
+    repeats: int
+
+    @property
+    def timed(self) -> bool:
+        """Whether time means something here."""
+        return self.repeats > 0 and bool(self.task["place"] != "emulated")
+
+    def python(self, module: str, *arguments: object, log: Path | None = None) -> str:
+        """Run a module of this folder in a process of its own; return its standard output."""
+        extra = {"VERSUS_LOG": str(log)} if log else {}
+        ran = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.versus.{module}", *map(str, arguments)],
+            env=self.environment | extra,
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / "stderr.txt").open("a"),
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if ran.returncode:
+            raise RuntimeError(f"{module} ended with {ran.returncode}: see {self.folder}")
+        return ran.stdout
+
+    def judged(self, how: str, *arguments: object, precision: str = "float32") -> Any:
+        """Return what the judge says."""
+        path = self.folder / f"task-{precision}.json"
+        path.write_text(json.dumps(self.task | {"precision": precision}))
+        return json.loads(self.python("judge", how, path, *arguments).splitlines()[-1])
+
+    def row(self, name: str, peer: Peer, precision: str) -> Row:
+        """Let one tool search, and judge whether its answer lives."""
+        own = self.folder / f"{name} {precision}".replace("/", " ")
+        own.mkdir()
+        (own / "task.json").write_text(json.dumps(self.task | {"precision": precision}))
+        log = own / "log.jsonl"
+        try:
+            self.python("run_peer", name, own / "task.json", own, log=log)
+            found = json.loads((own / "found.json").read_text())
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            found = {"error": f"{type(error).__name__}: {str(error)[:100]}"}
+        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        answer = found.get("answer")
+        verdict = None
+        if answer:
+            (own / "answer.json").write_text(json.dumps(answer))
+            verdict = self.judged("survive", own / "answer.json", self.steps, precision=precision)
+        probes = (answer or {}).get("probes") or sizes_tried(events)
+        ooms = sum(event["event"] == "oom" for event in events)
+        shown = precision if peer.finder else "own"
+        return Row(name, shown, found, probes, ooms, verdict)
+
+    def rated(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows with speeds; answers that live take turns."""
+        rates: list[list[float]] = [[] for _ in rows]
+        for _ in range(self.repeats):
+            for row, its in zip(rows, rates, strict=True):
+                if row.verdict and row.verdict["survives"]:
+                    precision = row.precision.replace("own", "float32")
+                    path = self.folder / f"{row.peer} {precision}".replace("/", " ") / "answer.json"
+                    told = self.judged("speed", path, self.steps)["samples_per_second"]
+                    its.append(statistics.median(told))
+        return [replace(row, rates=its) for row, its in zip(rows, rates, strict=True)]
+
+
+def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
+    """Return how often the size of the batch, the model or the process changed."""
+    runs = [(e["pid"], e["model"], e["samples"]) for e in events if e["event"] == "forward"]
+    return sum(before != after for before, after in zip([None, *runs], runs, strict=False))
+
+
+@contextmanager
+def bench(
+    workload: str, budget_bytes: int, place: str, steps: int, repeats: int
+) -> Iterator[Bench]:
+    """Make the place: for an emulated one a card that ends at the budget."""
+    environment = dict(os.environ)
+    machine = new_machine()
+    if place == "emulated":
+        cards = [emulated_card(budget_bytes)]
+        environment = emulated_environment(cards, machine=machine, values=False)
+    task = {"workload": workload, "place": place, "budget_bytes": budget_bytes}
+    with tempfile.TemporaryDirectory() as folder:
+        yield Bench(task, environment, Path(folder), steps, repeats)
+    machine.remove()
+
+
+def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
+    """Run every tool on one workload."""
+    sizes = {name: at.judged("largest", precision=name) for name in precisions}
+    largest = {name: told["largest"] for name, told in sizes.items()}
+    global_batch = sizes[precisions[0]]["global_batch"]
+    best, by_hand = None, precisions[-1]
+    if at.timed:
+        grids = {
+            name: at.judged("grid", size, at.steps, precision=name)
+            for name, size in largest.items()
+            if size
+        }
+        by_hand = max(grids, key=lambda name: max(grids[name].values()))
+        best = max(max(grid.values()) for grid in grids.values())
+    rows = []
+    for name in names:
+        peer = PEERS[name]
+        for precision in dict.fromkeys(["float32", by_hand] if peer.finder else ["float32"]):
+            rows.append(at.row(name, peer, precision))
+            print(f"{at.task['workload']}: {rows[-1]}", file=sys.stderr, flush=True)
+    if at.timed:
+        rows = at.rated(rows)
+    return Comparison(
+        at.task["workload"],
+        at.task["budget_bytes"],
+        at.task["place"],
+        global_batch,
+        at.steps,
+        largest,
+        best,
+        rows,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare, and write Markdown to standard output and raw JSON to a file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("tasks", nargs="+", metavar="WORKLOAD=BUDGET")
+    parser.add_argument("--place", choices=("cpu", "emulated", "cuda"), default="cpu")
+    parser.add_argument("--steps", type=int, default=200, help="that an answer has to survive")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of the timing of an answer; 0: none"
+    )
+    parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--only", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    names = [n for n in given.only if given.place != "cpu" or not PEERS[n].card_only]
+    found = []
+    for text in given.tasks:
+        workload, _, budget = text.partition("=")
+        with bench(workload, parse_bytes(budget), given.place, given.steps, given.repeats) as at:
+            found.append(compared(at, names, given.precisions))
+        print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
+        if given.json:
+            told = {
+                "date": str(date.today()),
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "python": platform.python_version(),
+                "comparisons": [asdict(one) for one in found],
+            }
+            given.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""A training script that autovram tunes: knobs from the environment, a metric on standard output.
+
+python -m benchmarks.versus.script WORKLOAD PLACE BUDGET_BYTES
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from benchmarks.versus.task import Task
+
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+STEPS = 3
+
+
+def main() -> None:
+    """Train some steps and print how fast."""
+    workload, place, budget = sys.argv[1:]
+    task = Task(workload, place, int(budget), NAMES[os.environ["AUTOVRAM_PRECISION"]])
+    task.bounded()
+    size = int(os.environ["AUTOVRAM_BATCH_SIZE"])
+    print(f"AUTOVRAM_METRIC it_per_s={size / min(task.train(size, STEPS))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Rows of the comparison and the Markdown table they make; pure text, from raw JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autofit.units import format_bytes
+
+HEAD = (
+    "| tool | precision | answer | of the largest | speed | peak of budget | survives | probes |"
+    " OOM | search | changed | global batch |"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tool on one workload, as it was found by the harness.
+
+    Attributes:
+        peer: its name in the roster.
+        precision: that was chosen by hand; "own": the tool chose.
+        found: what `run_peer` wrote.
+        probes: trials, told by the sizes that ran one after the other, or by the tool.
+        ooms: refusals of the allocator, in any process.
+        verdict: what the judge found of the answer; None: there is none.
+        rates: samples per second, a median for each repeat; empty where time means nothing.
+    """
+
+    peer: str
+    precision: str
+    found: dict[str, Any]
+    probes: int
+    ooms: int
+    verdict: dict[str, Any] | None = None
+    rates: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows of one workload.
+
+    Attributes:
+        workload, budget_bytes, place: of the task.
+        global_batch: the user's; None: free.
+        largest: precision -> largest micro-batch that trains under the budget, by the plain loop.
+        grid_best: samples per second of the fastest of the grid; None: no times here.
+    """
+
+    workload: str
+    budget_bytes: int
+    place: str
+    global_batch: int | None
+    steps: int
+    largest: dict[str, int]
+    grid_best: float | None
+    rows: Sequence[Row]
+
+
+def markdown(comparison: Comparison) -> Iterator[str]:
+    """Yield the lines of a table."""
+    told = comparison
+    yield f"## {told.workload}, {format_bytes(told.budget_bytes)}"
+    yield ""
+    sizes = ", ".join(f"{size} in {precision}" for precision, size in told.largest.items())
+    yield f"Largest micro-batch that trains, by the plain loop: {sizes}."
+    if told.grid_best:
+        yield f"Fastest of the grid: {told.grid_best:.4g} samples/s."
+    yield ""
+    yield HEAD
+    yield "|" + "---|" * (HEAD.count("|") - 1)
+    for row in told.rows:
+        yield f"| {' | '.join(_cells(told, row))} |"
+
+
+def _cells(told: Comparison, row: Row) -> Iterator[str]:
+    answer, verdict = row.found.get("answer"), row.verdict or {}
+    yield row.peer
+    yield row.precision if answer is None else answer["precision"]
+    if answer is None:
+        yield f"none: {row.found.get('error', 'unknown')[:80]}".replace("|", "/")
+    else:
+        steps = answer["accumulation_steps"] or 1
+        yield f"{answer['micro_batch']} x {steps}" if steps > 1 else str(answer["micro_batch"])
+    largest = told.largest.get(answer["precision"]) if answer else None
+    yield f"{answer['micro_batch'] / largest:.2f}" if answer and largest else "-"
+    yield _speed(row.rates, told.grid_best)
+    peak = verdict.get("peak_bytes")
+    yield f"{peak / told.budget_bytes:.2f}" if peak else "-"
+    yield "-" if answer is None else "yes" if verdict.get("survives") else "**no**"
+    yield str(row.probes)
+    yield str(row.ooms)
+    yield f"{row.found['seconds']:.0f} s" if "seconds" in row.found else "-"
+    yield ", ".join(row.found.get("changed", ["?"])) or "nothing"
+    yield _global_batch(told.global_batch, answer)
+
+
+def _speed(rates: Sequence[float], best: float | None) -> str:
+    if not rates or not best:
+        return "-"
+    shares = sorted(rate / best for rate in rates)
+    spread = f" ({shares[0]:.2f} to {shares[-1]:.2f})" if len(shares) > 1 else ""
+    return f"{statistics.median(shares):.2f}{spread}"
+
+
+def _global_batch(wanted: int | None, answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return "-"
+    if wanted is None:
+        return "free"
+    if answer["accumulation_steps"] is None:
+        return f"{wanted} to {answer['micro_batch']}"
+    samples = answer["micro_batch"] * answer["accumulation_steps"]
+    kept = answer["report"] is not None or samples >= wanted > samples - answer["micro_batch"]
+    return "kept" if kept else f"{wanted} to {samples}"

@@ -1,0 +1,123 @@
+"""The training that every tool is given, and the loop that its user would write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autofit import Workload
+from benchmarks import workloads
+from benchmarks.versus.place import Memory, bounded, count_ooms, note
+
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@cache
+def workload_of(name: str) -> Workload:
+    """Return the workload of that name."""
+    torch.manual_seed(0)
+    made: Workload = getattr(workloads, name)()
+    return made
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training under one budget.
+
+    Attributes:
+        workload: a name in `benchmarks.workloads`.
+        place: "cpu", "cuda", or "emulated".
+        budget_bytes: of device memory.
+        precision: that the user has chosen: float32, or autocast to bfloat16 or float16.
+    """
+
+    workload: str
+    place: str
+    budget_bytes: int
+    precision: str = "float32"
+
+    @property
+    def device(self) -> str:
+        """The type of the device."""
+        return "cpu" if self.place == "cpu" else "cuda"
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples per optimizer step, if the user has decided on that."""
+        return workload_of(self.workload).global_batch
+
+    def bounded(self) -> Memory:
+        """Let this process's memory end at the budget."""
+        return bounded(self.place, self.budget_bytes)
+
+    def with_precision(self, precision: str) -> Task:
+        """Return the same training in another precision."""
+        return replace(self, precision=precision)
+
+    def build(self) -> nn.Module:
+        """Return a new model, on the host."""
+        return workload_of(self.workload).build_model()
+
+    def build_on_device(self) -> nn.Module:
+        """Return a new model in training mode, made where it trains."""
+        with torch.device(self.device):
+            return self.build().to(self.device).train()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of a model."""
+        made: Any = workload_of(self.workload).optimizer
+        return made(model.parameters())  # type: ignore[no-any-return]
+
+    def batch(self, samples: int) -> Any:
+        """Return that many samples on the host."""
+        return workload_of(self.workload).batch(samples)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        dtype = DTYPES[self.precision]
+        return torch.autocast(self.device, dtype=dtype) if dtype else nullcontext()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss, as the user computes it, and note how many samples it is of."""
+        first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        if first.device.type != "meta":
+            count_ooms(self.place)
+            note("forward", samples=len(first), model=id(model))
+        criterion = workload_of(self.workload).criterion
+        if criterion is not None:
+            return criterion(model(batch[0]), batch[1])
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        found: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        return found
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch copied to the device."""
+        return tree_map(lambda leaf: leaf.to(self.device, copy=True), batch)
+
+    def train(self, micro_batch: int, steps: int, accumulation_steps: int = 1) -> list[float]:
+        """Train a new model by the plain loop, and return the seconds of each optimizer step."""
+        model = self.build_on_device()
+        optimizer = self.optimizer(model)
+        scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "float16")
+        batch, seconds = self.batch(micro_batch), []
+        for _ in range(steps):
+            began = time.perf_counter()
+            for _ in range(accumulation_steps):
+                with self.autocast():
+                    loss = self.loss(model, self.on_device(batch)) / accumulation_steps
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch left it so
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return seconds
