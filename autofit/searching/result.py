@@ -176,7 +176,8 @@ def _not_quiet(survey: Survey) -> Iterator[str]:
 
 def _with_more_time(result: SearchResult) -> Iterator[str]:
     if result.with_more_time is not None:
-        yield f"with more time the search would have tried {result.with_more_time} next"
+        plan = result.with_more_time.without(result.spec.space.plain_settings)
+        yield f"with more time the search would have tried {plan} next"
 
 
 def paste_lines(resolved: ResolvedPlan) -> list[str]:
