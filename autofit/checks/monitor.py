@@ -119,7 +119,7 @@ class Watch:
 def _process(folder: Path) -> _Process | None:
     """Return a process; None: there is none of that id."""
     try:
-        words = (folder / "stat").read_text().rpartition(")")[2].split()
+        words = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return _Process(
