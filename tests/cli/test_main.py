@@ -589,7 +589,7 @@ def test_a_report_that_cannot_be_written_is_printed_and_the_other_files_are_writ
     assert ran.code == 2
     assert ran.out.startswith("Best plan: ")
     assert (tmp_path / "r.json").exists()
-    assert "gone/r.json: [Errno 2]" in ran.err.splitlines()[-1]
+    assert "gone/r.json: No such file" in ran.err.splitlines()[-1]
 
 
 CLOSED = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
