@@ -44,7 +44,7 @@ SCALE = Scale(
     channels=64,
     latent_size=32,
 )
-_TOKENS = tokens(8, 128, SCALE.vocabulary)
+_TOKENS = tokens(4, 64, SCALE.vocabulary)
 _WIDE = SCALE.text(hidden_size=SCALE.width, n_layer=SCALE.layers, n_head=SCALE.heads)
 _SPEECH = SCALE.speech(apply_spec_augment=False, layerdrop=0.0)
 
