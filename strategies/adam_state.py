@@ -71,8 +71,12 @@ class AdamState:
                 ["as_is", *values],
                 payloads={value: {"optimizers": names} for value, names in values.items()},
                 hints=dict.fromkeys(values, fixed),
-                # bitsandbytes makes parameters contiguous, and so undoes a layout
-                when={"memory_format.layout": ("as_is", None)},
+                # bitsandbytes makes parameters contiguous, and so undoes a layout; neither library
+                # has other implementations, nor fused scaling
+                when={
+                    "memory_format.layout": ("as_is", None),
+                    "optimizer.implementation": ("as_is", None),
+                },
                 trial_costs_s={
                     value: _COMPILED_SHAPE_S * found["shapes"]
                     for value in values

@@ -85,8 +85,8 @@ def findings_lines(record: Record) -> Iterator[str]:
         yield loader_line(found["loader"], spread_of(*record.speed_range(record.best)))
     if "bounds" in found:
         yield bounds_line(record)
-    if found.get("state", {}).get("state_bytes"):
-        yield state_line(found["state"])
+    if (state := found.get("state", {})).get("state_bytes") or "failed" in state:
+        yield state_line(state)
     if "allocator" in found:
         yield allocator_line(found["allocator"])
 
@@ -163,6 +163,8 @@ def bounds_line(record: Record) -> str:
 
 def state_line(state: Mapping[str, Any]) -> str:
     """Return what the optimizer's state takes, and what it would take in other forms."""
+    if "failed" in state:
+        return f"What the optimizer's state takes is not known: {_first_line(state['failed'])}"
     return (
         f"Optimizer: the state of {state['optimizer']} takes {format_bytes(state['state_bytes'])} "
         f"beside {format_bytes(state['parameter_bytes'])} of trained parameters; in 8-bit codes it "

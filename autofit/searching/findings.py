@@ -55,6 +55,8 @@ def findings_of(
             found.look_at_loader(loader)
         if prober.has_workers or trace is not None:
             found.look_at_step(trace)
+        if prober.has_workers:
+            found.look_at_state()
         if prober.has_workers and probes_left != 0:
             found.look_at_allocator(probes_left)
     except KeyboardInterrupt:  # the answer is there
@@ -108,6 +110,12 @@ class _Findings:
                 facts["baseline"] = facts["best"]
             elif baseline.ok:
                 facts["baseline"] = self._shares(baseline, None)
+
+    def look_at_state(self) -> None:
+        """Find what the optimizer's state takes, and what it would in other forms."""
+        with self._failure("state") as facts:
+            self._on_stage("looking at the optimizer's state")
+            facts |= self._prober.run(_state_costs, self._spec.vram_budget_bytes)
 
     def look_at_allocator(self, probes_left: int | None) -> None:
         """Try expandable segments where they may help and the probes suffice."""
