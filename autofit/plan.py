@@ -6,6 +6,7 @@ differ by at most one, the larger ones first.
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
@@ -295,7 +296,8 @@ class Dimension:
     Attributes:
         values: the first is plain PyTorch.
         payloads: a value's meaning as JSON data (say, the module names of a checkpoint level),
-            stored in study and report and handed to the strategy's `apply`.
+            stored in study and report and handed to the strategy's `apply`; as JSON gives it back,
+            so that a tuple becomes a list, and None is no payload.
         hints: expected effect of a value, relative to the first value.
         when: limits the dimension to settings of others, {"other.setting": [allowed values]};
             where it does not hold, the setting has its first value. None among them allows what
@@ -330,6 +332,9 @@ class Dimension:
             raise InvalidRequest("a dimension needs at least one value, the one of plain PyTorch")
         if len(set(self.values)) != len(self.values):
             raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
+        means = {value: _as_json(payload) for value, payload in self.payloads.items()}
+        means = {value: payload for value, payload in means.items() if payload is not None}
+        object.__setattr__(self, "payloads", means)
         for name in _BY_VALUE:
             given = getattr(self, name)
             object.__setattr__(self, name, MappingProxyType(dict(given)))
@@ -394,6 +399,14 @@ class Dimension:
             fresh_worker=data.get("fresh_worker", False),
             addresses=[each for each in data.get("addresses", ()) if each in BOUNDS],
         )
+
+
+def _as_json(payload: Any) -> Any:
+    """Return a payload as it is read again; what is no JSON stays, for `check_strategy` to name."""
+    try:
+        return json.loads(json.dumps(payload))
+    except (TypeError, ValueError):
+        return payload
 
 
 def _are_numbers(hint: Any) -> bool:

@@ -55,6 +55,7 @@ _SPEC: Shape = {
     "predicted_lines": _PAIRS,
     "predicted_times?": _PAIRS,
     "numerics?": Table(AMOUNT),
+    "fixed?": SETTINGS,
     "train_samples?": Maybe(COUNT),
     "effort?": Leaf("an effort", lambda value: value in list(Effort)),
 }
@@ -121,6 +122,7 @@ class SearchSpec:
             "dimensions": [[name, d.to_dict()] for name, d in self.space.dimensions.items()],
             **{name: getattr(self.space, name) for name in _GEOMETRY},
             "even_split": self.space.even_split,
+            "fixed": dict(self.space.fixed),
             "vram_budget_bytes": self.vram_budget_bytes,
             "seed": self.seed,
             "identity": dict(self.identity),
@@ -143,6 +145,7 @@ class SearchSpec:
             {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
             **{name: data[name] for name in _GEOMETRY},
             even_split=data.get("even_split", False),
+            fixed=data.get("fixed", {}),
         )
         return cls(
             space,

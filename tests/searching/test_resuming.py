@@ -10,10 +10,11 @@ from optuna.samplers import GridSampler
 
 from autofit.errors import WorkloadFailed
 from autofit.measurement import Measurement, Outcome
+from autofit.plan import Dimension
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
-from tests.simulated import IDENTITY, LEVEL, SimulatedDevice
+from tests.simulated import IDENTITY, LEVEL, MakeDevice, SimulatedDevice
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,14 @@ def test_another_length_of_the_training_goes_on_where_a_search_ended(
             store.mark_ended("nothing is left")
         with Store.open(path, IDENTITY) as store:
             assert store.spec == spec
+
+
+def test_a_study_has_the_whole_specification(make_device: MakeDevice, tmp_path: Path) -> None:
+    meant = Dimension((0, 1, 2), payloads={1: {"names": ("a", "b")}, 2: None})
+    spec = make_device(dimensions={"folding.level": meant}, fixed={"only.one": "value"}).spec()
+    path = tmp_path / "study.journal"
+    for _ in range(2):
+        with Store.open(path, IDENTITY) as store:
+            store.begin(spec)
+    with Store.open(path, IDENTITY) as store:
+        assert store.spec == spec
