@@ -144,7 +144,7 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
     write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
     try:
         _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
-        with reading(path):
+        with replaying(path):
             return JournalStorage(JournalFileBackend(str(path), write_lock))
     except StudyRefused:
         raise
@@ -212,20 +212,29 @@ def _damaged(study: object, what: str) -> StudyRefused:
 
 
 @contextmanager
-def reading(study: object) -> Iterator[None]:
-    """Refuse a study whose content cannot be what autofit and Optuna wrote.
+def replaying(study: object) -> Iterator[None]:
+    """Refuse a study whose content cannot be what Optuna wrote; only Optuna's own code is inside.
 
-    Optuna reads a journal without checking it, so damage shows as any error.
+    It reads a journal without checking it, so damage shows as any error.
     """
+    try:
+        yield
+    except (
+        ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError,
+        RecursionError,
+    ) as error:  # fmt: skip
+        raise _damaged(study, f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def decoding(study: object) -> Iterator[None]:
+    """Refuse a study whose content cannot be what autofit wrote; a fault of its code is none."""
     try:
         yield
     except StudyRefused:
         raise
-    except (
-        InvalidRequest, ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError,
-        OverflowError, RecursionError,
-    ) as error:  # fmt: skip
-        raise _damaged(study, f"{type(error).__name__}: {error}") from error
+    except InvalidRequest as error:
+        raise _damaged(study, str(error)) from error
 
 
 def _not_a_study(path: Path) -> StudyRefused:

@@ -26,7 +26,7 @@ from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
-from autofit.searching.storage import AskTellStudy, Claim, cause_of, open_study, reading
+from autofit.searching.storage import AskTellStudy, Claim, cause_of, decoding, open_study, replaying
 from autofit.shapes import NUMBER, check_shape
 from autofit.training.fingerprint import differing_parts
 
@@ -66,11 +66,12 @@ class Store:
         self.study, self.name = study, name
         self._claim, self._held = claim, held
         self._began = time.monotonic() if began is None else began
-        with reading(name):
-            self._earlier_seconds: list[float] = study.user_attrs.get(_SESSIONS, [])
+        with replaying(name):
+            attrs = study.user_attrs
+        with decoding(name):
+            self._earlier_seconds: list[float] = attrs.get(_SESSIONS, [])
             check_shape(self._earlier_seconds, [NUMBER], "the earlier searches' seconds")
-            known = trial_codec.SPEC in study.user_attrs
-            self.spec = trial_codec.spec_of(study) if known else None
+            self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in attrs else None
 
     @classmethod
     def open(
@@ -126,8 +127,10 @@ class Store:
     @property
     def trials(self) -> tuple[Trial, ...]:
         """Every finished trial, in order, but those in which the workload itself failed."""
-        with reading(self.name):
-            return trial_codec.trials_of(self.study)
+        with replaying(self.name):
+            trials = self.study.get_trials(deepcopy=False)
+        with decoding(self.name):
+            return trial_codec.trials_in(trials)
 
     @property
     def session_seconds(self) -> tuple[float, ...]:
@@ -216,10 +219,13 @@ class Store:
             )
 
     def _close_abandoned_trials(self) -> None:
-        with self._writing(), reading(self.name):
-            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                if not trial_codec.finish_recorded(self.study, trial):
-                    self.study.tell(trial.number, state=TrialState.FAIL)
+        with self._writing(), replaying(self.name):
+            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for trial in running:
+            with decoding(self.name):
+                value, state = trial_codec.end_of(trial)
+            with self._writing(), replaying(self.name):
+                self.study.tell(trial.number, value, state)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ Every trial has the constraint, because some samplers refuse a study in which on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from autofit.errors import StudyRefused
 from autofit.measurement import Outcome, Role, Trial, check_ran
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
+from autofit.shapes import check_shape
 from autofit.space import Space
 
 SPEC = "autofit_facts"
@@ -86,21 +88,25 @@ def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchS
     return replace(trial, number=asked.number)
 
 
-def finish_recorded(study: optuna.Study, frozen: FrozenTrial) -> bool:
-    """Set the state of an unfinished trial that was recorded; return False if it was not."""
-    if _RECORD not in frozen.user_attrs:
-        return False
-    study.tell(frozen.number, *_value_and_state(_trial(0, frozen.user_attrs[_RECORD])))
-    return True
+def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
+    """Return the value and the state to end an abandoned trial with: FAIL if it has no record."""
+    if _RECORD not in unfinished.user_attrs:
+        return None, TrialState.FAIL
+    return _value_and_state(_trial(0, unfinished.user_attrs[_RECORD]))
 
 
 def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
+    """Return the trials of a study; see `trials_in`."""
+    return trials_in(study.get_trials(deepcopy=False))
+
+
+def trials_in(frozen: Sequence[FrozenTrial]) -> tuple[Trial, ...]:
     """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps.
 
     So do those in which the workload itself failed. Each ended its search, and whoever resumes it
     may have mended the workload: its baseline is measured again, and nothing is excluded.
     """
-    finished = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
+    finished = [t for t in frozen if t.state.is_finished()]
     recorded = (
         _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
     )
@@ -131,6 +137,7 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 def _trial(number: int, data: dict[str, Any]) -> Trial:
     """Return the trial of a record; older studies nest its measurement."""
+    check_shape(data, {"measurement?": {}}, "the trial")
     trial = Trial.from_dict({**data, **data.get("measurement", {}), "number": number})
     if trial.ok and trial.role is not Role.VETOED:
         check_ran(trial)

@@ -70,10 +70,22 @@ def test_another_length_of_the_training_goes_on_where_a_search_ended(
 
 def test_a_study_has_the_whole_specification(make_device: MakeDevice, tmp_path: Path) -> None:
     meant = Dimension((0, 1, 2), payloads={1: {"names": ("a", "b")}, 2: None})
-    spec = make_device(dimensions={"folding.level": meant}, fixed={"only.one": "value"}).spec()
+    spec = make_device(dimensions={"folding.level": meant}).spec()
+    spec = replace(spec, space=replace(spec.space, fixed={"only.one": "value"}))
     path = tmp_path / "study.journal"
     for _ in range(2):
         with Store.open(path, IDENTITY) as store:
             store.begin(spec)
     with Store.open(path, IDENTITY) as store:
         assert store.spec == spec
+
+
+def test_a_fault_of_the_code_is_not_taken_for_a_damaged_study(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store, max_probes=2)
+        monkeypatch.delattr(Measurement, "from_dict")
+        with pytest.raises(AttributeError):
+            _ = store.trials
