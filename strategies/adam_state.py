@@ -46,10 +46,6 @@ class AdamState:
     numerics = Numerics.REDUCED_PRECISION
     by_name_only = True
 
-    def unavailable(self, device_type: str) -> str | None:
-        """Return which libraries are missing; None: one is there."""
-        return None if _installed() else _MISSING
-
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return what the installed libraries can step this optimizer with."""
         plain = {SETTING: Dimension(["as_is"])}
