@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from optuna.samplers import BaseSampler
 
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.measurement import Trial
 from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
@@ -162,10 +164,11 @@ def search(
         loader=loader,
     )
     kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
+    trials: Callable[[], Sequence[Trial]] = tuple  # so far
     with _shown(progress) as on_event:
 
         def on_stage(stage: str) -> None:
-            on_event(events.StageStarted(stage, allowance.progress()))
+            on_event(events.StageStarted(stage, allowance.progress(trials())))
 
         target, ends_at = Target(device, vram_budget, seed, isolation), math.inf
         if timeout is not None:
@@ -183,10 +186,9 @@ def search(
                 identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
                 with Store.open(study, identity, began=allowance.began) as store:
                     spec = store.spec
+                    trials = partial(getattr, store, "trials")
                     if spec is not None:
-                        on_stage(
-                            f"resuming {store.name}, with {counted(len(store.trials), 'trial')}"
-                        )
+                        on_stage(f"resuming {store.name}, with {counted(len(trials()), 'trial')}")
                     else:
                         space = survey.space(max_micro_batch)
                         lines, times, notes = predicted_lines(prober, survey, space)
@@ -220,6 +222,7 @@ def search(
                     except NoFeasiblePlan as error:
                         raise with_measured_need(error, prober, spec) from None
                     sessions = store.session_seconds
+                trials = partial(getattr, result, "trials")
                 if survey.busy is None and survey.environment.gpu is None:
                     survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
                 if result.may_probe:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import autofit
 from autofit.errors import WorkerFailed
 from autofit.probing.messages import ProbeRequest, ProbeResult
+from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.result import INTERRUPTED, difference_of, memory_of
 from autofit.testing import SimulatedProber
@@ -69,3 +72,16 @@ def test_nothing_more_is_run_after_an_interrupt_or_without_a_worker(
     assert difference_of(prober, result) is None
     assert memory_of(prober, result) == {}
     assert prober.asked == []
+
+
+def test_what_begins_after_the_search_tells_what_it_found() -> None:
+    seen: list[events.Event] = []
+    report = autofit.search(
+        torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu", seed=1,
+        vram_budget="8MiB", strategies=["precision"], isolation="inprocess", max_probes=4,
+        progress=seen.append,
+    )  # fmt: skip
+    last = [each for each in seen if isinstance(each, events.StageStarted)][-1]
+    assert last.stage == "writing the report"
+    assert last.progress.probes == report.record.search.probes > 0
+    assert last.progress.best is not None
