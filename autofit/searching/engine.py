@@ -35,7 +35,7 @@ from autofit.probing.prober import SupportsProbing
 from autofit.registry import resolve
 from autofit.report.record import Skipped
 from autofit.searching import events, result, trial_codec
-from autofit.searching.limits import Allowance
+from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
@@ -166,6 +166,9 @@ class _Search:
         self._prober, self._spec, self._store = prober, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
         self._allowance, self._on_event = allowance, on_event
+        left = allowance.probes_left(store.trials)
+        if store.ended is None and (left is None or left >= COMPARED):
+            store.compare_anew()
         self._trials = store.trials
         self._posterior = Posterior(spec, self._trials)
         self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents

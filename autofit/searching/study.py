@@ -21,7 +21,7 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
-from autofit.measurement import Trial
+from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.searching import trial_codec
@@ -129,8 +129,9 @@ class Store:
         """Every finished trial, in order, but those in which the workload itself failed."""
         with replaying(self.name):
             trials = self.study.get_trials(deepcopy=False)
+            compared_from = self.study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
         with decoding(self.name):
-            return trial_codec.trials_in(trials)
+            return trial_codec.trials_in(trials, compared_from)
 
     @property
     def session_seconds(self) -> tuple[float, ...]:
@@ -144,6 +145,16 @@ class Store:
         at = Effort(attrs.get(_ENDED_AT, Effort.NORMAL))
         is_enough = self.spec is None or at.covers(self.spec.effort)
         return attrs.get(_ENDED) if is_enough else None
+
+    def compare_anew(self) -> None:
+        """Take the trials of an earlier final comparison for those of the search.
+
+        The machine may have become faster or slower since, and a comparison takes turns.
+        """
+        trials = self.trials
+        if any(trial.role is Role.CONFIRMED for trial in trials):
+            with self._writing():
+                self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
 
     def mark_ended(self, reason: str) -> None:
         """Store that the search ended because nothing was left to try."""

@@ -27,12 +27,14 @@ from autofit.errors import StudyRefused
 from autofit.measurement import Outcome, Role, Trial, check_ran
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
-from autofit.shapes import check_shape
+from autofit.shapes import AMOUNT, check_shape
 from autofit.space import Space
 
 SPEC = "autofit_facts"
 """The study attribute of the specification."""
 MICRO_BATCH = "micro_batch"
+COMPARED_FROM = "autofit_compared_from"
+"""The study attribute of the first trial that the present final comparison may hold."""
 _RECORD = "autofit_trial"
 _CONSTRAINT = "vram"
 _LEAST_EXCESS = 0.01
@@ -97,20 +99,28 @@ def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
 
 def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
     """Return the trials of a study; see `trials_in`."""
-    return trials_in(study.get_trials(deepcopy=False))
+    return trials_in(study.get_trials(deepcopy=False), study.user_attrs.get(COMPARED_FROM, 0))
 
 
-def trials_in(frozen: Sequence[FrozenTrial]) -> tuple[Trial, ...]:
+def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial, ...]:
     """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps.
 
     So do those in which the workload itself failed. Each ended its search, and whoever resumes it
-    may have mended the workload: its baseline is measured again, and nothing is excluded.
+    may have mended the workload: its baseline is measured again, and nothing is excluded. Trials
+    of an earlier final comparison, before `compared_from`, are returned as those of the search.
     """
+    check_shape(compared_from, AMOUNT, "the first trial of the final comparison")
     finished = [t for t in frozen if t.state.is_finished()]
-    recorded = (
+    recorded = [
         _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
+    ]
+    return tuple(
+        replace(trial, role=Role.SEARCH)
+        if trial.role is Role.CONFIRMED and trial.number < compared_from
+        else trial
+        for trial in recorded
+        if not trial.blames_workload
     )
-    return tuple(trial for trial in recorded if not trial.blames_workload)
 
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:

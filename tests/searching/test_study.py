@@ -21,11 +21,13 @@ import pytest
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
+from autofit.measurement import Role
 from autofit.planning.search_spec import Effort
 from autofit.searching import storage
 from autofit.searching.engine import run_search
 from autofit.searching.storage import Claim, _start_ticks, is_live, this_process
 from autofit.searching.study import Store
+from autofit.testing import SimulatedProber
 from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
 
 HELD: dict[str, Any] = {"peak_reserved_bytes": 2**30}
@@ -435,3 +437,24 @@ def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> No
     assert not is_live(zombie)
     child.wait()
     assert not is_live(zombie)
+
+
+def test_a_comparison_is_begun_anew_where_a_search_is_resumed(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """The machine may have become slower, so blocks of two sessions give no factor."""
+    study = tmp_path / "search.log"
+    with Store.open(study, IDENTITY) as store:
+        first = run_search(device.prober(), device.spec(), store=store, max_probes=5)
+    assert first.comparison_ended
+    slower = SimulatedProber(device.budget, device.memory, lambda p: 1.5 * device.step_time(p))
+    with Store.open(study, IDENTITY) as store:
+        more = run_search(slower, device.spec(), store=store)
+    assert more.comparison_ended
+    compared = [trial for trial in more.trials if trial.role is Role.CONFIRMED]
+    assert {more.best.plan, more.baseline.plan} <= {trial.plan for trial in compared}
+    for trial in compared:
+        true = device.speed(trial.plan) / 1.5
+        assert trial.samples_per_second == pytest.approx(true, rel=0.05)
+    with Store.open(study, IDENTITY) as store:  # nothing is left to try
+        assert run_search(slower, device.spec(), store=store).trials == more.trials
