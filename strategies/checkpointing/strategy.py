@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
 from .checkpointed import checkpointed, owner_of
 from .parity import SEEDS, Parity, find_parity
-from .placement import Placement, frontier, spread, thinned
 from .profile import (
     StepProfile,
     Times,
@@ -33,6 +32,9 @@ from .profile import (
 from .saved_tensors import NeedsSavedTensors
 from .timeline import Timeline
 from .units import Unit, find_candidates, layers, make_of
+
+if TYPE_CHECKING:
+    from .placement import Placement
 
 SETTING = "checkpointing.level"
 
@@ -183,6 +185,8 @@ def make_dimension(
         times: of the parts of the units.
         state: names of what a forward pass changes, for `checkpointed`.
     """
+    from .placement import thinned  # in the worker alone
+
     placements = thinned(find_placements(model, timeline, times))
     payloads: dict[Scalar, Any] = {}
     hints: dict[Scalar, Hint] = {}
@@ -198,6 +202,8 @@ def make_dimension(
 
 def find_placements(model: nn.Module, timeline: Timeline, times: Times) -> list[Placement]:
     """Return the best placements of a timeline's units, possibly more than become levels."""
+    from .placement import frontier, spread
+
     least_s = LEAST_SHARE_OF_A_STEP * times.step_s
     seconds = {unit: max(times.of(unit, model), least_s) for unit in timeline.calls_of}
     return spread(frontier(timeline, _evened(model, timeline, seconds)))
