@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from autofit.emulation.errors import EmulationUnavailable
@@ -192,21 +192,29 @@ def _built(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(folder.with_name(folder.name + ".lock")):
+            if not folder.exists():
+                _build_in_part(folder, partial(build, torch, sources))
     except OSError as error:
         raise EmulationUnavailable(
-            f"the cache folder {folder.parent} cannot be made ({error}); set XDG_CACHE_HOME"
+            f"the emulated GPU cannot be kept in {folder.parent} ({error}): make room, or set "
+            "XDG_CACHE_HOME to a folder that can be written"
         ) from error
-    with _exclusive(folder.with_name(folder.name + ".lock")):
-        if folder.exists():
-            return folder
-        partial = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=folder.parent))
-        try:
-            build(torch, sources, partial)
-            partial.chmod(0o755)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _build_in_part(folder: Path, build: Callable[[Path], None]) -> None:
+    """Build beside the folder, and rename; remove what a build that was killed left."""
+    prefix = f".{folder.name}-"
+    for left in folder.parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        build(unfinished)
+        unfinished.chmod(0o755)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

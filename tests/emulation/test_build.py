@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,16 +86,35 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
 
 
 @pytest.mark.emulated
-def test_processes_that_build_at_once_get_one_build(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "autofit").write_text("not a folder")
+    said = run(BUILD, XDG_CACHE_HOME=str(tmp_path)).stderr
+    assert "EmulationUnavailable: the emulated GPU cannot be kept in" in said
+    assert "set XDG_CACHE_HOME" in said
+
+
+@pytest.mark.emulated
+def test_processes_that_build_at_once_get_one_build_after_one_was_killed(tmp_path: Path) -> None:
     compiler = tmp_path / "quick"  # compiles no source: other tests use what the real one makes
     compiler.write_text(
         '#!/bin/sh\ncase " $* " in *" -c "*) for out; do :; done\n'
-        'echo "$out" >> "$(dirname "$0")/compiled"\n'
+        'here="$(dirname "$0")"; echo "$out" >> "$here/compiled"\n'
+        'while [ -e "$here/wait" ]; do sleep 0.1; done\n'
         'exec g++ -x c++ -c /dev/null -o "$out";; esac\nexec g++ "$@"\n'
     )
     compiler.chmod(0o755)
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    (tmp_path / "wait").touch()
+    killed = subprocess.Popen([sys.executable, "-c", BUILD], env=environment)
+    while not (tmp_path / "compiled").exists():
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    (tmp_path / "wait").unlink()
+    time.sleep(0.5)  # for what the killed one had started
+    (tmp_path / "compiled").unlink()
     both = [
         subprocess.Popen([sys.executable, "-c", BUILD], env=environment, **pipes)  # type: ignore[call-overload]  # pipes
         for _ in range(2)
