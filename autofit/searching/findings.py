@@ -81,10 +81,10 @@ class _Findings:
 
     def look_at_loader(self, loader: Loader) -> None:
         """Measure the workload's loader against the best plan."""
-        from autofit.searching.loader import LoaderStudy  # most searches have none
+        from autofit.searching.loader import LoaderTuner  # most searches have none
 
         best = self._record.best
-        study = LoaderStudy(
+        tuner = LoaderTuner(
             self._prober,
             loader,
             self._resolved(best),
@@ -94,9 +94,9 @@ class _Findings:
         )
         with self._failure("loader") as facts:
             try:
-                study.run()
+                tuner.run()
             finally:
-                facts |= study.facts()
+                facts |= tuner.facts()
 
     def look_at_step(self, trace: str | None) -> None:
         """Find what bounds a step of the best plan and of the baseline."""

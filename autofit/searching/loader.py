@@ -132,7 +132,7 @@ def bottleneck(feeding: Feeding, deliveries: Sequence[Delivery], consumed: float
 
 
 @dataclass
-class LoaderStudy:
+class LoaderTuner:
     """Measures a workload's loader for a plan, and keeps what was measured if that ends early.
 
     Args:
