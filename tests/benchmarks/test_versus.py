@@ -1,15 +1,58 @@
-"""What counts, compares and writes down in the comparison with peers."""
+"""autofit and its peers on the CPU device: what noise cannot touch."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.versus.__main__ import sizes_tried
 from benchmarks.versus.roster import PEERS
 from benchmarks.versus.state import changes, state_of
 from benchmarks.versus.table import Comparison, Row, markdown
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD = "tiny_resnet"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # seven minutes where others use it
+@pytest.mark.skipif(not find_spec("accelerate"), reason="needs accelerate: the extra `bench`")
+def test_peers_run_out_of_memory_where_autofit_does_not(tmp_path: Path) -> None:
+    names = ["accelerate find_executable_batch_size", "rule of Composer, halving", "autofit"]
+    command = [sys.executable, "-m", "benchmarks.versus", f"{WORKLOAD}=32MiB", "--only", *names]
+    command += ["--steps", "2", "--repeats", "0", "--precisions", "float32", "--json"]
+    ran = subprocess.run(
+        [*command, str(tmp_path / "found.json")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "VERSUS_SEARCH": '{"max_probes": 6}'},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    [told] = json.loads((tmp_path / "found.json").read_text())["comparisons"]
+    rows = {row["peer"]: row for row in told["rows"]}
+    shrinking, halving, ours = (rows[name] for name in names)
+    for row in rows.values():
+        assert row["verdict"]["survives"], row
+        assert row["verdict"]["peak_bytes"] <= told["budget_bytes"]
+        assert not {"parameters", "buffers", "optimizer", "training mode"} & set(
+            row["found"]["changed"]
+        )
+    assert shrinking["ooms"] == shrinking["probes"] - 1 > halving["ooms"] > 0
+    assert ours["ooms"] < shrinking["ooms"]
+    assert ours["found"]["changed"] == []
+    assert ours["probes"] == 6
+    largest = told["largest"]["float32"]
+    assert shrinking["found"]["answer"]["micro_batch"] <= largest * 65 / 64 + 1
+    assert 2 * halving["found"]["answer"]["micro_batch"] > largest
 
 
 def test_every_peer_has_a_tool_to_call() -> None:
