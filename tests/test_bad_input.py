@@ -362,3 +362,13 @@ def test_after_an_error_the_users_model_is_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     assert all(parameter.grad is None for parameter in live.parameters())
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_model_that_is_wrapped_for_several_devices_is_refused() -> None:
+    plain = torch.nn.Linear(4, 2)
+    nested = torch.nn.Sequential(torch.nn.DataParallel(plain))
+    batch = torch.zeros(2, 4)
+    with pytest.raises(autofit.InvalidRequest, match=r"model is a DataParallel.* one device"):
+        autofit.Workload(torch.nn.DataParallel(plain), batch)
+    with pytest.raises(autofit.InvalidRequest, match=r"0 is a DataParallel.*plain model"):
+        autofit.Workload(lambda: nested, batch).build_model()

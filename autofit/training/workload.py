@@ -83,6 +83,8 @@ class Workload:
             raise InvalidRequest(
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
+        if isinstance(self.model, torch.nn.Module):
+            _on_one_device(self.model)
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
         for name in ("allow_resplit", "even_split"):
@@ -192,8 +194,8 @@ class Workload:
         """The live module, or what the function builds.
 
         Raises:
-            InvalidRequest: the function returned something else, or a lazy module's parameters
-                have no shape yet.
+            InvalidRequest: the function returned something else, a lazy module's parameters have no
+                shape yet, or the model is wrapped for several devices.
         """
         if isinstance(self.model, torch.nn.Module):
             return _with_shapes(self.model)
@@ -201,11 +203,27 @@ class Workload:
             built = self.model()
         if not isinstance(built, torch.nn.Module):
             raise InvalidRequest(f"the model function returned {kind_of(built)}, no nn.Module")
-        return _with_shapes(built)
+        return _on_one_device(_with_shapes(built))
 
     def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
         """Build the optimizer as `autofit.training.optimizers.build_optimizer` does."""
         return build_optimizer(self.optimizer, model, place)
+
+
+_PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model; wrappers are known by name, since importing FSDP takes a second."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
+        if wrapper is not None:
+            raise InvalidRequest(
+                f"{name or 'the model'} is a {wrapper}: autofit trains on one device. Give the "
+                "plain model, before it is wrapped"
+            )
+    return model
 
 
 def _check_steps(global_batch: int, micro_batch: int) -> None:
