@@ -246,7 +246,7 @@ def test_a_plan_that_is_larger_than_the_gpu_has_numbers() -> None:
 @pytest.mark.emulated
 def test_a_setting_that_is_found_by_running_the_model() -> None:
     def deep() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)))
+        return nn.Sequential(*(build_model() for _ in range(4)))
 
     made = workload(model=deep)
     level = Plan(4096, settings={"checkpointing.level": 1})
