@@ -497,7 +497,8 @@ def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe_and_look(
     assert report.record.dimensions
     assert report.record.memory.keys() == {"best"}  # which is the baseline
     built = [line.split()[0] for line in path.read_text().splitlines()].count("built")
-    looks = 1 + (isolation == "process")  # at its memory; in a worker also at what bounds a step
+    # At its memory; in a worker also at what bounds a step, and at the optimizer's state.
+    looks = 3 if isolation == "process" else 1
     assert built == 2 + looks
 
 
@@ -550,7 +551,7 @@ def test_progress_names_every_stage_from_the_first_to_the_last(isolation: str) -
         "looking the workload over: split gradients",
         "comparing the answer's gradients with the baseline's",
         *(f"looking where the memory of the {key} plan goes" for key in report.record.memory),
-        *(["looking at what bounds a step"] if in_worker else []),
+        *(["looking at what bounds a step", "looking at the optimizer's state"] * in_worker),
         "ending the worker",
         "writing the report",
     ]

@@ -266,7 +266,8 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
 
     A drop of speed inside a gap shows at neither end: a line with a larger fixed time explains
     both, and below the smallest size there is nothing to see. Before the drop, speed may have grown
-    as the micro-batch does, from the gap's lower end. Where times were predicted, the drop shows.
+    as the micro-batch does, from the gap's lower end. None where times were predicted, since a drop
+    shows then, or memory: on recorded GPUs this gained nothing.
     """
     plan, space = leader.plan, posterior.spec.space
     own = {
@@ -277,7 +278,7 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
     sizes = sorted(own)
     halves = sum(2 * size <= plan.micro_batch for size in sizes)
     is_known = halves >= _ENOUGH_BELOW and sizes[0] ** 2 <= plan.micro_batch
-    if is_known or posterior.spec.predicted_times:
+    if is_known or posterior.has_predicted_memory or posterior.spec.predicted_times:
         return None
     below, above = max(zip([1, *sizes], sizes, strict=False), key=lambda gap: gap[1] / gap[0])
     row = np.full(len(posterior.variants), math.sqrt(below * above))
