@@ -90,10 +90,14 @@ def score(job: Job) -> Score:
 
 
 def passed_over(probes: Sequence[Trial], best: Plan, noise: float) -> float:
-    """Return by how much, as a log, another plan was measured faster beyond their interval."""
+    """Return by how much, as a log, another plan was measured faster beyond their interval.
+
+    A plan that did not fit when it was run again is no other answer.
+    """
     logs: dict[Plan, list[float]] = defaultdict(list)
+    failed = {trial.plan for trial in probes if not trial.ok}
     for trial in probes:
-        if trial.ok and trial.samples_per_second:
+        if trial.plan not in failed and trial.samples_per_second:
             logs[trial.plan].append(math.log(trial.samples_per_second))
     answer = statistics.mean(logs[best])
     worst = 0.0

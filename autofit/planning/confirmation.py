@@ -127,7 +127,8 @@ def finalists(posterior: Posterior) -> list[Finalist]:
 def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan | None:
     """Return the next plan to compare that has had no turn; None: all have.
 
-    First the leader, then the baseline, then the rivals, then what measured faster than the answer.
+    First the leader, then the baseline, then the plan that measured fastest, whatever noise is
+    believed to explain; then the rivals, and what measured faster than the answer.
     """
     beliefs = {trial.plan: _expected_value(posterior, trial) for trial in posterior.fitting}
     if not beliefs:
@@ -135,7 +136,9 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     had_turn = {finalist.plan for finalist in compared}
     leader = max(beliefs, key=lambda plan: beliefs[plan])
     baseline = posterior.spec.space.baseline
+    measured = _measured(posterior)
     wanted = [leader, baseline] if baseline in beliefs else [leader]
+    wanted.append(max(measured, key=lambda plan: measured[plan]))
     rivals = had_turn - {baseline}
     if len(rivals) <= _MOST_RIVALS:
         others = sorted(beliefs, key=lambda plan: -beliefs[plan])
