@@ -65,6 +65,11 @@ class Outcome(StrEnum):
         return self in (Outcome.OOM, Outcome.OVER_BUDGET, Outcome.RETRIES)
 
     @property
+    def ran(self) -> bool:
+        """Whether every timed step ran with losses that are right, within the budget or not."""
+        return self in (Outcome.OK, Outcome.OVER_BUDGET, Outcome.RETRIES)
+
+    @property
     def may_be_accident(self) -> bool:
         """Whether the machine may be to blame for it rather than the plan."""
         return self in (Outcome.HOST_OOM, Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED)

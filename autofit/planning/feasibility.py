@@ -30,7 +30,6 @@ machine is to blame."""
 _ABOUT_SIZE = (Outcome.SIZE_LIMIT, Outcome.HOST_OOM)
 _OF_THE_TRAINING = (Outcome.UNSUPPORTED, Outcome.NONFINITE, Outcome.LEAK)
 _ACCIDENTS = (Outcome.CRASHED, Outcome.POISONED, Outcome.TIMEOUT)
-_RAN = (Outcome.OK, Outcome.OVER_BUDGET, Outcome.RETRIES)  # with right losses
 
 
 class Sizes:
@@ -169,7 +168,7 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     largest_apart_from_memory: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
     plain = spec.space.baseline
-    ran = [t.plan for t in trials if t.measurement.outcome in _RAN and t.role is not Role.VETOED]
+    ran = [t.plan for t in trials if t.measurement.outcome.ran and t.role is not Role.VETOED]
     works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
     works |= set(plain.variant)
     ran_variants = {plan.variant for plan in ran}

@@ -127,7 +127,7 @@ def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
     speed, outcome = trial.samples_per_second, trial.measurement.outcome
     if trial.role is Role.VETOED:
         return None, TrialState.PRUNED
-    if speed is not None and outcome in (Outcome.OK, Outcome.OVER_BUDGET, Outcome.RETRIES):
+    if speed is not None and outcome.ran:
         return speed, TrialState.COMPLETE
     if outcome.about_memory:
         return None, TrialState.PRUNED
