@@ -157,7 +157,8 @@ def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     pasted = "\n".join(rows.apply_lines(report.record))
     scope = {"report": report, "module": module, "data": Data()}
     pasted = pasted.replace(
-        "Trainer(**", "Trainer(max_epochs=1, accelerator='cpu', logger=False, **"
+        "Trainer(**",
+        "Trainer(max_epochs=1, accelerator='cpu', logger=False, enable_checkpointing=False, **",
     )
     exec(pasted, scope)
     assert len(module.losses) == len(Numbers()) // report.best.plan.micro_batch
