@@ -1,7 +1,9 @@
 """Plans and dimensions: the settings of a training, and the split of its samples.
 
 All batch arithmetic is here: a global batch of G samples is split into k micro-batches whose sizes
-differ by at most one, the larger ones first.
+differ by at most one, the larger ones first. Devices that train together are ranks: they share the
+G samples as evenly, and each splits its own share into k. Where k is more than a share has samples,
+a micro-batch of that rank has none.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ PLAN: Shape = {
     "accumulation_steps?": COUNT,
     "global_batch?": Maybe(COUNT),
     "settings?": SETTINGS,
+    "world_size?": COUNT,
 }
 """A plan as JSON."""
 DIMENSION: Shape = {
@@ -85,9 +88,26 @@ def payloads_of(dimensions: Mapping[str, Dimension], settings: Settings) -> dict
     }
 
 
-def steps_for(global_batch: int, micro_batch: int) -> int:
-    """Return the smallest k with ceil(global_batch / k) <= micro_batch."""
-    return -(-global_batch // micro_batch)
+def steps_for(global_batch: int, micro_batch: int, world_size: int = 1) -> int:
+    """Return the smallest k with ceil(global_batch / (world_size * k)) <= micro_batch."""
+    return -(-global_batch // (micro_batch * world_size))
+
+
+def _check_shared(global_batch: int, world_size: int) -> None:
+    if global_batch < world_size:
+        raise InvalidRequest(
+            f"a global batch of {global_batch} samples cannot be shared by {world_size} ranks: "
+            "give a larger global_batch, or fewer ranks"
+        )
+
+
+def _even_share(global_batch: int, world_size: int) -> int:
+    if global_batch % world_size:
+        raise InvalidRequest(
+            f"a global batch of {global_batch} samples has no even split over {world_size} ranks: "
+            f"give a multiple of {world_size}"
+        )
+    return global_batch // world_size
 
 
 def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
@@ -122,9 +142,11 @@ class Plan:
 
     Attributes:
         micro_batch: samples in one forward and backward pass; the largest, if sizes differ.
-        accumulation_steps: micro-batches in one optimizer step.
-        global_batch: samples in one optimizer step; None: micro_batch * accumulation_steps.
+        accumulation_steps: micro-batches in one optimizer step, on one device.
+        global_batch: samples in one optimizer step, over all devices; None: micro_batch *
+            accumulation_steps * world_size.
         settings: values by setting; a missing setting has its first value.
+        world_size: devices that train together, N; each is a rank.
 
     Raises:
         InvalidRequest: a count is below one, or the micro-batches do not add up to the global
@@ -135,9 +157,10 @@ class Plan:
     accumulation_steps: int = field(default=1, kw_only=True)
     global_batch: int | None = field(default=None, kw_only=True)
     settings: Settings = field(default_factory=dict, kw_only=True)
+    world_size: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulation_steps"):
+        for name in ("micro_batch", "accumulation_steps", "world_size"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
@@ -145,10 +168,13 @@ class Plan:
             self._check_global_batch(self.global_batch)
 
     def _check_global_batch(self, global_batch: int) -> None:
-        largest = -(-global_batch // self.accumulation_steps)
-        if global_batch < self.accumulation_steps or largest != self.micro_batch:
+        _check_shared(global_batch, self.world_size)
+        steps, share = self.accumulation_steps, -(-global_batch // self.world_size)
+        largest = -(-share // steps)
+        if share < steps or largest != self.micro_batch:
+            ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             raise InvalidRequest(
-                f"a global batch of {global_batch} in {self.accumulation_steps} micro-batches has "
+                f"a global batch of {global_batch} in {steps} micro-batches{ranks} has "
                 f"micro-batches of {largest}, not {self.micro_batch}: give a micro_batch of "
                 f"{largest}, or leave global_batch out"
             )
@@ -161,38 +187,51 @@ class Plan:
         settings: Settings | None = None,
         *,
         even: bool = False,
+        world_size: int = 1,
     ) -> Plan:
         """Return the plan for `global_batch` samples in micro-batches of at most `micro_batch`.
 
         Args:
-            global_batch, micro_batch: samples.
+            global_batch, micro_batch: samples, over all devices and on one.
             settings: those that are not at their first value.
             even: all micro-batches have one size, a divisor of the global batch.
+            world_size: devices that train together.
 
         Raises:
-            InvalidRequest: one of the two is below one.
+            InvalidRequest: one of the counts is below one, or the samples do not suffice for the
+                ranks.
         """
         steps = steps_for(
-            check_count("global_batch", global_batch), check_count("micro_batch", micro_batch)
+            check_count("global_batch", global_batch),
+            check_count("micro_batch", micro_batch),
+            check_count("world_size", world_size),
         )
+        _check_shared(global_batch, world_size)
         if even:
-            steps = next(k for k in range(steps, global_batch + 1) if global_batch % k == 0)
+            share = _even_share(global_batch, world_size)
+            steps = next(k for k in range(steps, share + 1) if share % k == 0)
         return cls(
-            -(-global_batch // steps),
+            -(-global_batch // (steps * world_size)),
             accumulation_steps=steps,
             global_batch=global_batch,
             settings=settings or {},
+            world_size=world_size,
         )
 
     @property
     def samples_per_step(self) -> int:
         """Samples in one optimizer step."""
-        return self.global_batch or self.micro_batch * self.accumulation_steps
+        return self.global_batch or self.micro_batch * self.accumulation_steps * self.world_size
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch of one optimizer step, in order."""
-        return split_evenly(self.samples_per_step, self.accumulation_steps)
+        """Samples of each micro-batch of one optimizer step, in order; of the first rank's."""
+        return self.micro_batch_sizes_of(0)
+
+    def micro_batch_sizes_of(self, rank: int) -> tuple[int, ...]:
+        """Samples of each of a rank's micro-batches of one optimizer step, in order."""
+        share = split_evenly(self.samples_per_step, self.world_size)[rank]
+        return split_evenly(share, self.accumulation_steps)
 
     @property
     def variant(self) -> VariantKey:
@@ -210,6 +249,7 @@ class Plan:
             "accumulation_steps": self.accumulation_steps,
             "global_batch": self.global_batch,
             "settings": dict(self.settings),
+            **({"world_size": self.world_size} if self.world_size > 1 else {}),
         }
 
     @classmethod
@@ -225,16 +265,20 @@ class Plan:
             accumulation_steps=data.get("accumulation_steps", 1),
             global_batch=data.get("global_batch"),
             settings=data.get("settings", {}),
+            world_size=data.get("world_size", 1),
         )
 
     def __hash__(self) -> int:
-        return hash((self.micro_batch, self.accumulation_steps, self.global_batch, self.variant))
+        counts = (self.micro_batch, self.accumulation_steps, self.global_batch, self.world_size)
+        return hash((counts, self.variant))
 
     def __reduce__(self) -> tuple[Callable[[Mapping[str, Any]], Plan], tuple[dict[str, Any]]]:
         return Plan.from_dict, (self.to_dict(),)
 
     def __str__(self) -> str:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
+        if self.world_size > 1:
+            split += f" on each of {self.world_size} ranks"
         return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
 
 

@@ -26,6 +26,10 @@ class Space:
         max_micro_batch: largest micro-batch to try; None: bounded by the device alone.
         even_split: whether all micro-batches have one size, a divisor of the global batch.
         fixed: settings with a single value, which a plan may name but need not.
+        world_size: devices that train together, each with its own micro-batches.
+
+    Raises:
+        InvalidRequest: a count is below one, or the global batch cannot be shared by the ranks.
     """
 
     dimensions: Mapping[str, Dimension]
@@ -35,11 +39,14 @@ class Space:
     max_micro_batch: int | None = None
     even_split: bool = False
     fixed: Settings = field(default_factory=dict)
+    world_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("global_batch", "max_micro_batch"):
+        for name in ("global_batch", "max_micro_batch", "world_size"):
             if (count := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_count(name, count))
+        if self.global_batch is not None and self.world_size > 1:
+            self._split(self.global_batch, 1, {})  # refuses what cannot be shared
 
     @property
     def baseline(self) -> Plan:
@@ -55,11 +62,16 @@ class Space:
         return {name: dimension.values[0] for name, dimension in self.dimensions.items()}
 
     @property
+    def samples_per_rank(self) -> int | None:
+        """The most samples of the global batch on one device; None: free."""
+        return None if self.global_batch is None else -(-self.global_batch // self.world_size)
+
+    @property
     def largest_micro_batch(self) -> int:
         """The largest micro-batch of any plan."""
         if self.only_micro_batch is not None:
             return self.only_micro_batch
-        bounds = [self.global_batch, self.max_micro_batch]
+        bounds = [self.samples_per_rank, self.max_micro_batch]
         given = [bound for bound in bounds if bound is not None]
         return min(given, default=max(UNBOUNDED_MICRO_BATCH, self.sample_batch_size))
 
@@ -76,7 +88,7 @@ class Space:
         if self.max_micro_batch is not None:
             wanted = min(wanted, self.max_micro_batch)
         if self.global_batch is None:
-            return Plan(wanted, settings=settings)
+            return Plan(wanted, settings=settings, world_size=self.world_size)
         if self.only_micro_batch is not None:
             wanted = self.only_micro_batch
         return self._split(self.global_batch, wanted, settings)
@@ -138,5 +150,7 @@ class Space:
         return self._split(self.global_batch, wanted, {}).micro_batch
 
     def _split(self, global_batch: int, micro_batch: int, settings: Settings) -> Plan:
-        size = min(micro_batch, global_batch)
-        return Plan.split(global_batch, size, settings, even=self.even_split)
+        size = min(micro_batch, self.samples_per_rank or micro_batch)
+        return Plan.split(
+            global_batch, size, settings, even=self.even_split, world_size=self.world_size
+        )

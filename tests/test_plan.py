@@ -172,3 +172,31 @@ def test_counts_may_come_from_numpy() -> None:
     plan = Plan.split(np.int64(10), np.int64(4))  # type: ignore[arg-type]  # they are no ints
     assert plan == Plan.split(10, 4)
     assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(16, 2), (14, 2), (13, 3), (9, 4), (7, 4), (4, 4)])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+def test_ranks_share_all_samples_in_sizes_that_differ_by_at_most_one(
+    samples: int, ranks: int, micro_batch: int
+) -> None:
+    plan = Plan.split(samples, micro_batch, world_size=ranks)
+    by_rank = [plan.micro_batch_sizes_of(rank) for rank in range(ranks)]
+    sizes = [size for own in by_rank for size in own]
+    assert {len(own) for own in by_rank} == {plan.accumulation_steps}
+    assert all(sum(own) > 0 for own in by_rank)
+    assert sum(sizes) == samples == plan.samples_per_step
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == plan.micro_batch <= micro_batch
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
+    with pytest.raises(InvalidRequest, match="6 samples cannot be shared by 8 ranks"):
+        Plan.split(6, 1, world_size=8)
+    with pytest.raises(InvalidRequest, match="7 samples has no even split over 2 ranks"):
+        Plan.split(7, 1, world_size=2, even=True)
+
+
+def test_plans_of_one_device_have_the_json_of_before() -> None:
+    assert "world_size" not in Plan(4).to_dict()
+    assert Plan(4, world_size=2).samples_per_step == 8

@@ -9,6 +9,7 @@ import pytest
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan, payloads_of
+from autofit.planning.feasibility import Sizes
 from autofit.space import UNBOUNDED_MICRO_BATCH, Space
 
 DIMENSIONS = {
@@ -128,3 +129,15 @@ def test_an_even_split_has_micro_batches_of_one_size() -> None:
     assert space.baseline == Plan(4, accumulation_steps=3, global_batch=12)
     fixed = Space({}, 5, global_batch=12, may_resplit=False, even_split=True)
     assert fixed.only_micro_batch == 4
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(64, 4), (13, 3)])
+def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
+    samples: int, ranks: int
+) -> None:
+    space = Space({}, 8, global_batch=samples, world_size=ranks)
+    sizes = Sizes(space, [1])
+    for wanted in range(1, space.largest_micro_batch + 1):
+        assert int(sizes.down(np.array([float(wanted)]))[0]) == space.plan(wanted, {}).micro_batch
+    assert space.baseline.world_size == ranks
+    assert space.largest_micro_batch == -(-samples // ranks)

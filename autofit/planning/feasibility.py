@@ -47,10 +47,10 @@ class Sizes:
     """
 
     def __init__(self, space: Space, smallest: Sequence[int]) -> None:
-        self._whole = space.global_batch
+        self._whole = space.samples_per_rank
         self._largest = space.largest_micro_batch
         self._fixed = space.only_micro_batch
-        self._divisors = _divisors(space.global_batch) if space.even_split else None
+        self._divisors = _divisors(space.samples_per_rank) if space.even_split else None
         self.smallest = np.array([self.at_least(size) for size in smallest])
 
     def down(self, wanted: NDArray[np.float64]) -> MicroBatches:

@@ -253,9 +253,9 @@ class Posterior:
             micro_batches: one per variant, or one per draw and variant; the result is -inf at 0.
         """
         size = np.maximum(micro_batches, 1)
-        whole = self.spec.space.global_batch
-        steps = 1 if whole is None else np.ceil(whole / size)
-        samples = size if whole is None else whole
+        space = self.spec.space
+        steps = 1 if space.samples_per_rank is None else np.ceil(space.samples_per_rank / size)
+        samples = space.global_batch or size * space.world_size
         x = np.broadcast_to(samples / steps, np.atleast_2d(size).shape)
         log_x = np.log(x)
         line = log_x - added(self.time.intercept, self.time.slope + log_x, self.time.power)

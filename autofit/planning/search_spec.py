@@ -49,6 +49,7 @@ _SPEC: Shape = {
     "may_resplit": FLAG,
     "max_micro_batch": Maybe(COUNT),
     "even_split?": FLAG,
+    "world_size?": COUNT,
     "vram_budget_bytes": COUNT,
     "seed": AMOUNT,
     "identity": Table(TEXT),
@@ -122,6 +123,7 @@ class SearchSpec:
             "dimensions": [[name, d.to_dict()] for name, d in self.space.dimensions.items()],
             **{name: getattr(self.space, name) for name in _GEOMETRY},
             "even_split": self.space.even_split,
+            **({"world_size": self.space.world_size} if self.space.world_size > 1 else {}),
             "fixed": dict(self.space.fixed),
             "vram_budget_bytes": self.vram_budget_bytes,
             "seed": self.seed,
@@ -146,6 +148,7 @@ class SearchSpec:
             **{name: data[name] for name in _GEOMETRY},
             even_split=data.get("even_split", False),
             fixed=data.get("fixed", {}),
+            world_size=data.get("world_size", 1),
         )
         return cls(
             space,

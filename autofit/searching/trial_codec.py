@@ -58,7 +58,7 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
         for name, dimension in space.dimensions.items()
     }
     largest = space.largest_micro_batch
-    if largest == space.global_batch and space.only_micro_batch is None:
+    if largest == space.samples_per_rank and space.only_micro_batch is None:
         # Sizes are rounded down to even splits, so many numbers mean the same split. Numbers above
         # the global batch let the unsplit batch be proposed as often, and not by one number alone.
         largest = 2 * largest - 1
