@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def test_a_worker_finds_what_would_be_found_in_process(live: Live) -> None:
     with open_prober(
         live.workload, load_strategies(None), Target("cpu", BUDGET, isolation="inprocess")
     ) as here:
-        assert live.prober.survey() == here.survey()
+        # How busy the machine is may change from one survey to the next.
+        assert replace(live.prober.survey(), busy=None) == replace(here.survey(), busy=None)
         plan = here.survey().space().baseline
         away = live.prober.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS)).measurement
         near = here.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS)).measurement
