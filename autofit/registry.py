@@ -18,11 +18,14 @@ from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, Strategy
 
 GROUP = "autofit.strategies"
+GROUP_OF_RANKS = "autofit.strategies.of_ranks"
+"""Strategies for models that several ranks train: where one device trains alone, they are not even
+imported."""
 
 
 def installed_names() -> tuple[str, ...]:
     """Return the sorted names of all installed strategies without importing them."""
-    return tuple(sorted(_installed()))
+    return tuple(sorted(_installed(GROUP, GROUP_OF_RANKS)))
 
 
 def check_installed(name: str) -> None:
@@ -52,6 +55,7 @@ def load_strategies(
     *,
     numerics: Numerics | str = Numerics.REDUCED_PRECISION,
     plan: Plan | None = None,
+    world_size: int = 1,
 ) -> tuple[Strategy, ...]:
     """Return the strategies that a search may use.
 
@@ -60,6 +64,7 @@ def load_strategies(
             that `numerics` allows, but for those that are used by name only.
         numerics: how far a plan may change the arithmetic, as a level or its name.
         plan: to run, whose settings name strategies too.
+        world_size: how many ranks train; from two on, strategies of `GROUP_OF_RANKS` join.
 
     Returns:
         Strategies ordered by phase, and by name within a phase.
@@ -70,7 +75,8 @@ def load_strategies(
     """
     allowed = numerics_level(numerics)
     if strategies is None:
-        loaded = [_load(entry) for entry in _installed().values()]
+        groups = (GROUP, GROUP_OF_RANKS) if world_size > 1 else (GROUP,)
+        loaded = [_load(entry) for entry in _installed(*groups).values()]
         named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
         return _in_order(
             strategy
@@ -187,9 +193,14 @@ def numerics_level(numerics: Numerics | str) -> Numerics:
         raise InvalidRequest(f"numerics must be one of {known}, got {numerics!r}") from None
 
 
-def _installed() -> dict[str, EntryPoint]:
+def names_of_ranks() -> tuple[str, ...]:
+    """Return the sorted names of the installed strategies for several ranks, importing none."""
+    return tuple(sorted(_installed(GROUP_OF_RANKS)))
+
+
+def _installed(*groups: str) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in (entry for group in groups for entry in entry_points(group=group)):
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise InvalidRequest(
@@ -201,7 +212,7 @@ def _installed() -> dict[str, EntryPoint]:
 
 def _by_name(name: str) -> Strategy:
     check_installed(name)
-    return _load(_installed()[name])
+    return _load(_installed(GROUP, GROUP_OF_RANKS)[name])
 
 
 def _load(entry: EntryPoint) -> Strategy:

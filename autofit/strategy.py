@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Scalar
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ALONE",
     "Capabilities",
     "Comparison",
     "Context",
@@ -29,6 +31,7 @@ __all__ = [
     "Phase",
     "Strategy",
     "TrainingView",
+    "World",
 ]
 
 
@@ -80,6 +83,34 @@ class Capabilities:
     float16: bool = False
     tf32: bool = False
     compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train one model together, a device each, and which of them this is.
+
+    Attributes:
+        rank: of this process among all, from 0.
+        local_rank: of this process among those of its machine, from 0.
+        size: how many ranks there are; 1: one device trains alone.
+
+    Raises:
+        InvalidRequest: the rank is not among the ranks.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise InvalidRequest(
+                f"rank {self.rank} is not one of {self.size} ranks, which count from 0"
+            )
+
+
+ALONE = World()
+"""One device trains alone."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +179,10 @@ class Context(Protocol):
     def samples_per_step(self) -> int:
         """Samples of an optimizer step: the global batch to keep, else the sample batch's own."""
 
+    @property
+    def world(self) -> World:
+        """The ranks that the plans will run on together."""
+
     def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` of a plain training of a fresh copy of the model.
 
@@ -197,7 +232,25 @@ class TrainingView(Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model that is trained, on the device."""
+        """The model that is trained, on the device.
+
+        A strategy of `Phase.PARALLEL` may set a wrapper around it, and must set it back. In a plan
+        with such a strategy the model lies in host memory until that one places it.
+        """
+
+    @model.setter
+    def model(self, model: torch.nn.Module) -> None: ...
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together; torch's default process group has all of them."""
+
+    def place_model(self) -> None:
+        """Move the model to the device, if it is not there.
+
+        For strategies of `Phase.PARALLEL`: before what wraps a model on the device, and after what
+        shards it, since a whole model need not fit. Once they are applied it is done in any case.
+        """
 
     @property
     def optimizer(self) -> Any:
@@ -233,6 +286,20 @@ class TrainingView(Protocol):
         self, wrapper: Callable[[Callable[[], None]], None]
     ) -> Callable[[], None]:
         """Call `wrapper(step)` in place of the update; return the function that undoes it."""
+
+    def wrap_optimizer_factory(
+        self, wrapper: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
+    ) -> Callable[[], None]:
+        """Make each optimizer by `wrapper(factory)` in place of `factory`, of parameters.
+
+        For strategies of `Phase.PARALLEL`; return the function that undoes it.
+        """
+
+    def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
+        """Call `notify(is_last)` before each micro-batch that a batch is split into.
+
+        `is_last` says that no other of that batch follows. Return the function that undoes it.
+        """
 
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         """Have `notes()` called at the end of a probe; return the function that undoes it.

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points, requires
 from pathlib import Path
 
 import autofit
-from autofit.registry import GROUP
+from autofit.registry import GROUP, GROUP_OF_RANKS
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "autofit"
@@ -34,7 +34,8 @@ ALLOWED = {
     "plan": {"shapes", "errors"},
     "measurement": {"plan", "shapes", "units", "errors"},
     "space": {"plan", "units", "errors"},
-    "strategy": {"plan"},
+    "strategy": {"plan", "errors"},
+    "world": {"strategy", "errors"},
     "registry": VOCABULARY,
     "planning": VOCABULARY,
     "memory": VOCABULARY,
@@ -185,9 +186,9 @@ def test_nothing_is_imported_that_the_distribution_does_not_ask_for() -> None:
 
 def test_the_core_neither_imports_nor_names_a_strategy() -> None:
     assert "strategies" not in {one.reached for one in imports_under(CORE)}
-    names = {entry.name for entry in entry_points(group=GROUP)} - {
-        "optimizer"
-    }  # a workload's field
+    groups = (GROUP, GROUP_OF_RANKS)
+    names = {entry.name for group in groups for entry in entry_points(group=group)}
+    names.remove("optimizer")  # a workload's field
     assert names, "no strategy is installed: install the project first"
     named = [
         f"{path.relative_to(ROOT)}: {text!r}"

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.cuda
 DEVICE = "cuda"
 BUDGET = "4GiB"
 SAMPLES = 512
-WITH_TESTS_OF_THEIR_OWN = {"adam_state", "compile", "offload"}  # tests/emulation, tests/strategies
+WITH_TESTS_OF_THEIR_OWN = {"adam_state", "compile", "offload", "parallel"}
+"""In tests/emulation and tests/strategies."""
 
 IN_A_SCRIPT = f"""
 import torch

@@ -60,7 +60,7 @@ def _context() -> PlainContext:
 def test_all_strategies_come_in_phase_order() -> None:
     strategies = load_strategies()
     by_name_only = set(installed_names()) - {strategy.name for strategy in strategies}
-    assert by_name_only == {"adam_state"}
+    assert by_name_only == {"adam_state", "parallel"}
     assert [s.phase for s in strategies] == sorted(s.phase for s in strategies)
 
 
@@ -149,7 +149,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
     points = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [each for each in points if each.group == group]
+    )
 
 
 def test_a_plugin_is_loaded_by_its_entry_point(

@@ -12,7 +12,7 @@ import torch
 from autofit.equivalence.steps import Apply, StepComparer
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, ResolvedPlan, Settings
-from autofit.strategy import Capabilities, Comparison, Strategy
+from autofit.strategy import Capabilities, Comparison, Strategy, World
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -53,6 +53,11 @@ class StrategyContext:
         """The global batch of the workload; without one, the samples of its sample batch."""
         workload = self._builder.fresh_workload()
         return workload.global_batch or workload.sample_batch_size
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together."""
+        return self._builder.world
 
     @property
     def model(self) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.parts import terms_of
 from autofit.report.report import Report
-from autofit.strategy import Strategy
+from autofit.strategy import ALONE, Strategy
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
@@ -163,6 +163,19 @@ class _ForeignTraining:
         self._optimizer = optimizer
         tensors = itertools.chain(model.parameters(), model.buffers())
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    world = ALONE
+
+    def place_model(self) -> None:
+        """Do nothing: the library has placed it."""
+
+    def wrap_optimizer_factory(
+        self, wrapper: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
+    ) -> Callable[[], None]:
+        raise self._refused("makes the optimizer")
+
+    def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
+        raise self._refused("is told of each micro-batch")
 
     @property
     def optimizer(self) -> Any:

@@ -3,7 +3,8 @@
 `MemoryTracer` sees every operator, of real computation on the CPU and of dry runs on the meta
 device alike. A storage that an operator creates on the traced device is allocated, and released
 when it is collected: inside or outside the mode, in forward, backward, a checkpoint's recomputation
-or an optimizer's step. Where the allocator refuses, `torch.OutOfMemoryError` is raised out of the
+or an optimizer's step. So is one whose size is set past all operators (`UntypedStorage.resize_`),
+as sharding does. Where the allocator refuses, `torch.OutOfMemoryError` is raised out of the
 operator, as on a GPU. Storages that existed before (seen as arguments first, or registered) are
 foreign: neither they nor views of them count.
 """
@@ -14,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +44,11 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return a tensor's storage, or one for each part of a sparse tensor."""
+    """Return a tensor's storage, or one for each part of a sparse or a wrapped tensor."""
+    if type(tensor) not in _PLAIN and _unwraps_itself(type(tensor)):
+        inner: Any = tensor
+        names = inner.__tensor_flatten__()[0]
+        return [storage for name in names for storage in storages_of(getattr(inner, name))]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:
@@ -71,6 +76,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     Attributes:
         allocator: the allocator.
         events: the events so far, if they are recorded.
+        resized: number of a storage whose size was set -> its number before.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.allocator = allocator or CachingAllocator()
         self.events: list[Event] = []
+        self.resized: dict[int, int] = {}
         self._device_type = device_type
         self._record = record
         self._step_ends: list[int] = []
@@ -92,6 +99,18 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._collected: deque[_Storage] = deque()
         self._busy = False
         self._aside = False
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        _told_of_sizes.append(self)
+        torch.UntypedStorage.resize_ = _set_size_and_tell  # type: ignore[method-assign, assignment]  # no operator
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _told_of_sizes.remove(self)
+        if not _told_of_sizes:
+            del torch.UntypedStorage.resize_  # that of its C class is found again
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.trace(func, types, args, kwargs or {})
@@ -254,6 +273,23 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         tracked.nbytes = nbytes
         self._release(*old)
 
+    def size_was_set(self, storage: torch.UntypedStorage) -> None:
+        """Account for a new size of a storage that counts.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for it.
+        """
+        tracked = self._storages.get(storage._cdata)
+        nbytes = storage.nbytes()
+        if tracked is None or tracked.number == _FOREIGN or tracked.nbytes == nbytes:
+            return
+        before = tracked.number
+        try:
+            self._resize(tracked, nbytes)
+        except OutOfBudget as refusal:
+            raise _out_of_memory(refusal) from None
+        self.resized[tracked.number] = before
+
     def _on_collected(self, tracked: _Storage) -> None:
         # A storage may be collected at any time, also while the allocator is at work.
         self._collected.append(tracked)
@@ -305,6 +341,19 @@ class _Storage(weakref.ref[torch.UntypedStorage]):
     number: int
     nbytes: int
     block: Block | None
+
+
+_told_of_sizes: list[MemoryTracer] = []
+"""The tracers that are entered now, once for each time."""
+_set_size = torch.UntypedStorage.resize_
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _set_size_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    result = _set_size(storage, nbytes)
+    for tracer in dict.fromkeys(_told_of_sizes):
+        tracer.size_was_set(storage)
+    return result
 
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default

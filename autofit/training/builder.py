@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from autofit.devices.base import Device
 from autofit.errors import collect_garbage, release_exception
 from autofit.plan import Plan, ResolvedPlan
+from autofit.strategy import ALONE, World
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -28,27 +30,30 @@ class TrainingBuilder:
         fresh_workload: returns a copy of the workload that may be trained and dropped.
         device: held by this process.
         seed: of initial weights, dropout and other random numbers.
+        world: the ranks that train together, of which this process is one.
     """
 
     fresh_workload: Callable[[], Workload]
     device: Device
     seed: int
+    world: World = ALONE
 
     def training(self, workload: Workload, resolved: ResolvedPlan) -> Training:
         """Move the workload to the device and return a training of it."""
         torch.manual_seed(self.seed)
         model = workload.build_model()
         model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
-        self.device.place_model(model)
         return Training(
             model,
-            lambda model: workload.build_optimizer(model, self.device.place),
+            partial(workload.build_optimizer, place=self.device.place),
             self._placed(workload.recipe),
             resolved,
             device=self.device.torch_device,
             place=self.device.place,
             batched=workload.batched_places,
             in_host_memory=self.device.in_host_memory,
+            place_model=self.device.place_model,
+            world=self.world,
         )
 
     def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:

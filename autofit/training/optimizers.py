@@ -7,12 +7,12 @@ groups and state; all that is left to do is to move its state to where the model
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from autofit.errors import InvalidRequest, users_code
+from autofit.errors import InvalidRequest, Unsupported, users_code
 from autofit.training.batch import map_tensors
 from autofit.units import kind_of
 
@@ -20,6 +20,7 @@ OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 OptimizerChoice: TypeAlias = OptimizerFactory | Optimizers | Mapping[str, OptimizerFactory]
 Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+FactoryWrapper: TypeAlias = Callable[[OptimizerFactory], OptimizerFactory]
 _Entry = TypeVar("_Entry")
 
 
@@ -59,7 +60,10 @@ def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> N
 
 
 def build_optimizer(
-    chosen: OptimizerChoice, model: torch.nn.Module, place: Place | None
+    chosen: OptimizerChoice,
+    model: torch.nn.Module,
+    place: Place | None,
+    wrappers: Sequence[FactoryWrapper] = (),
 ) -> Optimizers:
     """The live optimizer, or a new one for the model's parameters.
 
@@ -67,16 +71,18 @@ def build_optimizer(
         chosen: as the user gave it.
         model: on its device already.
         place: how a live optimizer's state is moved there; None: it is there.
+        wrappers: each is put around a function of parameters before that is called.
 
     Raises:
         InvalidRequest: a function made no optimizer, or its key names no submodule.
+        Unsupported: a live optimizer would have to be wrapped.
     """
     if isinstance(chosen, Mapping):
         return {
-            name: _optimizer_for(entry, _submodule(model, name, entry), place)
+            name: _optimizer_for(entry, _submodule(model, name, entry), place, wrappers)
             for name, entry in chosen.items()
         }
-    return _optimizer_for(chosen, model, place)
+    return _optimizer_for(chosen, model, place, wrappers)
 
 
 def check_steps_alone(optimizer: Optimizers) -> None:
@@ -105,13 +111,18 @@ def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
             "a live optimizer belongs to the parameters of a live model, and this model is built "
             "by a function: give optimizer=parameters -> Optimizer"
         )
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(id(parameter) in own for parameter in held):
+    if not holds_any(optimizer, model):
         raise InvalidRequest(
             f"the live optimizer ({type(optimizer).__name__}) holds not one of the model's "
             "parameters: make it from this model's parameters, after any change that replaces them"
         )
+
+
+def holds_any(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
+    """Return whether an optimizer updates any of the model's parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(id(parameter) in own for parameter in held)
 
 
 def _submodule(
@@ -130,12 +141,22 @@ def _submodule(
 
 
 def _optimizer_for(
-    entry: OptimizerFactory | torch.optim.Optimizer, model: torch.nn.Module, place: Place | None
+    entry: OptimizerFactory | torch.optim.Optimizer,
+    model: torch.nn.Module,
+    place: Place | None,
+    wrappers: Sequence[FactoryWrapper],
 ) -> torch.optim.Optimizer:
     if isinstance(entry, torch.optim.Optimizer):
+        if wrappers:
+            raise Unsupported(
+                "the plan deals the parameters out to ranks, so it must make the optimizers: pass "
+                "optimizer= as a function of the parameters"
+            )
         if place is not None:
             _place_state(entry, place)
         return entry
+    for wrapper in wrappers:
+        entry = wrapper(entry)
     with users_code():
         built = entry(list(model.parameters()))
     if not isinstance(built, torch.optim.Optimizer):

@@ -14,13 +14,19 @@ from typing import Any
 import torch
 
 from autofit.devices.cpu import host_memory
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, Unsupported
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
-from autofit.strategy import Phase
+from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, BatchWatch, batch_size, map_tensors, pieces
 from autofit.training.loss import Recipe, scalar
-from autofit.training.optimizers import Optimizers, by_name, check_steps_alone
+from autofit.training.optimizers import (
+    FactoryWrapper,
+    Optimizers,
+    by_name,
+    check_steps_alone,
+    holds_any,
+)
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 StepWrapper = Callable[[Callable[[], None]], None]
@@ -30,9 +36,10 @@ class Training(AbstractContextManager["Training"]):
     """A model, its optimizer and a plan, ready to step.
 
     Args:
-        model: already on `device`.
+        model: already on `device`, unless `place_model` is given.
         optimizer: over the model's parameters; with `Recipe.train_step`, a mapping of several. A
-            function of the model is called for it, after strategies of `Phase.PARALLEL`.
+            function of the model is called for it, after strategies of `Phase.PARALLEL`; where
+            these wrap how optimizers are made, the wrappers are given to it as `wrappers`.
         recipe: the user's loss, clipping and functions around the update.
         resolved: the plan, with the strategies that apply its settings.
         device: each micro-batch is moved to it when its turn comes.
@@ -41,19 +48,23 @@ class Training(AbstractContextManager["Training"]):
             see `autofit.training.batch`.
         watch: is shown every batch of the user's own training; None: nothing is expected of them.
         in_host_memory: see `TrainingView.in_host_memory`.
+        place_model: moves a module to the device; see `TrainingView.place_model`.
+        world: the ranks that train together.
 
     Attributes:
-        model, optimizer, device, recipe: as given; a train_step uses them.
+        model, optimizer, device, recipe: as given; a train_step uses them. A parallel strategy may
+            have wrapped the model.
         plan: micro-batch and settings.
 
     Raises:
         InvalidRequest: the optimizer needs a closure to step, and no train_step passes one.
+        Unsupported: a live optimizer holds none of the parameters that a strategy left.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Optimizers | Callable[[torch.nn.Module], Optimizers],
+        optimizer: Optimizers | Callable[..., Optimizers],
         recipe: Recipe,
         resolved: ResolvedPlan,
         *,
@@ -62,8 +73,12 @@ class Training(AbstractContextManager["Training"]):
         batched: Collection[int] | None = None,
         watch: BatchWatch | None = None,
         in_host_memory: Callable[[], AbstractContextManager[None]] = nullcontext,
+        place_model: Callable[[torch.nn.Module], object] | None = None,
+        world: World = ALONE,
     ) -> None:
         self.model = model
+        self.world = world
+        self._plain_model, self._place_model = model, place_model
         self.plan = resolved.plan
         self.device = device
         self.recipe = recipe
@@ -73,6 +88,8 @@ class Training(AbstractContextManager["Training"]):
         self.in_host_memory = in_host_memory
         self._forward_contexts: list[ForwardContext] = []
         self._step_wrappers: list[StepWrapper] = []
+        self._factory_wrappers: list[FactoryWrapper] = []
+        self._micro_batch_observers: list[Callable[[bool], None]] = []
         self._notes: list[Callable[[], Iterable[str]]] = []
         self._loss_scale = LossScale()
         self.has_split = False
@@ -80,22 +97,45 @@ class Training(AbstractContextManager["Training"]):
         self._ended = False
         self._applied = ExitStack()
         with ExitStack() as stack:
-            phases = [strategy.phase for strategy, _, _ in resolved.by_strategy()]
-            is_made_last = callable(optimizer) and Phase.PARALLEL in phases
-            self.optimizer: Optimizers = None if is_made_last else self._made(optimizer)  # type: ignore[assignment]  # until it is made
-            for strategy, settings, payloads in resolved.by_strategy():
-                if self.optimizer is None and strategy.phase > Phase.PARALLEL:
-                    self.optimizer = self._made(optimizer)
-                stack.enter_context(strategy.apply(self, settings, payloads))
-            if self.optimizer is None:
+            self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
+            applied = list(resolved.by_strategy())
+            is_parallel = any(strategy.phase is Phase.PARALLEL for strategy, _, _ in applied)
+            if not is_parallel:
+                self.place_model()
+            if not (is_parallel and callable(optimizer)):
                 self.optimizer = self._made(optimizer)
+            for strategy, settings, payloads in applied:
+                if strategy.phase > Phase.PARALLEL:
+                    self._make_ready(optimizer)
+                on_host = strategy.phase is Phase.MODEL and self._place_model is not None
+                with self.in_host_memory() if on_host else nullcontext():
+                    stack.enter_context(strategy.apply(self, settings, payloads))
+            self._make_ready(optimizer)
             self._applied = stack.pop_all()
 
-    def _made(self, optimizer: Optimizers | Callable[[torch.nn.Module], Optimizers]) -> Optimizers:
-        made = optimizer(self.model) if callable(optimizer) else optimizer
+    def _make_ready(self, optimizer: Optimizers | Callable[..., Optimizers]) -> None:
+        """Place the model and make the optimizer, where a parallel strategy was waited for."""
+        self.place_model()
+        if self.optimizer is None:
+            self.optimizer = self._made(optimizer)
+            if not any(holds_any(each, self._plain_model) for each in self._optimizers(None)):
+                raise Unsupported(
+                    "the plan replaces the model's parameters, so the optimizer must be made after "
+                    "it: pass optimizer= as a function of the parameters"
+                )
+
+    def _made(self, optimizer: Optimizers | Callable[..., Optimizers]) -> Optimizers:
+        given = {"wrappers": self._factory_wrappers} if self._factory_wrappers else {}
+        made = optimizer(self._plain_model, **given) if callable(optimizer) else optimizer
         if self.recipe.train_step is None:
             check_steps_alone(made)
         return made
+
+    def place_model(self) -> None:
+        """Move the model to the device, if it is not there."""
+        place, self._place_model = self._place_model, None
+        if place is not None:
+            place(self._plain_model)
 
     def __exit__(self, *raised: object) -> None:
         self.undo()
@@ -128,6 +168,16 @@ class Training(AbstractContextManager["Training"]):
         """Call `wrapper(step)` in place of the update; return a function that undoes this."""
         self._step_wrappers.append(wrapper)
         return lambda: self._step_wrappers.remove(wrapper)
+
+    def wrap_optimizer_factory(self, wrapper: FactoryWrapper) -> Callable[[], None]:
+        """Make optimizers by `wrapper(factory)`; return a function that undoes this."""
+        self._factory_wrappers.append(wrapper)
+        return lambda: self._factory_wrappers.remove(wrapper)
+
+    def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
+        """Call `notify(is_last)` before each micro-batch; return a function that undoes this."""
+        self._micro_batch_observers.append(notify)
+        return lambda: self._micro_batch_observers.remove(notify)
 
     def add_notes(self, notes: Callable[[], Iterable[str]]) -> Callable[[], None]:
         """Add what `notes()` returns to `notes`; return a function that undoes this."""
@@ -191,15 +241,22 @@ class Training(AbstractContextManager["Training"]):
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if len(sizes) == 1:
+            self._announce(is_last=True)
             yield map_tensors(self._place, batch), 1.0
             return
         weights = [self.recipe.weight(piece) for piece in pieces(batch, sizes, self._batched)]
         if not any(weights):  # the unsplit batch would have the same 0 / 0
             weights = [1.0] * len(weights)
         whole = sum(weights)
-        for piece, weight in zip(pieces(batch, sizes, self._batched), weights, strict=True):
-            if weight:
-                yield map_tensors(self._place, piece), weight / whole
+        last = max(index for index, weight in enumerate(weights) if weight)
+        for index, piece in enumerate(pieces(batch, sizes, self._batched)):
+            if weights[index]:
+                self._announce(is_last=index == last)
+                yield map_tensors(self._place, piece), weights[index] / whole
+
+    def _announce(self, *, is_last: bool) -> None:
+        for notify in self._micro_batch_observers:
+            notify(is_last)
 
     @contextmanager
     def context(self) -> Iterator[None]:

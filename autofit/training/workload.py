@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from autofit.training.batch import (
 from autofit.training.loader import Loader, check_loader
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import (
+    FactoryWrapper,
     OptimizerChoice,
     Optimizers,
     Place,
@@ -205,9 +206,14 @@ class Workload:
             raise InvalidRequest(f"the model function returned {kind_of(built)}, no nn.Module")
         return _on_one_device(_with_shapes(built))
 
-    def build_optimizer(self, model: torch.nn.Module, place: Place | None = None) -> Optimizers:
+    def build_optimizer(
+        self,
+        model: torch.nn.Module,
+        place: Place | None = None,
+        wrappers: Sequence[FactoryWrapper] = (),
+    ) -> Optimizers:
         """Build the optimizer as `autofit.training.optimizers.build_optimizer` does."""
-        return build_optimizer(self.optimizer, model, place)
+        return build_optimizer(self.optimizer, model, place, wrappers)
 
 
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")

@@ -96,8 +96,37 @@ def test_a_resized_storage_is_followed() -> None:
         tensor.resize_(1024)
         assert tracer.allocator.allocated_bytes == 4096
         tensor.untyped_storage().resize_(0)
-        tensor.detach()
         assert tracer.allocator.allocated_bytes == 0
+    del tensor
+
+
+def test_a_size_that_is_set_past_all_operators_is_followed_at_once() -> None:
+    """As sharding frees and gathers parameters."""
+    tracer, outside = MemoryTracer(record=True), torch.empty(128)
+    plain = torch.UntypedStorage.resize_
+    with tracer:
+        tensor = torch.empty(1024)
+        first = tracer.number_of(tensor)
+        for size, held in ((0, 0), (8192, 8192), (4096, 4096)):
+            tensor.untyped_storage().resize_(size)
+            assert tracer.allocator.allocated_bytes == held
+        outside.untyped_storage().resize_(4096)
+        assert tracer.allocator.allocated_bytes == 4096, "it is not the device's"
+        number = tracer.number_of(tensor)
+        while number in tracer.resized:
+            number = tracer.resized[number]
+        assert number == first, "it is told what it was before"
+    assert torch.UntypedStorage.resize_ is plain
+    assert tracer.allocator.peak_allocated_bytes == 12288, "the new size before the old"
+    del tensor
+
+
+def test_a_size_that_does_not_fit_is_refused() -> None:
+    tracer = MemoryTracer(CachingAllocator(limit_bytes=4 * MIB))
+    with tracer:
+        tensor = torch.empty(128)
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor.untyped_storage().resize_(8 * MIB)
     del tensor
 
 

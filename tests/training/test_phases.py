@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autofit
+from autofit.errors import Unsupported
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.strategy import Context, Numerics, Phase, Strategy, TrainingView
 from autofit.testing import NotConformant, PlainContext, check_strategy
@@ -208,3 +209,74 @@ def test_a_search_runs_both_kinds() -> None:
     tried = {name for trial in report.trials for name, on in trial.plan.settings.items() if on}
     assert tried >= {"swaps.on", "shards.on"}
     assert all(trial.measurement.ok for trial in report.trials if trial.role != "vetoed")
+
+
+class Wraps(OnOff):
+    """Wraps the model, deals with the optimizer's making, and notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("wraps", Phase.PARALLEL)
+        self.seen: list[object] = []
+
+    @contextmanager
+    def applied(self, training: TrainingView, *, is_on: bool) -> Iterator[None]:
+        plain = training.model
+        self.seen.append(plain.get_parameter("0.weight").device.type)
+        if is_on:
+            training.place_model()
+        training.model = nn.Sequential(plain)
+        undo = training.wrap_optimizer_factory(lambda make: lambda p: self._made(make, p))
+        undo_notes = training.before_micro_batch(self.seen.append)
+        try:
+            yield
+        finally:
+            undo()
+            undo_notes()
+            training.model = plain
+
+    def _made(self, make: Any, parameters: Any) -> torch.optim.Optimizer:
+        self.seen.append(parameters[0].device.type)
+        made: torch.optim.Optimizer = make(parameters[:1])
+        return made
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_parallel_strategy_places_the_model_or_it_is_placed_after(is_on: bool) -> None:
+    wraps, workload, placed = Wraps(), _workload(), []
+    model = workload.build_model().to("meta")
+
+    def place(model: nn.Module) -> None:
+        placed.append(model.to_empty(device="cpu"))
+
+    resolved = ResolvedPlan(Plan(3, settings={"wraps.on": is_on}), strategies=[wraps])
+    with Training(
+        model, workload.build_optimizer, workload.recipe, resolved, device=CPU, place_model=place
+    ) as training:
+        assert placed == [model], "once"
+        assert training.model is not model
+        (group,) = training.optimizer.param_groups  # type: ignore[union-attr]  # there is one
+        assert [each is model[0].weight for each in group["params"]] == [True]  # type: ignore[index]  # a Sequential
+        training.step(torch.ones(8, 6))
+    assert training.model is model
+    assert wraps.seen == ["meta", "cpu", False, False, True]
+
+
+def test_a_live_optimizer_of_parameters_that_were_replaced_is_refused() -> None:
+    model = _workload().build_model()
+    workload = Workload(model, torch.randn(4, 6), optimizer=torch.optim.SGD(model.parameters(), 1))
+    settings = {"shards.on": True}
+    resolved = ResolvedPlan(
+        Plan(4, settings=settings), strategies=[Shards("shards", Phase.PARALLEL)]
+    )
+    with pytest.raises(Unsupported, match="must be made after it: pass optimizer= as a function"):
+        Training(model, workload.build_optimizer, workload.recipe, resolved, device=CPU)
+
+
+def test_a_live_optimizer_cannot_be_dealt_out() -> None:
+    model = _workload().build_model()
+    workload = Workload(model, torch.randn(4, 6), optimizer=torch.optim.SGD(model.parameters(), 1))
+    resolved = ResolvedPlan(Plan(4, settings={"wraps.on": True}), strategies=[Wraps()])
+    with pytest.raises(
+        Unsupported, match="must make the optimizers: pass optimizer= as a function"
+    ):
+        Training(model, workload.build_optimizer, workload.recipe, resolved, device=CPU)

@@ -1,0 +1,32 @@
+"""The ranks that train together, as the process that started this one tells them. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from autofit.errors import InvalidRequest
+from autofit.strategy import ALONE, World
+
+__all__ = ["World", "world_of_environment"]
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""What torchrun sets for every process that it starts."""
+
+
+def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
+    """Return the world that torchrun's variables describe; of one rank where it set none.
+
+    Raises:
+        InvalidRequest: a variable is no whole number, or the rank is not among the ranks.
+    """
+    if not all(name in environment for name in _VARIABLES):
+        return ALONE
+    try:
+        rank, local_rank, size = (int(environment[name]) for name in _VARIABLES)
+    except ValueError:
+        given = ", ".join(f"{name}={environment[name]!r}" for name in _VARIABLES)
+        raise InvalidRequest(
+            f"{given} are not whole numbers: start the ranks with torchrun, or unset these"
+        ) from None
+    return World(rank, local_rank, size)

@@ -1,0 +1,125 @@
+"""The dimensions of data-parallel training, and how their values are applied and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from autofit.errors import Unsupported
+from autofit.plan import Dimension, Scalar
+from autofit.strategy import Context, Numerics, Phase, TrainingView
+
+from .units import units_of
+from .wrapping import replicated, sharded, state_dealt_out
+
+MODE, ACCUMULATION = "parallel.mode", "parallel.accumulation"
+COMMUNICATION = "parallel.communication"
+MODES = ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
+SHARDED = ("fsdp2", "fsdp2_keep")
+
+
+class Parallel:
+    """How the ranks of a data-parallel training share model, optimizer state and gradients."""
+
+    name = "parallel"
+    phase = Phase.PARALLEL
+    numerics = Numerics.REDUCED_PRECISION
+
+    def dimensions(self, context: Context) -> Mapping[str, Dimension]:
+        """Return the modes for several ranks; {} where one device trains alone.
+
+        Communication in bfloat16 is left out where the device is no GPU, or has no bfloat16.
+        """
+        if context.world.size == 1:
+            return {}
+        units = {"modules": units_of(context.model)}
+        types = ["as_is"]
+        if context.device.type != "cpu" and context.capabilities.bfloat16:
+            types.append("bfloat16")
+        return {
+            MODE: Dimension(MODES, payloads=dict.fromkeys(SHARDED, units)),
+            ACCUMULATION: Dimension(["once", "each"]),
+            COMMUNICATION: Dimension(types),
+        }
+
+    def apply(
+        self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Wrap or shard the model; leaving gives a wrapped one back, and a sharded one stays so.
+
+        Raises:
+            Unsupported: one device trains alone.
+        """
+        if training.world.size == 1:
+            raise Unsupported(f"{MODE} needs two ranks or more: start them with torchrun")
+        return _applied(training, settings, payloads)
+
+    def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
+        """Return the equivalent lines of a training script; they make no optimizer yet."""
+        mode, is_short = str(settings.get(MODE, MODES[0])), _is_short(settings)
+        if mode in SHARDED:
+            lines = _sharding(mode, payloads[MODE]["modules"], is_short=is_short)
+            flag = "model.set_requires_gradient_sync(is_last)"
+        else:
+            view = "gradient_as_bucket_view=True" if mode == "ddp_view" else ""
+            lines = [
+                "from torch.nn.parallel import DistributedDataParallel",
+                f"model = DistributedDataParallel(model{', ' * bool(view)}{view})",
+            ]
+            if is_short:
+                hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+                lines += [
+                    f"from {hooks} import bf16_compress_hook",
+                    "model.register_comm_hook(None, bf16_compress_hook)",
+                ]
+            if mode == "zero1":
+                lines += [
+                    "from torch.distributed.optim import ZeroRedundancyOptimizer",
+                    "# make the optimizer as ZeroRedundancyOptimizer(model.parameters(), ...)",
+                ]
+            flag = "model.require_backward_grad_sync = is_last"
+        if settings.get(ACCUMULATION, "once") == "once":
+            lines.append(f"# before each micro-batch: {flag}")
+        return lines
+
+
+def _is_short(settings: Mapping[str, Scalar]) -> bool:
+    return settings.get(COMMUNICATION, "as_is") == "bfloat16"
+
+
+def _sharding(mode: str, modules: list[str], *, is_short: bool) -> list[str]:
+    lines = ["from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"]
+    given = "" if mode == "fsdp2" else ", reshard_after_forward=False"
+    if mode == "fsdp2":
+        given = ", reshard_after_forward=True"
+    if is_short:
+        lines.append(
+            "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+        given += ", mp_policy=policy"
+    if modules:
+        lines += [f"for name in {modules}:", f"    fully_shard(model.get_submodule(name){given})"]
+    return [*lines, f"fully_shard(model{given})  # the optimizer is made after this"]
+
+
+@contextmanager
+def _applied(
+    training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
+) -> Iterator[None]:
+    mode, is_short = str(settings.get(MODE, MODES[0])), _is_short(settings)
+    with ExitStack() as stack:
+        if mode in SHARDED:
+            modules = payloads[MODE]["modules"]
+            synchronise = sharded(
+                training, modules, keeps_gathered=mode == "fsdp2_keep", is_short=is_short
+            )
+        else:
+            synchronise = stack.enter_context(
+                replicated(training, in_buckets=mode == "ddp_view", is_short=is_short)
+            )
+        if mode == "zero1":
+            stack.callback(training.wrap_optimizer_factory(state_dealt_out))
+        if settings.get(ACCUMULATION, "once") == "once":
+            stack.callback(training.before_micro_batch(synchronise))
+        yield

@@ -1,0 +1,105 @@
+"""How a training's model is wrapped, sharded or stepped by parts with what torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autofit.errors import Unsupported
+from autofit.strategy import TrainingView
+
+Synchronise = Callable[[bool], None]
+"""Says whether the next backward shares its gradients with the other ranks."""
+
+
+@contextmanager
+def replicated(
+    training: TrainingView, *, in_buckets: bool, is_short: bool
+) -> Iterator[Synchronise]:
+    """Train a copy of the model on each rank, until this is left.
+
+    Args:
+        training: its model is placed first, since gradients of parameters that are moved later are
+            not shared.
+        in_buckets: gradients are views of the buckets that are sent.
+        is_short: gradients are sent in bfloat16.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    training.place_model()
+    plain = training.model
+    wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=in_buckets)
+    if is_short:
+        wrapped.register_comm_hook(None, _sent_in_bfloat16)
+
+    def synchronise(is_last: bool) -> None:
+        wrapped.require_backward_grad_sync = is_last
+
+    training.model = wrapped
+    try:
+        yield synchronise
+    finally:
+        training.model = plain
+
+
+def _sent_in_bfloat16(state: Any, bucket: Any) -> Any:
+    """Do what torch's hook does, which is refused by name where torch was built without CUDA."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook(state, bucket)
+
+
+def sharded(
+    training: TrainingView, modules: list[str], *, keeps_gathered: bool, is_short: bool
+) -> Synchronise:
+    """Shard the model in place, module by module, before it is placed: it need not fit whole.
+
+    Args:
+        training: what is left of its model is placed then.
+        modules: names of those that are gathered and freed on their own.
+        keeps_gathered: parameters stay gathered from the forward to the backward.
+        is_short: parameters are gathered, and computed with, in bfloat16; gradients are added up
+            in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if is_short:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Ranks of the meta device are counted on the host's mesh: torch has none of its own for it.
+    kind = "cpu" if training.device.type == "meta" else training.device.type
+    mesh = init_device_mesh(kind, (training.world.size,))
+    model: Any = training.model
+    with training.in_host_memory():
+        for part in (*map(model.get_submodule, modules), model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
+    training.place_model()
+    synchronise: Synchronise = model.set_requires_gradient_sync
+    return synchronise
+
+
+def state_dealt_out(
+    factory: Callable[[Any], torch.optim.Optimizer],
+) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function of parameters that makes an optimizer with the state of a share of them.
+
+    Raises (the function):
+        Unsupported: parameters of several types, or sparse ones.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def of_share(groups: list[dict[str, Any]], **defaults: Any) -> torch.optim.Optimizer:
+        return factory([parameter for group in groups for parameter in group["params"]])
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            return ZeroRedundancyOptimizer(parameters, of_share)  # type: ignore[arg-type]  # any callable is called
+        except ValueError as error:
+            raise Unsupported(f"parallel.mode=zero1: {error}") from error
+
+    return make

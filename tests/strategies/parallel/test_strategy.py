@@ -1,0 +1,115 @@
+"""What the strategy for several ranks offers, writes and refuses. None of it starts a rank."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.equivalence.strategy_context import PlainContext
+from autofit.errors import Unsupported
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.strategy import Capabilities, World
+from autofit.training.loss import Recipe
+from autofit.training.training import Training
+from autofit.training.workload import Workload
+
+(STRATEGY,) = load_strategies(["parallel"])
+SHORT = {"parallel.communication": "bfloat16"}
+
+
+def _workload() -> Workload:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    return Workload(model, torch.randn(4, 4))
+
+
+def _dimensions(ranks: int, device: str = "cpu", *, bfloat16: bool = True) -> dict[str, Dimension]:
+    context = PlainContext(_workload, device, Capabilities(device, bfloat16=bfloat16))
+    context._builder = replace(context._builder, world=World(size=ranks))
+    return collect_dimensions([STRATEGY], context)
+
+
+def test_nothing_is_offered_where_one_device_trains_alone() -> None:
+    assert _dimensions(1) == {}
+
+
+def test_plain_ddp_comes_first_and_what_is_sharded_names_its_modules() -> None:
+    offered = _dimensions(2)
+    mode = offered["parallel.mode"]
+    assert mode.values == ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
+    units = {"modules": ["0", "1"]}
+    assert mode.payloads == {"fsdp2": units, "fsdp2_keep": units}
+    assert offered["parallel.accumulation"].values == ("once", "each")
+
+
+@pytest.mark.parametrize(
+    ("device", "bfloat16", "types"),
+    [
+        ("meta", True, ("as_is", "bfloat16")),
+        ("meta", False, ("as_is",)),
+        ("cpu", True, ("as_is",)),
+    ],
+)
+def test_communication_in_bfloat16_is_for_gpus_that_have_it(
+    device: str, bfloat16: bool, types: tuple[str, ...]
+) -> None:
+    offered = _dimensions(2, device, bfloat16=bfloat16)
+    assert offered["parallel.communication"].values == types
+
+
+def test_a_search_on_one_device_does_not_import_it(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = (
+        "import sys; from autofit.registry import load_strategies as load; "
+        "names = [{s.name for s in load(world_size=n)} for n in (1, 2)]; "
+        "print('parallel' in names[0], 'parallel' in names[1])"
+    )
+    assert run_python("-c", code).stdout.split() == ["False", "True"]
+    alone = "import sys; from autofit.registry import load_strategies; load_strategies(); "
+    shown = "print([name for name in sys.modules if 'parallel' in name and 'autofit' in name])"
+    assert run_python("-c", alone + shown).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"parallel.mode": "ddp"}, "DistributedDataParallel(model)"),
+        ({"parallel.mode": "ddp_view"}, "gradient_as_bucket_view=True"),
+        ({"parallel.mode": "zero1"}, "ZeroRedundancyOptimizer"),
+        ({"parallel.mode": "fsdp2"}, "reshard_after_forward=True"),
+        ({"parallel.mode": "fsdp2_keep"}, "reshard_after_forward=False"),
+        ({"parallel.mode": "ddp", **SHORT}, "bf16_compress_hook"),
+        ({"parallel.mode": "fsdp2", **SHORT}, "param_dtype=torch.bfloat16"),
+        ({"parallel.mode": "fsdp2"}, "set_requires_gradient_sync(is_last)"),
+        ({"parallel.mode": "zero1"}, "require_backward_grad_sync = is_last"),
+    ],
+)
+def test_it_writes_what_a_user_would(settings: dict[str, Scalar], wanted: str) -> None:
+    payloads = {"parallel.mode": {"modules": ["0", "1"]}}
+    lines = STRATEGY.describe(settings, payloads)
+    compile("\n".join(lines), "described", "exec")
+    assert any(wanted in line for line in lines)
+
+
+def test_sharing_after_each_micro_batch_needs_no_line() -> None:
+    lines = STRATEGY.describe({"parallel.mode": "ddp", "parallel.accumulation": "each"}, {})
+    assert not any("is_last" in line for line in lines)
+
+
+def test_one_device_alone_is_refused() -> None:
+    resolved = ResolvedPlan(Plan(4, settings={"parallel.mode": "ddp"}), strategies=[STRATEGY])
+    workload = _workload()
+    with pytest.raises(Unsupported, match="two ranks"):
+        Training(
+            workload.build_model(),
+            workload.build_optimizer,
+            Recipe(),
+            resolved,
+            device=torch.device("cpu"),
+        )
