@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
-from .checkpointing.saved_tensors import saving_by
+from .checkpointing.saved_tensors import saving_by, version_counter
 
 SETTING = "offload.activations"
 LEAST_BYTES = 2**17
@@ -118,11 +118,16 @@ def _packing(
     """Return how to save a tensor of a forward, and how to get it back in backward."""
     is_moved = _movable(model, LEAST_BYTES)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Moved:
-        return host.move(tensor) if is_moved(tensor) else tensor
+    def pack(tensor: torch.Tensor) -> _Saved:
+        if is_moved(tensor):
+            return _Saved(host.move(tensor), tensor._version, version_counter(tensor))
+        return _Saved(tensor, tensor._version, tensor)
 
-    def unpack(saved: torch.Tensor | _Moved) -> torch.Tensor:
-        return saved if isinstance(saved, torch.Tensor) else host.bring_back(saved)
+    def unpack(saved: _Saved) -> torch.Tensor:
+        saved.check()
+        return (
+            saved.value if isinstance(saved.value, torch.Tensor) else host.bring_back(saved.value)
+        )
 
     return pack, unpack
 
@@ -166,6 +171,31 @@ def _moved_bytes(samples: int, training: TrainingView, batch: Any) -> int:
     finally:
         undo_update()
     return sum(moved.values())
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What stands for a saved tensor: autograd itself checks no versions where there are hooks.
+
+    Attributes:
+        value: the tensor, or where it lies now.
+        version: of the tensor as it was saved.
+        counter: a tensor with the same counter of versions; None: they are not counted.
+    """
+
+    value: torch.Tensor | _Moved
+    version: int
+    counter: torch.Tensor | None
+
+    def check(self) -> None:
+        """Raise RuntimeError where the tensor was changed in place since, as autograd does."""
+        if self.counter is not None and self.counter._version != self.version:
+            value = self.value.copy if isinstance(self.value, _Moved) else self.value
+            raise RuntimeError(
+                f"a tensor that backward needs was changed in place after forward saved it: "
+                f"{value.dtype} {list(value.shape)} is at version {self.counter._version} and was "
+                f"at {self.version}"
+            )
 
 
 class _Moved:
@@ -244,7 +274,8 @@ class _Host:
     def move(self, tensor: torch.Tensor) -> _Moved:
         """Copy a tensor to the host, once for all that save it."""
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        key = _storage(tensor), *place, tensor.dtype, tensor._version
+        values = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor._version
+        key = _storage(tensor), *place, *values
         if (before := self._moved_before(key)) is not None:
             return before
         moved = self._copied(tensor)

@@ -99,7 +99,7 @@ class Recorder:
         known = sorted({index for index in inputs if index is not None})
         name = self._names[module]
         if observed and torch.is_grad_enabled():
-            counters = [c for t in tensors if (c := _version_counter(t)) is not None]
+            counters = [c for t in tensors if (c := version_counter(t)) is not None]
             self._given += ((name, counter, counter._version) for counter in counters)
         self._stack.append(_Open(name, self._position, known, observed))
 
@@ -221,7 +221,7 @@ class _Entry:
         return Storage(self.nbytes, self.first, self.last, self.saved)
 
 
-def _version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
+def version_counter(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return an empty tensor whose `_version` is this tensor's; None where none is counted."""
     try:
         counter = tensor.detach()

@@ -14,7 +14,7 @@ from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.testing import check_strategy
+from autofit.testing import PlainContext, check_strategy
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -62,6 +62,135 @@ def test_gradients_are_the_same_to_the_bit_and_saved_tensors_are_shared() -> Non
     with offload.offloaded(model):
         moved = gradients()
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+
+
+def times_its_conjugate(rows: torch.Tensor) -> torch.Tensor:
+    return (torch.complex(rows, rows.tanh()) * torch.complex(rows, rows.tanh()).conj()).abs()
+
+
+def times_its_lazy_conjugate(rows: torch.Tensor) -> torch.Tensor:
+    turned = torch.complex(rows, rows.tanh())
+    return (turned * turned.conj()).real
+
+
+def times_its_lazy_negative(rows: torch.Tensor) -> torch.Tensor:
+    return (rows * torch._neg_view(rows)).tanh()
+
+
+def by_parts_of_one_storage(rows: torch.Tensor) -> torch.Tensor:
+    left, right = rows.chunk(2)
+    return (left.exp() * right.t().contiguous().t()).sin() + rows[:1].expand(SAMPLES // 2, WIDTH)
+
+
+def one_after_another(rows: torch.Tensor) -> torch.Tensor:
+    """Frees what it made, so that addresses come again."""
+    total = torch.zeros_like(rows)
+    for number in range(8):
+        total = total + (rows + number).tanh().exp().mul(0.1)
+    return total
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        times_its_conjugate,
+        times_its_lazy_conjugate,
+        times_its_lazy_negative,
+        by_parts_of_one_storage,
+        one_after_another,
+    ],
+)
+def test_tensors_that_share_memory_keep_their_own_values(function: Any) -> None:
+    layer, given = nn.Linear(WIDTH, WIDTH), torch.randn(SAMPLES, WIDTH)
+
+    def gradient() -> torch.Tensor:
+        layer.zero_grad()
+        function(layer(given)).square().mean().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    plain = gradient()
+    with offload.offloaded(layer):
+        assert torch.equal(gradient(), plain)
+
+
+def test_a_tensor_is_copied_anew_where_it_has_changed() -> None:
+    host, tensor = offload._Host(), torch.zeros(WIDTH, WIDTH)
+    before = host.move(tensor)
+    assert host.move(tensor) is before
+    tensor.add_(1)
+    after = host.move(tensor)
+    assert float(host.bring_back(before).sum()) == 0.0
+    assert float(host.bring_back(after).mean()) == 1.0
+
+
+def test_buffers_are_used_again_and_given_up() -> None:
+    host = offload._Host(most_bytes=4 * WIDTH * WIDTH)
+    for value in range(3):
+        moved = host.move(torch.full((WIDTH, WIDTH), float(value)))
+        assert float(host.bring_back(moved).mean()) == value
+        del moved
+    assert sum(map(len, host._free.values())) == 1
+    host.clear()
+    assert not any(host._free.values())
+    assert not host._moved
+
+
+def test_parameters_and_what_is_small_or_a_part_stay() -> None:
+    model = nn.BatchNorm1d(WIDTH * WIDTH)
+    is_moved = offload._movable(model, offload.LEAST_BYTES / 4)
+    moved = torch.zeros(WIDTH, WIDTH)
+    assert is_moved(moved)
+    assert is_moved(moved.t())
+    assert not is_moved(moved[:8])
+    assert not is_moved(moved[:1].expand(WIDTH, WIDTH, WIDTH))  # more values than memory
+    assert not is_moved(moved.to_sparse())
+    assert not any(map(is_moved, [*model.parameters(), *model.buffers()]))
+    assert not is_moved(model.weight.detach())
+
+
+def doubled_in_place(layer: nn.Linear, given: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = layer(given).tanh()
+    output[:8].mul_(2)  # tanh saved its output
+    return output.sum()
+
+
+def stepped_too_early(layer: nn.Linear, given: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = layer(layer(given).tanh()).square().sum()
+    with torch.no_grad():
+        layer.weight.add_(1)  # a parameter stays where it is
+    return loss
+
+
+@pytest.mark.parametrize("function", [doubled_in_place, stepped_too_early])
+def test_what_is_changed_in_place_before_backward_raises_as_it_does_without(function: Any) -> None:
+    layer, given = nn.Linear(WIDTH, WIDTH), torch.randn(SAMPLES, WIDTH)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(layer, given).backward()
+    with offload.offloaded(layer), pytest.raises(RuntimeError, match="changed in place"):
+        function(layer, given).backward()
+
+
+def test_it_is_not_combined_with_compiled_code_and_pinning_costs() -> None:
+    (strategy,) = load_strategies(["offload"])
+    dimension = strategy.dimensions(PlainContext(deep))[SETTING]
+    assert dimension.when == {"compile.mode": ("off", None)}
+    assert dimension.trial_cost_s > 0
+
+
+def test_looking_at_what_is_saved_makes_no_update() -> None:
+    workload = deep()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    model = workload.build_model()
+    optimizer.add_param_group({"params": list(model.parameters()), "lr": 1.0})
+    before = [p.detach().clone() for p in model.parameters()]
+    plain = ResolvedPlan(Plan(1), {}, ())
+    recipe = Recipe(criterion=nn.functional.mse_loss)
+    with Training(model, optimizer, recipe, plain, device=torch.device("cpu")) as live:
+        moved = offload._moved_bytes(SAMPLES, live, workload.batch(1))
+    # a sample's share of every output of tanh and dropout is less than what is worth moving
+    assert moved >= 16 * 4 * SAMPLES * WIDTH
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_parameters_and_buffers_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
