@@ -63,9 +63,12 @@ class OptimizerImplementation:
             samples = min(_SAMPLES, context.samples_per_step)
             micro_batches = context.samples_per_step / samples
             tried = list(found)
+            raised: Mapping[str, str] = {}
             with suppress(torch.OutOfMemoryError):
-                found = context.profile(partial(_worth_it, found, micro_batches), samples)
-            if left_out := [value for value in tried if value not in found]:
+                found, raised = context.profile(partial(_worth_it, found, micro_batches), samples)
+            for value, why in raised.items():
+                context.note(f"{SETTING}: {value} left out, since a step with it raised {why}")
+            if left_out := [value for value in tried if value not in found and value not in raised]:
                 context.note(
                     f"{SETTING}: {', '.join(left_out)} left out, for less than {WORTH:.0%} of an "
                     "optimizer step's time is saved by it"
@@ -188,19 +191,32 @@ def _found(training: TrainingView, batch: Any) -> dict[str, list[str]]:
 
 def _worth_it(
     found: Mapping[str, Sequence[str]], micro_batches: float, training: TrainingView, batch: Any
-) -> dict[str, Sequence[str]]:
-    """Return what saves enough of a step with so many micro-batches; all where that is hidden."""
+) -> tuple[dict[str, Sequence[str]], dict[str, str]]:
+    """Return what saves enough of a step with so many micro-batches; all where that is hidden.
+
+    And why others cannot be stepped by: only a real step has gradients that they may refuse.
+    """
     training.step(batch)  # makes the optimizer's state
     plain_s, step_s = _timed(training, batch)
     if not plain_s:  # the user's own train_step updates by itself
-        return dict(found)
+        return dict(found), {}
     least_s = WORTH * (plain_s + micro_batches * (step_s - plain_s))
     worth: dict[str, Sequence[str]] = {}
+    raised: dict[str, str] = {}
     for value, names in found.items():
-        with implemented([each for name, each in _named(training) if name in names], value):
-            if plain_s - _timed(training, batch)[0] > least_s:
-                worth[value] = names
-    return worth
+        optimizers = [each for name, each in _named(training) if name in names]
+        try:
+            with implemented(optimizers, value):
+                if plain_s - _timed(training, batch)[0] > least_s:
+                    worth[value] = names
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as plain steps ran, it is this implementation that fails
+            raised[value] = f"{type(error).__name__}: {error}"
+            release_exception(error)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+    return worth, raised
 
 
 def _timed(training: TrainingView, batch: Any) -> tuple[float, float]:

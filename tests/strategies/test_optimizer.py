@@ -66,6 +66,58 @@ def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
     ]
 
 
+class SparseFirst(nn.Module):
+    """An embedding with sparse gradients, which fused kernels refuse, before many layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layers = nn.Embedding(8, WIDTH, sparse=True), make_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(self.rows((x[:, 0] > 0).long()))
+        return output
+
+
+def test_an_implementation_that_raises_on_real_gradients_is_left_out_alone() -> None:
+    context = PlainContext(
+        lambda: Workload(SparseFirst, torch.randn(2, WIDTH), optimizer=torch.optim.SGD)
+    )
+    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is"]
+    (note,) = context.notes
+    assert note.startswith("optimizer.implementation: fused left out, since a step with it raised")
+    assert "sparse" in note
+
+
+class Ignoring(torch.optim.SGD):
+    """Has the flags, and updates in its own way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad)
+
+
+def test_flags_that_an_optimizer_ignores_are_no_choice() -> None:
+    from autofit.devices.gpus import find_gpu
+    from autofit.prediction.offered import meta_dimensions
+
+    found = meta_dimensions(IMPLEMENTATION, {SETTING: "as_is"}, workload(Ignoring), find_gpu("L4"))
+    assert list(found[SETTING].values) == ["as_is"]  # there nothing is left out for its time
+
+
+def test_what_a_train_step_updates_by_itself_is_offered_unmeasured() -> None:
+    def step(training: Any, batch: torch.Tensor) -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss: torch.Tensor = training.model(batch).mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        training.optimizer.step()
+        return loss
+
+    assert offered(adamw, train_step=step, global_batch=2**16) == ["as_is", "fused"]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "values"),
     [
@@ -125,6 +177,30 @@ def test_twenty_steps_end_alike_with_the_same_state(
                     others_state["state"][key][name], tensor, rtol=1e-3, atol=1e-6
                 )
                 assert others_state["state"][key][name].dtype == tensor.dtype
+
+
+def test_a_flag_that_an_optimizer_lacks_is_not_added() -> None:
+    optimizer = torch.optim.RMSprop(make_model().parameters())
+    before = optimizer.state_dict()["param_groups"]
+    with training("for_loop", optimizer):
+        assert optimizer.param_groups[0]["foreach"] is False
+        assert "fused" not in optimizer.param_groups[0]
+    assert optimizer.state_dict()["param_groups"] == before
+
+
+@pytest.mark.cuda
+def test_a_capturable_optimizer_counts_its_steps_on_the_gpu() -> None:
+    model = make_model().cuda()
+    optimizer = adamw(model.parameters(), capturable=True)
+    resolved = ResolvedPlan(
+        Plan(2, settings={SETTING: "for_loop"}), {SETTING: {"optimizers": [""]}}, (IMPLEMENTATION,)
+    )
+    first = next(model.parameters())
+    for _ in range(2):
+        with Training(model, optimizer, Recipe(), resolved, device=torch.device("cuda")) as live:
+            live.step(torch.randn(2, WIDTH, device="cuda"))
+            assert optimizer.state[first]["step"].is_cuda
+    assert int(optimizer.state[first]["step"]) == 2
 
 
 def test_a_live_optimizer_goes_on_where_it_was() -> None:
