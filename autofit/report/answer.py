@@ -60,12 +60,14 @@ class PayOff:
     Attributes:
         seconds: before its steps have their speed; the most that was measured.
         beside: the fastest plan without such a start.
+        is_compared: whether the final comparison says so, and not the trials of the search alone.
         steps: optimizer steps after which the start has paid for itself against that plan; None:
             that plan was as fast.
     """
 
     seconds: float
     beside: Plan
+    is_compared: bool
     steps: int | None
 
     def words(self, record: Record) -> str:
@@ -77,40 +79,47 @@ class PayOff:
                 f"{words}, and {other}, which starts at once, was as fast in the trials of both: "
                 "search again on a quiet machine before you rely on it"
             )
+        by = "" if self.is_compared else " by the trials of the search"
         return (
-            f"{words}; against {other}, the fastest plan that starts at once, that has paid for "
-            f"itself after {self.steps:,} optimizer steps"
+            f"{words}; against {other}, the fastest plan that starts at once{by}, that has paid "
+            f"for itself after {self.steps:,} optimizer steps"
         )
 
 
 def pay_off(record: Record) -> PayOff | None:
     """Return what the best plan's start takes; None: it starts at once, or nobody measured it.
 
-    Speeds are those of the final comparison, else the means of each plan's trials.
+    It is seen against the fastest plan that does, by the final comparison. Where that left out one
+    that the search had found faster, both speeds are those of the search.
     """
     space, best = Space(record.dimensions, 1), record.best.plan
 
     def starts_at_once(plan: Plan) -> bool:
         return not space.is_costly({**record.plain_settings, **plan.settings})
 
-    ran = [trial for trial in record.trials if trial.ok and trial.role is not Role.VETOED]
+    def compared_speed(plan: Plan) -> float:
+        return (record.compared_speed(plan) if record.is_confirmed else None) or 0.0
+
+    def searched_speed(plan: Plan) -> float:
+        rates = [_rate(t) for t in ran if t.plan == plan and t.role is not Role.CONFIRMED]
+        return statistics.geometric_mean(rates) if rates else _mean_speed(plan, record)
+
+    ran = [t for t in record.trials if t.ok and t.role is not Role.VETOED and _rate(t)]
     starts = [t.measurement.start_up_s for t in ran if t.plan == best]
     start_s = max((seconds for seconds in starts if seconds is not None), default=None)
-    if start_s is None or starts_at_once(best):
+    others = [trial.plan for trial in ran if starts_at_once(trial.plan)]
+    if start_s is None or starts_at_once(best) or not others:
         return None
-
-    def speed_of(plan: Plan) -> float:
-        compared = record.compared_speed(plan) if record.is_confirmed else None
-        return compared or _mean_speed(plan, record)
-
-    others = [t.plan for t in ran if starts_at_once(t.plan) and _rate(t)]
-    if record.is_confirmed:
-        others = [plan for plan in others if record.compared_speed(plan)]
-    if not others:
-        return None
-    beside = max(others, key=speed_of)
+    speed_of, beside = compared_speed, max(others, key=compared_speed)
+    quickest = max(others, key=searched_speed)
+    is_compared = compared_speed(beside) > 0.0 and (
+        compared_speed(quickest) > 0.0 or searched_speed(quickest) <= searched_speed(beside)
+    )
+    if not is_compared:
+        speed_of, beside = searched_speed, quickest
     saved_s = best.samples_per_step * (1 / speed_of(beside) - 1 / speed_of(best))
-    return PayOff(start_s, beside, math.ceil(start_s / saved_s) if saved_s > 0 else None)
+    steps = math.ceil(start_s / saved_s) if saved_s > 0 else None
+    return PayOff(start_s, beside, is_compared, steps)
 
 
 def describe(plan: Plan, record: Record) -> str:

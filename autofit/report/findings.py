@@ -115,7 +115,7 @@ def loader_line(loader: Mapping[str, Any], spread: float) -> str:
     warned = [text for each in loader["end_to_end"] for text in each["warnings"]]
     parts += dict.fromkeys(warned)
     if "failed" in loader:
-        parts.append(f"not measured to the end: {_first_line(loader['failed'])}")
+        parts.append(f"not measured to the end: {_line_of(loader['failed'])}")
     return f"Loader: {'; '.join(parts)}"
 
 
@@ -147,7 +147,7 @@ def bounds_line(record: Record) -> str:
     bounds = record.findings["bounds"]
     best, baseline = bounds.get("best"), bounds.get("baseline")
     if not best:
-        return f"What bounds a step is not known: {_first_line(bounds.get('failed', _UNSEEN))}"
+        return f"What bounds a step is not known: {_line_of(bounds.get('failed', _UNSEEN))}"
     words = f"A step of the best plan: {_shares(best)}"
     if baseline and baseline != best:
         words += f"; of the baseline: {_shares(baseline)}"
@@ -164,7 +164,7 @@ def bounds_line(record: Record) -> str:
 def state_line(state: Mapping[str, Any]) -> str:
     """Return what the optimizer's state takes, and what it would take in other forms."""
     if "failed" in state:
-        return f"What the optimizer's state takes is not known: {_first_line(state['failed'])}"
+        return f"What the optimizer's state takes is not known: {_line_of(state['failed'])}"
     return (
         f"Optimizer: the state of {state['optimizer']} takes {format_bytes(state['state_bytes'])} "
         f"beside {format_bytes(state['parameter_bytes'])} of trained parameters; in 8-bit codes it "
@@ -177,7 +177,7 @@ def state_line(state: Mapping[str, Any]) -> str:
 def allocator_line(allocator: Mapping[str, Any]) -> str:
     """Return whether expandable segments help the best plan, and how much they save."""
     if "setting" not in allocator:
-        why = _first_line(allocator.get("failed", "no reason is known"))
+        why = _line_of(allocator.get("failed", "no reason is known"))
         return f"Expandable segments of the allocator were not tried: {why}"
     setting = allocator["setting"]
     if allocator.get("lowers_required_bytes"):
@@ -205,5 +205,7 @@ def _settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={settings[name]}" for name in names if settings[name] is not None)
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+def _line_of(error: str) -> str:
+    """Return an error in a line; of a process of a loader torch has the cause in the last one."""
+    lines = error.strip().splitlines() or [""]
+    return lines[-1 if "DataLoader worker process" in lines[0] else 0]

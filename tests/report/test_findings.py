@@ -82,6 +82,8 @@ def test_a_loader_that_failed_at_once_and_on_the_way(record: Record) -> None:
         "Loader: the plan consumes 200 samples/s and the loader alone delivers 30.0 samples/s; "
         "not measured to the end: ValueError: torn"
     ) in text(record, loader=failed)
+    caught = "OSError: Caught OSError in DataLoader worker process 0.\nTraceback\nOSError: no disk"
+    assert "to the end: OSError: no disk" in text(record, loader=failed | {"failed": caught})
     assert "Loader: the plan consumes 200 samples/s; not measured" in text(
         record, loader=failed | {"delivered": []}
     )

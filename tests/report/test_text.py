@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -254,6 +255,33 @@ def test_a_start_that_takes_time_is_said_with_the_steps_that_pay_for_it(record: 
     assert "4 x 8, which starts at once, was as fast in the trials of both" in render(slower, 4000)
     at_once = replace(slower, best_number=0)
     assert "start" not in headline(at_once)
+
+
+def test_a_start_is_seen_against_the_fastest_plan_even_where_that_was_not_compared(
+    record: Record,
+) -> None:
+    """A baseline in the final comparison is no measure of what compiling gains."""
+    final = started(compared(record, best=[200], baseline=[400]), 50.0)
+    searched = final.trials[3]
+    assert searched.plan == final.best.plan
+    plain = replace(
+        searched,
+        plan=Plan.split(32, 16, {"folding.level": 0}),
+        measurement=replace(
+            searched.measurement, step_times_s=[t * 1.07 for t in searched.measurement.step_times_s]
+        ),
+    )
+    quick = replace(final, trials=(*final.trials[:4], plain, *final.trials[4:]))
+    assert searched.samples_per_second is not None
+    assert plain.samples_per_second is not None
+    sample_s = 1 / plain.samples_per_second - 1 / searched.samples_per_second
+    steps = math.ceil(50.0 / (sample_s * quick.best.plan.samples_per_step))
+    said = " ".join(render(quick, 4000).split())
+    assert (
+        f"against {plain.plan.without(quick.plain_settings)}, the fastest plan that starts at once "
+        f"by the trials of the search, that has paid for itself after {steps:,} optimizer steps"
+    ) in said
+    assert f"which {steps:,} optimizer steps have paid for" in headline(quick)
 
 
 def test_a_tied_plan_that_was_preferred_names_the_faster_one(record: Record) -> None:
