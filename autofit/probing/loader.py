@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofit.errors import collect_garbage
+from autofit.errors import InvalidRequest, collect_garbage
 from autofit.plan import ResolvedPlan
 from autofit.training.batch import (
     Batch,
@@ -33,6 +33,7 @@ from autofit.training.loader import (
     generators_kept,
     make_loader,
 )
+from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -105,7 +106,7 @@ def deliver(session: Session, *, settings: LoaderSettings) -> Delivery:
         batch = next(batches)
         first_batch_s = time.perf_counter() - began
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
-        batch_size(batch)  # refuses what is no batch
+        _check_batch(batch)
         del batch
         round_of = max(1, settings.num_workers)
         for _ in range(round_of - 1):  # workers that started together deliver together
@@ -159,9 +160,22 @@ def _batches_of(session: Session, settings: LoaderSettings) -> Iterator[Iterator
     with generators_kept(loader), warnings.catch_warnings():
         # More workers than cores are tried on purpose: some of them wait for disks
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        with closing(batches_without_end(make_loader(loader, settings))) as batches:
+        made = make_loader(loader, settings)
+        # A function may hold a generator that all its loaders share
+        with generators_kept(made), closing(batches_without_end(made)) as batches:
             yield batches
     collect_garbage()  # the processes of a loader end with its iterator
+
+
+def _check_batch(batch: Batch) -> None:
+    """Raise InvalidRequest where a loader delivers what is no batch of samples."""
+    try:
+        batch_size(batch)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"the loader delivers {kind_of(batch)} in which no tensor has a dimension for samples: "
+            "have its collate_fn return tensors, samples in dimension 0"
+        ) from error
 
 
 def _warnings_of(watch: BatchWatch, batch: Batch) -> tuple[str, ...]:

@@ -146,6 +146,7 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
         Exception: what the user's code raised.
     """
     end = object()
+    epochs = 0
     while True:
         has_any = False
         with users_code():
@@ -156,6 +157,12 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
             yield batch
             with users_code():
                 batch = next(epoch, end)
+        if not has_any and epochs:
+            raise InvalidRequest(
+                "the loader can be iterated only once, as a generator can: return a DataLoader, or "
+                "what makes its batches anew each time that it is iterated"
+            )
+        epochs += 1
         if not has_any:
             raise InvalidRequest(
                 "the loader delivers no batch: its dataset may have fewer samples than one batch "
@@ -164,7 +171,7 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
 
 
 @contextmanager
-def generators_kept(loader: Loader) -> Iterator[None]:
+def generators_kept(loader: Loader | Iterable[Batch]) -> Iterator[None]:
     """Put the random generators of a live loader back at the end, as iterating it moves them."""
     generators: dict[int, torch.Generator] = {}
     if isinstance(loader, DataLoader):

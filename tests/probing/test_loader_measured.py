@@ -143,6 +143,31 @@ def test_in_this_process_no_process_is_left_and_the_users_state_is_as_before(
     assert all(map(torch.equal, before, after))
 
 
+def test_a_generator_that_a_function_holds_is_put_back(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    function = functools.partial(
+        DataLoader, Rows(tmp_path, quick), shuffle=True, generator=generator
+    )
+    before = generator.get_state()
+    with prober_for(function, "inprocess") as prober:
+        delivered(prober)
+        feeding(prober)
+    assert torch.equal(generator.get_state(), before)
+
+
+def nothing(rows: Any) -> None:
+    return None
+
+
+def test_what_is_no_batch_is_named_as_the_loaders(tmp_path: Path) -> None:
+    loader = functools.partial(DataLoader, Rows(tmp_path, quick), collate_fn=nothing)
+    with (
+        prober_for(loader, "inprocess") as prober,
+        pytest.raises(InvalidRequest, match="the loader delivers None"),
+    ):
+        delivered(prober)
+
+
 def test_a_live_loader_is_sent_while_it_is_being_iterated(tmp_path: Path) -> None:
     live = DataLoader(Rows(tmp_path, quick), BATCH, num_workers=1, persistent_workers=True)
     assert len(next(iter(live))[0]) == BATCH

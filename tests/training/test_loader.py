@@ -174,6 +174,47 @@ def test_a_loader_without_batches_does_not_go_on_for_ever() -> None:
         next(batches_without_end(DataLoader(ROWS, 11, drop_last=True)))
 
 
+def test_a_generator_ends_after_its_only_epoch_and_is_named() -> None:
+    batches = batches_without_end(torch.arange(n + 1) for n in range(2))
+    assert [len(next(batches)) for _ in range(2)] == [1, 2]
+    with pytest.raises(InvalidRequest, match="only once, as a generator"):
+        next(batches)
+
+
+def noted_start(worker: int) -> None:
+    """Is kept."""
+
+
+def test_all_else_that_a_live_loader_has_is_kept() -> None:
+    generator = torch.Generator()
+    live = DataLoader(
+        ROWS, 3, worker_init_fn=noted_start, generator=generator, in_order=False, num_workers=1
+    )
+    again = make_loader(live, LoaderSettings(3, 2, False, 2))
+    assert isinstance(again, DataLoader)
+    assert again.worker_init_fn is noted_start
+    assert again.generator is generator
+    assert again.in_order is False
+
+
+def test_the_generator_of_a_live_loader_itself_is_put_back() -> None:
+    generator = torch.Generator().manual_seed(3)  # it gives its processes their seeds
+    live = DataLoader(ROWS, 3, sampler=RandomSampler(ROWS), generator=generator)
+    before = generator.get_state()
+    with generators_kept(live):
+        values(make_loader(live, LoaderSettings(3)))
+        assert not torch.equal(generator.get_state(), before)
+    assert torch.equal(generator.get_state(), before)
+
+
+def by_position(batch_size: int, pin_memory: bool = True, /, num_workers: int = 0) -> Any:
+    return None
+
+
+def test_what_is_taken_by_position_alone_is_not_given_by_name() -> None:
+    assert settings_taken(by_position) == {"num_workers"}
+
+
 def test_an_error_of_the_users_dataset_is_the_users() -> None:
     def fails(rows: list[Any]) -> Any:
         raise ValueError("row 3 is torn")
