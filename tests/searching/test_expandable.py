@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.memory.expandable import CONFIGURED_BY, expandable_segments
 from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
 from autofit.searching.allocator import candidates, try_expandable_segments
 from autofit.training.workload import Workload
@@ -88,6 +92,9 @@ def test_only_where_memory_limits_a_search_is_anything_tried(
     assert candidates(dense, [dense, refused], BUDGET).best is None
     slow, quick = trial(Outcome.RETRIES, 5, 480, 512), trial(Outcome.RETRIES, 20, 480, 512)
     assert candidates(dense, [dense, slow, quick], BUDGET).flushing is quick
+    assert candidates(dense, [dense, quick, slow], BUDGET).flushing is quick
+    quickest = trial(Outcome.RETRIES, 30, 480, 512)
+    assert candidates(dense, [quick, quickest], BUDGET).flushing is quickest
     assert candidates(dense, [dense, slow], BUDGET).flushing is None
 
 
@@ -108,3 +115,48 @@ def test_torch_reads_the_newer_variable_first(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert not expandable_segments()
+
+
+class Recorded:
+    """A prober of recorded measurements: with them, of the flushing plan, plain, in their bytes."""
+
+    worker_pid: int | None = 1
+
+    def __init__(self, *found: tuple[Outcome, int]) -> None:
+        self.left, self.budgets, self.renewed = list(found), [], 0
+
+    @contextmanager
+    def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
+        yield
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+    def probe(self, request: ProbeRequest) -> Trial:
+        outcome, held = self.left.pop(0)
+        self.budgets.append(request.vram_budget_bytes)
+        return trial(outcome, 10, held, held)
+
+
+def recommended(prober: Any, flushing: ResolvedPlan | None = None) -> tuple[bool, bool]:
+    found = try_expandable_segments(prober, ResolvedPlan(Plan(8)), flushing, BUDGET)
+    return found["recommended"], found["lowers_required_bytes"]
+
+
+OK, OOM, RETRIES = Outcome.OK, Outcome.OOM, Outcome.RETRIES
+
+
+def test_what_runs_in_their_bytes_without_them_has_no_need_of_them() -> None:
+    needy = Recorded((OK, 200), (OK, 300), (OOM, 200))
+    assert recommended(needy) == (True, True)
+    assert needy.budgets == [BUDGET, BUDGET, 200 * MIB]
+    assert needy.renewed == 1  # what the allocator kept would hide it
+    assert recommended(Recorded((OK, 200), (OK, 300), (OK, 200))) == (False, False)
+    assert recommended(Recorded((OK, 299), (OK, 300))) == (False, False)  # next to nothing
+    assert recommended(Recorded((OOM, 200), (OK, 300))) == (False, False)
+
+
+def test_a_faster_plan_that_still_flushes_its_cache_is_no_reason() -> None:
+    flushing = ResolvedPlan(Plan(16))
+    assert recommended(Recorded((OK, 300), (OK, 300), (OK, 300)), flushing) == (True, False)
+    assert recommended(Recorded((OK, 300), (RETRIES, 300), (OK, 300)), flushing) == (False, False)

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from autofit.probing.loader import Delivery, Feeding
-from autofit.searching.loader import Host, bottleneck, chosen, fastest, next_workers
+from autofit.searching.loader import (
+    Host,
+    bottleneck,
+    chosen,
+    expected_speed,
+    fastest,
+    next_workers,
+)
 from autofit.training.loader import LoaderSettings
 
 ROOMY = Host(cores=8, free_bytes=2**36, shared_bytes=2**35)
@@ -114,3 +121,8 @@ def test_measured_speed_decides_and_a_tie_takes_the_least_of_the_host() -> None:
 )
 def test_what_bounds_the_training(end_to_end: float, alone: float, what: str) -> None:
     assert bottleneck(fed(4, end_to_end), [measured(4, alone)], 100) == what
+
+
+def test_without_workers_loading_and_training_take_turns() -> None:
+    assert expected_speed(measured(0, 100.0), 100.0) == pytest.approx(50.0)
+    assert expected_speed(measured(4, 1000.0), 100.0) == 100.0
