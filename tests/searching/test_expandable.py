@@ -123,7 +123,8 @@ class Recorded:
     worker_pid: int | None = 1
 
     def __init__(self, *found: tuple[Outcome, int]) -> None:
-        self.left, self.budgets, self.renewed = list(found), [], 0
+        self.left, self.renewed = list(found), 0
+        self.budgets: list[int | None] = []
 
     @contextmanager
     def environment(self, variables: Mapping[str, str]) -> Iterator[None]:

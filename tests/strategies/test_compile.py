@@ -57,6 +57,7 @@ def test_it_is_offered_at_a_cost_that_grows_with_the_model() -> None:
     small = COMPILE.dimensions(PlainContext(workload))[MODE]
     assert list(small.values) == ["off", "default"]
     assert small.fresh_worker
+    assert small.when == {"checkpointing.level": (0, None)}
     layers = [nn.Linear(8, 8) for _ in range(20)]
     large = COMPILE.dimensions(
         PlainContext(lambda: Workload(nn.Sequential(*layers), torch.ones(4, 8)))
@@ -144,6 +145,7 @@ def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
     assert 0 < costs["blocks"] < costs["model"]
     payload = dimensions[REGION].payloads["blocks"]
     assert payload == {"modules": [f"blocks.{number}" for number in range(4)]}
+    assert dimensions[BUDGET].when == {MODE: ("default",), REGION: ("model", None)}
     assert list(COMPILE.dimensions(PlainContext(workload))[REGION].values) == ["model"]
     plain = {MODE: "off", REGION: "model", BUDGET: 1.0}
     assert [v for v in space.variants() if v[MODE] == "off"] == [plain]
@@ -200,7 +202,11 @@ def test_the_lines_to_paste_compile_the_model() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_training_is_accounted_for_and_leaves_nothing() -> None:
+def test_a_compiled_training_is_accounted_for_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # an earlier test may set them
+        monkeypatch.delenv(name, raising=False)
     device = CpuDevice()
     builder = TrainingBuilder(workload, device, 0)
     batch = workload().batch(4)
@@ -225,6 +231,7 @@ def test_a_compiled_training_is_accounted_for_and_leaves_nothing() -> None:
     least = 4 * 64 * 4 + sum(p.nbytes for p in training.model.parameters())
     assert seen.peak_allocated_bytes - before >= least
     assert "_compiled_call_impl" not in vars(training.model)
+    assert not any(vars(parameter) for parameter in training.model.parameters())
     assert dict(os.environ) == variables
 
 
