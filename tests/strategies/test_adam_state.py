@@ -99,6 +99,7 @@ class Own(torch.optim.AdamW):
         (Own, "Own is neither"),
         (partial(torch.optim.AdamW, amsgrad=True), "amsgrad=True"),
         (partial(torch.optim.Adam, maximize=True), "maximize=True"),
+        (partial(torch.optim.Adam, differentiable=True), "differentiable=True"),
     ],
 )
 def test_an_optimizer_that_no_library_equals_is_refused(
@@ -171,11 +172,12 @@ def _nbytes(state: dict[str, Any]) -> int:
     return total
 
 
-@needs_bitsandbytes
-def test_the_lines_to_paste_run() -> None:
+@pytest.mark.parametrize("value", LIBRARIES)
+def test_the_lines_to_paste_run(value: str) -> None:
+    pytest.importorskip(LIBRARIES[value])
     model = make_model()
     space = {"optimizer": torch.optim.Adam(model.parameters(), lr=0.25)}
-    exec("\n".join(STRATEGY.describe({SETTING: "bitsandbytes_8bit"}, PAYLOADS)), space)
+    exec("\n".join(STRATEGY.describe({SETTING: value}, PAYLOADS)), space)
     assert type(space["optimizer"]).__name__ == "Adam8bit"
     assert space["optimizer"].param_groups[0]["lr"] == 0.25
 
