@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -233,7 +233,7 @@ class Plan:
         share = split_evenly(self.samples_per_step, self.world_size)[rank]
         return split_evenly(share, self.accumulation_steps)
 
-    @property
+    @cached_property
     def variant(self) -> VariantKey:
         """The settings as a hashable key."""
         return variant_key(self.settings)

@@ -236,7 +236,7 @@ def _expected_value(posterior: Posterior, trial: Trial) -> float:
     cost = 0.0
     if trial.role is not Role.CONFIRMED:
         cost = float(oom_cost(posterior, np.array(posterior.oom_risk(trial.plan))))
-    return float(posterior.log_speed(trial.plan).mean()) - cost
+    return posterior.mean_log_speed(trial.plan) - cost
 
 
 def _may_win(posterior: Posterior, rival: Plan, leader: Plan) -> bool:

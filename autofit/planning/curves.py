@@ -16,67 +16,49 @@ where little was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autofit.plan import Dimension, Scalar, Settings, variant_key
+from autofit.plan import Dimension, Settings
 from autofit.planning.least_squares import Array, Fitted, Readings, added, fit, nearest
+from autofit.planning.line_prior import (
+    Hints,
+    LinePrior,
+    Terms,
+    log_effects,
+    predicted_effects,
+    shared_features,
+)
 
 MULTIPLES = (8, 4, 2)
 """Kernels may work in tiles of so many samples."""
 
-Hints: TypeAlias = Mapping[tuple[str, Scalar], float]
-"""(setting, value) -> expected ratio of a coefficient to that of the setting's first value."""
+_NEGLIGIBLE = 1e-9  # of the largest, for a singular value
 
 
 @dataclass(frozen=True)
-class LinePrior:
-    """Prior of a family of lines: standard deviations of log coefficients, unless stated otherwise.
+class Freedom:
+    """How far lines may be from what their prior says, in some of the draws.
 
     Attributes:
-        level: of all lines together; wide, because the device may be anything.
-        split: of how the first measured value divides between intercept and slope, each way.
-        predicted_level: of the error of slopes that all predicted lines have in common.
-        predicted_intercept: likewise of intercepts.
-        intercept: of the effect of one value on the intercept.
-        hinted_intercept: of the same effect around its hint.
-        shared_slope: of the effect on the slope that all values of an unordered setting but the
-            first have in common.
-        slope: of the effect on the slope of one value alone.
-        slope_mean: prior mean of the log slope of a non-plain value of an unordered setting;
-            negative because strategies offer values that are expected to help.
-        trend: of the effect on the slope of the last value of an ordered setting; the values
-            before it have proportional shares of that effect.
-        curvature: of the deviation of an ordered setting's values from that trend.
-        hinted_slope: of the effect of a value on the slope around its hint.
-        predicted_slope: of the same effect around its predicted line.
-        own_share: more of the same where it is known: this share of the effect.
-        common_share: likewise, in common to all values of the setting: who overrates one precision
-            overrates the others.
-        interaction: of a variant's slope around the product of its settings' effects.
-        uneven: of the effect on y of an x that is not a multiple of `MULTIPLES`, one for each.
+        power: of the sum of fixed and growing parts; see `autofit.planning.least_squares.added`.
+        uneven: standard deviation of the effect on log y of an x that is not a multiple of
+            `MULTIPLES`, one for each.
+        fixed: by how much the deviations of the settings' effects on intercepts are multiplied.
+        interaction: likewise of interactions.
+        spread: standard deviation of log y around the line, beside the error of each point.
     """
 
-    level: float = 2.0
-    split: float = 1.0
-    predicted_level: float = 0.05
-    predicted_intercept: float = 0.1
-    intercept: float = 0.05
-    hinted_intercept: float = 0.15
-    shared_slope: float = 0.5
-    slope: float = 0.5
-    slope_mean: float = -0.2
-    trend: float = 0.6
-    curvature: float = 0.4
-    hinted_slope: float = 0.07
-    predicted_slope: float = 0.03
-    own_share: float = 0.0
-    common_share: float = 0.0
-    interaction: float = 0.06
+    power: float = 1.0
     uneven: float = 0.0
+    fixed: float = 1.0
+    interaction: float = 1.0
+    spread: float = 0.0
+
+
+_AS_THE_PRIOR = Freedom()
 
 
 @dataclass(frozen=True)
@@ -112,16 +94,6 @@ class LineDraws:
     slope: Array
     uneven: Array
     power: Array
-
-    @classmethod
-    def joined(cls, parts: Sequence[LineDraws]) -> LineDraws:
-        """Return all draws of several, one after the other."""
-        return cls(
-            *(
-                np.concatenate([getattr(part, name) for part in parts])
-                for name in ("intercept", "slope", "uneven", "power")
-            )
-        )
 
     def value_at(self, x: Array | float) -> Array:
         """Return y at x, which is broadcast against (draws, variants)."""
@@ -183,23 +155,22 @@ class LineFamily:
     ) -> None:
         lines = lines or {}
         self._interaction, self._count = prior.interaction, len(variants)
-        self._uneven = prior.uneven
         self._predicted = bool(lines)
         terms = [
-            _Terms.of_setting(
+            Terms.of_setting(
                 dimension.values,
                 [settings[name] for settings in variants],
                 prior,
-                _log_effects(name, dimension, intercept_hints or {}),
-                _log_effects(name, dimension, slope_hints or {}),
-                _predicted_effects(name, dimension, variants, lines),
+                log_effects(name, dimension, intercept_hints or {}),
+                log_effects(name, dimension, slope_hints or {}),
+                predicted_effects(name, dimension, variants, lines),
             )
             for name, dimension in dimensions.items()
         ]
-        shared_a, shared_b = _shared_features(self._count, prior, self._predicted)
-        intercepts, slopes = [t.features_a for t in terms], [t.features_b for t in terms]
-        self._features_a = np.hstack([shared_a, *intercepts, *map(np.zeros_like, slopes)])
-        self._features_b = np.hstack([shared_b, *map(np.zeros_like, intercepts), *slopes])
+        self._shared = shared_features(self._count, prior, self._predicted)
+        none = np.zeros((self._count, 0))
+        self._of_a = np.hstack([none, *(term.features_a for term in terms)])
+        self._of_b = np.hstack([none, *(term.features_b for term in terms)])
         plain = np.log(lines[0]) if lines else np.zeros(2)
         self._mean_a = np.full(self._count, plain[0])
         self._mean_b = np.full(self._count, plain[1])
@@ -210,60 +181,64 @@ class LineFamily:
             self._mean_a[index], self._mean_b[index] = np.log(line)
 
     def draws(
-        self, points: Sequence[Point], count: int, seed: int, power: Array | float = 1.0
+        self, points: Sequence[Point], count: int, seed: int, freedom: Freedom = _AS_THE_PRIOR
     ) -> LineDraws:
-        """Return `count` draws given the points; the same for the same arguments.
+        """Return `count` draws given the points; the same for the same arguments."""
+        return self.mixed_draws(points, [(freedom, count, seed)])
 
-        Args:
-            points: what was measured.
-            count: of draws.
-            seed: of the draws.
-            power: of each draw's norm, (count, 1), or of all; see `added`.
-        """
-        random = np.random.default_rng(seed)
-        power = np.broadcast_to(power, (count, 1))
+    def mixed_draws(
+        self, points: Sequence[Point], parts: Sequence[tuple[Freedom, int, int]]
+    ) -> LineDraws:
+        """Return draws given the points, in parts of so much freedom, so many, from such a seed."""
+        shared, of_a, of_b = 2, self._of_a.shape[1], self._of_b.shape[1]
+        sizes = [shared + of_a + of_b, self._count, len(points), len(MULTIPLES)]
+        streams = [(np.random.default_rng(seed), count) for _, count, seed in parts]
+        drawn = [[random.standard_normal((count, n)) for n in sizes] for random, count in streams]
+        weights, interactions, errors, uneven = map(np.vstack, zip(*drawn, strict=True))
+        freedoms = [freedom for freedom, count, _ in parts for _ in range(count)]
         mean_a, mean_b = self._means(points)
-        weights = random.standard_normal((count, self._features_a.shape[1]))
-        interactions = random.standard_normal((count, self._count))
-        errors = random.standard_normal((count, len(points)))
-        uneven = random.standard_normal((count, len(MULTIPLES)))
         if points:
-            seen = np.unique([point.variant for point in points])
-            prior = np.hstack([weights, interactions[:, seen], uneven])
-            fitted = nearest(prior, self._readings(points, power), errors)
-            ends = [weights.shape[1], weights.shape[1] + len(seen)]
-            weights, interactions[:, seen], uneven = np.split(fitted, ends, axis=1)
+            problem = _Problem(self, points, freedoms)
+            seen = problem.seen
+            prior = np.hstack(
+                [problem.reduced(weights), interactions[:, seen], uneven[:, : problem.uneven]]
+            )
+            found = nearest(prior, problem.readings, errors[:, problem.order])
+            terms = prior.shape[1] - len(seen) - problem.uneven
+            weights = weights + problem.restored(found[:, :terms] - prior[:, :terms])
+            interactions[:, seen] = found[:, terms : terms + len(seen)]
+            uneven[:, : problem.uneven] = found[:, terms + len(seen) :]
+        shifts, on_a, on_b = np.split(weights, [shared, shared + of_a], axis=1)
+        fixed, interaction, deviation, power = _columns(
+            freedoms, "fixed", "interaction", "uneven", "power"
+        )
         return LineDraws(
-            mean_a + weights @ self._features_a.T,
-            mean_b + weights @ self._features_b.T + self._interaction * interactions,
-            self._uneven * uneven,
+            mean_a + shifts @ self._shared[0].T + fixed * on_a @ self._of_a.T,
+            mean_b
+            + shifts @ self._shared[1].T
+            + on_b @ self._of_b.T
+            + self._interaction * interaction * interactions,
+            deviation * uneven,
             power,
         )
 
-    def fitted(self, points: Sequence[Point], power: float = 1.0) -> Fitted:
-        """Return the likeliest lines at these points, and how well the family explains them."""
-        return fit(self._readings(points, np.array([[power]])))
+    def fits(
+        self, points: Sequence[Point], freedoms: Sequence[Freedom]
+    ) -> Callable[[Sequence[float]], Fitted]:
+        """Return a function of the spread around the lines of each freedom.
 
-    def _readings(self, points: Sequence[Point], power: Array) -> Readings:
-        """Return the problem whose weights are terms, interactions seen, and multiples."""
-        variants = np.array([point.variant for point in points])
-        mean_a, mean_b = self._means(points)
-        own = self._interaction * (variants[:, None] == np.unique(variants))
-        no_own, no_term = np.zeros_like(own), np.zeros((len(points), self._features_a.shape[1]))
-        multiples = self._uneven * uneven_features(np.array([point.x for point in points]))
-        no_multiple = np.zeros_like(multiples)
-        return Readings(
-            log_x=np.log([point.x for point in points]),
-            log_y=np.log([point.y for point in points]),
-            sd=np.array([point.error for point in points]),
-            at_least=np.array([point.at_least for point in points]),
-            mean_a=mean_a[variants],
-            mean_b=mean_b[variants],
-            features_a=np.hstack([self._features_a[variants], no_own, no_multiple]),
-            features_b=np.hstack([self._features_b[variants], own, no_multiple]),
-            features_y=np.hstack([no_term, no_own, multiples]),
-            power=power,
-        )
+        It returns the likeliest lines, and how well the family explains the points, whose order its
+        readings have.
+        """
+        problem = _Problem(self, points, freedoms)
+
+        def fitted(spreads: Sequence[float]) -> Fitted:
+            found = fit(problem.with_spreads(np.array(spreads)[:, None]))
+            log_y = np.empty_like(found.log_y)
+            log_y[:, problem.order] = found.log_y
+            return replace(found, log_y=log_y)
+
+        return fitted
 
     def _means(self, points: Sequence[Point]) -> tuple[Array, Array]:
         """Return prior means of A and B; without predicted lines, scaled by the first value.
@@ -278,125 +253,87 @@ class LineFamily:
         return self._mean_a + half, self._mean_b - at_first + half - np.log(first.x)
 
 
-def _shared_features(count: int, prior: LinePrior, predicted: bool) -> tuple[Array, Array]:
-    """Return features for A and B of two terms of all variants.
+class _Problem:
+    """The least-squares problem of a family and points, sorted by variant, in as few weights as
+    make a difference to the variants seen.
 
-    Of predicted lines one shifts the intercepts and one the slopes, else one shifts and one tilts.
-    """
-    ones, none = np.ones((count, 1)), np.zeros((count, 1))
-    if predicted:
-        shifts = prior.predicted_intercept * ones, prior.predicted_level * ones
-        return np.hstack([shifts[0], none]), np.hstack([none, shifts[1]])
-    level, split = prior.level * ones, prior.split * ones
-    return np.hstack([level, split]), np.hstack([level, -split])
-
-
-def _log_effects(name: str, dimension: Dimension, hints: Hints) -> dict[Scalar, float]:
-    return {v: float(np.log(hints[name, v])) for v in dimension.values if (name, v) in hints}
-
-
-def _predicted_effects(
-    name: str,
-    dimension: Dimension,
-    variants: Sequence[Settings],
-    lines: Mapping[int, tuple[float, float]],
-) -> dict[Scalar, tuple[float, float]]:
-    """Return log effects on (intercept, slope) of values with a predicted line."""
-    found = {variant_key(variants[index]): np.log(line) for index, line in lines.items()}
-    effects: dict[Scalar, tuple[float, float]] = {}
-    for value in dimension.values[1:]:
-        line = found.get(variant_key({**variants[0], name: value}))
-        if line is not None:
-            intercept, slope = line - np.log(lines[0])
-            effects[value] = float(intercept), float(slope)
-    return effects
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """The terms of one setting: prior means, (variants), and features, (variants, terms).
-
-    A feature is the standard deviation of its term, because weights are standard normal.
+    Attributes:
+        order: of the points, that sorts them.
+        seen: the variants that have points.
+        uneven: how many weights of `MULTIPLES` there are.
+        readings: the problem.
     """
 
-    mean_a: Array
-    mean_b: Array
-    features_a: Array
-    features_b: Array
+    def __init__(
+        self, family: LineFamily, points: Sequence[Point], freedoms: Sequence[Freedom]
+    ) -> None:
+        variants = np.array([point.variant for point in points])
+        self.order = np.argsort(variants, kind="stable")
+        self.seen, starts = np.unique(variants[self.order], return_index=True)
+        fixed, interaction, uneven, spread, power = _columns(
+            freedoms, "fixed", "interaction", "uneven", "spread", "power"
+        )
+        self.uneven = len(MULTIPLES) if uneven.any() else 0
+        (of_a, self._of_a), (of_b, self._of_b) = (
+            _essential(features[self.seen]) for features in (family._of_a, family._of_b)
+        )
+        shared_a, shared_b = (shared[self.seen] for shared in family._shared)
+        ones = np.ones((len(freedoms), 1))
+        mean_a, mean_b = family._means(points)
+        x = np.array([point.x for point in points])[self.order]
+        self._errors = np.array([point.error for point in points])[self.order]
+        self.readings = Readings(
+            starts=starts,
+            log_x=np.log(x),
+            log_y=np.log([point.y for point in points])[self.order],
+            at_least=np.array([point.at_least for point in points])[self.order],
+            precision=1 / (self._errors**2 + spread**2),
+            mean_a=mean_a[self.seen],
+            mean_b=mean_b[self.seen],
+            features_a=np.hstack([shared_a, of_a, np.zeros_like(of_b)]),
+            features_b=np.hstack([shared_b, np.zeros_like(of_a), of_b]),
+            features_y=uneven_features(x)[:, : self.uneven],
+            scale=np.hstack(
+                [
+                    np.tile(ones, shared_a.shape[1]),
+                    np.tile(fixed, of_a.shape[1]),
+                    np.tile(ones, of_b.shape[1]),
+                    np.tile(family._interaction * interaction, len(self.seen)),
+                    np.tile(uneven, self.uneven),
+                ]
+            ),
+            power=power,
+        )
 
-    @classmethod
-    def of_setting(
-        cls,
-        values: Sequence[Scalar],
-        by_variant: Sequence[Scalar],
-        prior: LinePrior,
-        intercept_hints: Mapping[Scalar, float],
-        slope_hints: Mapping[Scalar, float],
-        predicted: Mapping[Scalar, tuple[float, float]],
-    ) -> _Terms:
-        """Return the terms of a setting with these values; a prediction overrides a hint.
+    def with_spreads(self, spreads: Array) -> Readings:
+        """Return the readings with these deviations around the lines, (draws, 1)."""
+        return replace(self.readings, precision=1 / (self._errors**2 + spreads**2))
 
-        Args:
-            values: of the setting.
-            by_variant: the value that each variant has.
-            prior: the standard deviations.
-            intercept_hints, slope_hints: value -> log effect.
-            predicted: value -> log effects on intercept and slope.
-        """
-        rows = [values.index(value) for value in by_variant]
-        intercepts = {**intercept_hints, **{v: both[0] for v, both in predicted.items()}}
-        slopes = {**slope_hints, **{v: both[1] for v, both in predicted.items()}}
-        is_ordered = _is_ordered(values)
-        # Between predicted values of an ordered setting the effect is interpolated.
-        known_between = bool(predicted) and is_ordered
-        hinted = np.array([v in intercept_hints and v not in predicted for v in values])
-        mean_a = _effects(values, intercepts, known_between)
-        features_a = _one_each(np.where(hinted, prior.hinted_intercept, prior.intercept))
-        if slopes:
-            known = np.array([value in slopes for value in values])
-            mean_b = _effects(values, slopes, known_between)
-            is_predicted = np.array([value in predicted for value in values])
-            around = np.where(is_predicted, prior.predicted_slope, prior.hinted_slope)
-            around = np.hypot(around, prior.own_share * mean_b)
-            own = _one_each(np.where(known, around, prior.slope))
-            features_b = np.hstack([prior.common_share * mean_b[:, None], own])
-        elif is_ordered:
-            mean_b, features_b = np.zeros(len(values)), _trend_features(len(values), prior)
-        else:
-            is_changed = (np.arange(len(values)) > 0)[:, None]
-            mean_b = np.where(is_changed[:, 0], prior.slope_mean, 0.0)
-            own = _one_each(np.full(len(values), prior.slope))
-            features_b = np.hstack([prior.shared_slope * is_changed, own])
-        return cls(mean_a[rows], mean_b[rows], features_a[rows], features_b[rows])
+    def reduced(self, weights: Array) -> Array:
+        """Return the weights of the problem from all terms' weights, (draws, terms)."""
+        shared, on_a, on_b = self._split(weights, self._of_a.shape[1])
+        return np.hstack([shared, on_a @ self._of_a.T, on_b @ self._of_b.T])
 
+    def restored(self, change: Array) -> Array:
+        """Return the least change of all terms' weights that changes the problem's weights so."""
+        shared, on_a, on_b = self._split(change, len(self._of_a))
+        return np.hstack([shared, on_a @ self._of_a, on_b @ self._of_b])
 
-def _effects(values: Sequence[Scalar], known: Mapping[Scalar, float], between: bool) -> Array:
-    """Return the log effect of each value; unknown ones are 0, or interpolated if `between`."""
-    if not between:
-        return np.array([known.get(value, 0.0) for value in values])
-    points = {values[0]: 0.0, **known}
-    at = sorted(points, key=values.index)
-    effects: Array = np.interp(
-        range(len(values)), [values.index(value) for value in at], [points[value] for value in at]
-    )
-    return effects
+    @staticmethod
+    def _split(weights: Array, of_a: int) -> list[Array]:
+        return np.split(weights, [2, 2 + of_a], axis=1)
 
 
-def _one_each(deviations: Array) -> Array:
-    """Return (values, values - 1): an independent term for each value but the first."""
-    features: Array = np.diag(deviations)[:, 1:]
-    return features
+def _columns(freedoms: Sequence[Freedom], *names: str) -> list[Array]:
+    """Return (draws, 1) of each of these attributes."""
+    return [np.array([[getattr(freedom, name)] for freedom in freedoms]) for name in names]
 
 
-def _trend_features(count: int, prior: LinePrior) -> Array:
-    """Return (values, values): a straight trend, and a random walk around it."""
-    last, index = count - 1, np.arange(count)[:, None]
-    steps = (np.arange(1, count) <= index) * prior.curvature / np.sqrt(last)
-    return np.hstack([prior.trend * index / last, steps])
+def _essential(features: Array) -> tuple[Array, Array]:
+    """Return features in as few orthonormal combinations of weights as span them, and these.
 
-
-def _is_ordered(values: Sequence[Scalar]) -> bool:
-    """Return whether neighbouring values can be expected to have similar effects."""
-    if len(values) < 3 or any(isinstance(v, bool | str) for v in values):
-        return False
-    return list(values) == sorted(values, key=float)
+    Weights that are independent and standard normal are so in every orthonormal basis.
+    """
+    left, sizes, basis = np.linalg.svd(features, full_matrices=False)
+    count = int((sizes > _NEGLIGIBLE * sizes.max(initial=0.0)).sum())
+    return left[:, :count] * sizes[:count], basis[:count]

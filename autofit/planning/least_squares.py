@@ -2,12 +2,14 @@
 
 Weights are standard normal beforehand, and log y is a function of them that is nearly linear close
 to the solution. `nearest` solves the problem for many perturbed copies at once, and `fit` for the
-measurements as they are.
+measurements as they are. Of the readings only sums over each line enter a system of equations, so
+its size is that of the weights that lines share, and the work grows with the readings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +18,8 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 
 _ITERATIONS = 12
-_INACTIVE_SD = 1e3  # of a bound that holds: the reading then has no weight
+_LEAST_STEP = 1e-6  # of a weight, whose standard deviation is 1 beforehand
+_INACTIVE = 1e-6  # precision of a bound that holds: the reading then has no weight
 
 
 def added(log_fixed: Array, log_growing: Array, power: Array) -> Array:
@@ -31,59 +34,176 @@ def added(log_fixed: Array, log_growing: Array, power: Array) -> Array:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The solution of a problem.
+    """The solutions of a problem, one a draw.
 
     Attributes:
-        log_y: (readings), the likeliest values of the lines.
-        log_evidence: log probability of the measurements, whatever the weights; less a constant
-            that all problems of the same measurements share.
+        log_y: (draws, readings), the likeliest values of the lines.
+        log_evidence: (draws), log probability of the measurements, whatever the weights; less a
+            constant that all problems of the same measurements share.
     """
 
     log_y: Array
-    log_evidence: float
+    log_evidence: Array
 
 
 @dataclass(frozen=True)
 class Readings:
-    """The least-squares problem of a set of measurements; one entry or row per reading.
+    """The least-squares problem of points that were measured on several lines, in every draw.
+
+    A draw's weights are its terms, which the lines share, then one for each line's own slope, then
+    one for each feature of log y.
 
     Attributes:
-        log_x, log_y: the measured points.
-        sd: standard deviation of log y.
-        at_least: whether y is only a lower bound.
-        mean_a, mean_b: A and B where all weights are zero.
-        features_a, features_b, features_y: (readings, weights), derivatives by each weight of A, B,
-            and log y at given A and B.
+        starts: (lines), each line's first reading; the readings are sorted by line.
+        log_x, log_y: (readings), the measured points.
+        at_least: (readings), whether y is only a lower bound.
+        precision: (draws, readings), inverse variance of log y.
+        mean_a, mean_b: (lines), A and B where all weights are zero.
+        features_a, features_b: (lines, terms), derivatives of A and B by each term.
+        features_y: (readings, features), derivatives of log y at given A and B.
+        scale: (draws, weights), by which derivatives are multiplied; that of B by a line's own
+            weight is the scale alone.
         power: (draws, 1), see `added`.
     """
 
+    starts: NDArray[np.intp]
     log_x: Array
     log_y: Array
-    sd: Array
     at_least: NDArray[np.bool_]
+    precision: Array
     mean_a: Array
     mean_b: Array
     features_a: Array
     features_b: Array
     features_y: Array
+    scale: Array
     power: Array
 
-    def jacobian(self, share: Array) -> Array:
-        """Return (draws, readings, weights): derivatives of log y; see `predicted` for `share`."""
-        share = share[:, :, None]
-        jacobian: Array = share * self.features_a + (1 - share) * self.features_b + self.features_y
-        return jacobian
+    def of(self, draws: NDArray[np.intp]) -> Readings:
+        """Return the problem in these draws alone."""
+        if len(draws) == len(self.power):
+            return self
+        return replace(
+            self,
+            precision=self.precision[draws],
+            scale=self.scale[draws],
+            power=self.power[draws],
+        )
+
+    @cached_property
+    def line(self) -> NDArray[np.intp]:
+        """(readings): the line of each."""
+        counts = np.diff(np.append(self.starts, len(self.log_x)))
+        return np.repeat(np.arange(len(self.starts)), counts)
+
+    @cached_property
+    def squares_y(self) -> Array:
+        """(readings, features * features): products of each two features of log y."""
+        squares = self.features_y[:, :, None] * self.features_y[:, None, :]
+        return squares.reshape(len(self.log_x), -1)
+
+    def parts(self, weights: Array) -> tuple[Array, Array, Array]:
+        """Return the columns of the terms, of the lines' own weights, and of the features."""
+        terms = self.features_a.shape[1]
+        own = terms + len(self.starts)
+        return weights[:, :terms], weights[:, terms:own], weights[:, own:]
 
     def predicted(self, weights: Array) -> tuple[Array, Array]:
-        """Return log y at each reading, and the share of y that the intercept has."""
-        a = self.mean_a + weights @ self.features_a.T
-        b = self.mean_b + weights @ self.features_b.T + self.log_x
-        value = added(a, b, self.power)
-        share = np.exp(self.power * (a - value))
-        return value + weights @ self.features_y.T, share
+        """Return (draws, readings): log y, and the share of y that the intercept has.
+
+        The sum is that of `added`, with exponentials of each line alone. Far from the solution they
+        may overflow; log y is then no number.
+        """
+        terms, own, features = self.parts(weights * self.scale)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            fixed = np.exp(self.power * (self.mean_a + terms @ self.features_a.T))
+            slope = np.exp(self.power * (self.mean_b + terms @ self.features_b.T + own))
+            fixed = fixed[:, self.line]
+            total = slope[:, self.line] * np.exp(self.power * self.log_x) + fixed
+            value = np.log(total) / self.power
+            share = fixed / total
+        if self.features_y.size:
+            value += features @ self.features_y.T
+        return value, share
+
+    def over_lines(self, values: Array) -> Array:
+        """Return (draws, lines): sums over the readings of each."""
+        sums: Array = np.add.reduceat(values, self.starts, axis=1)
+        return sums
 
 
-def nearest(prior: Array, readings: Readings, errors: Array) -> Array:
+@dataclass(frozen=True)
+class _System:
+    """The normal equations of the problem linearized somewhere, the lines' own weights eliminated.
+
+    Attributes:
+        own: (draws, lines), the diagonal block of the own weights.
+        cross: (draws, lines, others), the block of own weights and others.
+        others: (draws, others, others), what elimination leaves of the block of the others.
+    """
+
+    own: Array
+    cross: Array
+    others: Array
+
+    @classmethod
+    def of(cls, readings: Readings, share: Array, precision: Array) -> _System:
+        """Return the system where readings have these shares and inverse variances."""
+        of_a = precision * share
+        of_b = precision - of_a
+        a, aa = readings.over_lines(of_a), readings.over_lines(of_a * share)
+        ab = a - aa
+        bb = readings.over_lines(of_b) - ab
+        features_a, features_b, features_y = (
+            readings.features_a,
+            readings.features_b,
+            readings.features_y,
+        )
+        by_a = aa[:, :, None] * features_a + ab[:, :, None] * features_b
+        by_b = ab[:, :, None] * features_a + bb[:, :, None] * features_b
+        ya, yb = (
+            np.stack([readings.over_lines(part * column) for column in features_y.T], axis=2)
+            if features_y.size
+            else np.zeros((*aa.shape, 0))
+            for part in (of_a, of_b)
+        )
+        terms = features_a.T @ by_a + features_b.T @ by_b
+        mixed = features_a.T @ ya + features_b.T @ yb
+        squares = (precision @ readings.squares_y).reshape(len(aa), *2 * features_y.shape[1:])
+        others = np.concatenate(
+            [
+                np.concatenate([terms, mixed], axis=2),
+                np.concatenate([mixed.transpose(0, 2, 1), squares], axis=2),
+            ],
+            axis=1,
+        )
+        of_terms, of_own, of_features = readings.parts(readings.scale)
+        scale = np.hstack([of_terms, of_features])
+        cross = np.concatenate([by_b, yb], axis=2) * of_own[:, :, None] * scale[:, None, :]
+        own = 1 + of_own**2 * bb
+        others = others * scale[:, :, None] * scale[:, None, :]
+        others -= cross.transpose(0, 2, 1) @ (cross / own[:, :, None])
+        diagonal = range(others.shape[1])
+        others[:, diagonal, diagonal] += 1
+        return cls(own, cross, others)
+
+    def solved(self, readings: Readings, gradient: Array) -> Array:
+        """Return (draws, weights): the solution at this right side."""
+        of_terms, of_own, of_features = readings.parts(gradient)
+        right = np.hstack([of_terms, of_features])
+        right = right - np.einsum("dlo,dl->do", self.cross, of_own / self.own)
+        others = np.linalg.solve(self.others, right[:, :, None])[:, :, 0]
+        own = (of_own - np.einsum("dlo,do->dl", self.cross, others)) / self.own
+        terms = of_terms.shape[1]
+        return np.hstack([others[:, :terms], own, others[:, terms:]])
+
+    def log_determinant(self) -> Array:
+        """(draws): the log of the determinant of the whole system."""
+        determinant: Array = np.log(self.own).sum(axis=1) + np.linalg.slogdet(self.others)[1]
+        return determinant
+
+
+def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None = None) -> Array:
     """Return, per draw, the weights nearest to its prior draw that explain its readings.
 
     Damped Gauss-Newton on |weights - prior draw|^2 + |perturbed readings - line|^2 / sd^2, for all
@@ -94,40 +214,35 @@ def nearest(prior: Array, readings: Readings, errors: Array) -> Array:
         readings: the measurements.
         errors: (draws, readings), standard normal; reading plus error is the target of a draw.
     """
-    target = readings.log_y + readings.sd * errors
-
-    def noise(value: Array) -> Array:
-        return np.where(readings.at_least & (value > target), _INACTIVE_SD, readings.sd)
-
-    def cost_of(weights: Array) -> Array:
-        value, _ = readings.predicted(weights)
-        misfit = (target - value) / noise(value)
-        cost: Array = ((weights - prior) ** 2).sum(axis=1) + (misfit**2).sum(axis=1)
-        return cost
-
-    def minimum_near(weights: Array) -> Array:
-        """Return the minimum of the problem linearized at these weights."""
-        value, share = readings.predicted(weights)
-        jacobian = readings.jacobian(share)
-        residual = target - value + np.einsum("snp,sp->sn", jacobian, weights - prior)
-        gram = jacobian @ jacobian.transpose(0, 2, 1)
-        diagonal = range(len(readings.sd))
-        gram[:, diagonal, diagonal] += noise(value) ** 2
-        move = np.linalg.solve(gram, residual[:, :, None])[:, :, 0]
-        minimum: Array = prior + np.einsum("snp,sn->sp", jacobian, move)
-        return minimum
-
-    weights, goal = prior, prior
-    cost = np.full(len(prior), np.inf)
-    length = np.ones(len(prior))
+    target = readings.log_y + errors / np.sqrt(readings.precision)
+    weights, step = prior.copy(), np.zeros_like(prior)
+    cost, length = np.full(len(prior), np.inf), np.ones(len(prior))
+    moving = np.arange(len(prior))
     for _ in range(_ITERATIONS):
-        trial = weights + length[:, None] * (goal - weights)
-        trial_cost = cost_of(trial)
-        better = trial_cost < cost
-        weights = np.where(better[:, None], trial, weights)
-        cost = np.where(better, trial_cost, cost)
-        length = np.where(better, np.minimum(1.0, 2 * length), length / 4)
-        goal = np.where(better[:, None], minimum_near(weights), goal)
+        here = readings.of(moving)
+        trial = weights[moving] + length[moving, None] * step[moving]
+        value, share = here.predicted(trial)
+        away = prior[moving] - trial
+        with np.errstate(over="ignore", invalid="ignore"):
+            residual = target[moving] - value
+            precision = np.where(here.at_least & (residual < 0), _INACTIVE, here.precision)
+            pull = precision * residual
+            trial_cost = (away**2).sum(axis=1) + (pull * residual).sum(axis=1)
+        better = trial_cost < cost[moving]  # never where log y is no number
+        accepted = moving[better]
+        weights[accepted], cost[accepted] = trial[better], trial_cost[better]
+        length[moving] = np.where(better, np.minimum(1.0, 2 * length[moving]), length[moving] / 4)
+        if len(accepted):
+            at = readings.of(accepted)
+            pull, share, precision = pull[better], share[better], precision[better]
+            of_a = at.over_lines(pull * share)
+            of_b = at.over_lines(pull) - of_a
+            by_terms = of_a @ at.features_a + of_b @ at.features_b
+            gradient = np.hstack([by_terms, of_b, pull @ at.features_y]) * at.scale + away[better]
+            step[accepted] = _System.of(at, share, precision).solved(at, gradient)
+        moving = moving[np.abs(length[moving, None] * step[moving]).max(axis=1) >= _LEAST_STEP]
+        if not len(moving):
+            break
     return weights
 
 
@@ -137,12 +252,12 @@ def fit(readings: Readings) -> Fitted:
     Source: MacKay, Neural Computation 4, 1992: the likelihood of the likeliest weights, times the
     share of the prior that is as likely as they are. Bounds that hold count for nothing.
     """
-    none = np.zeros((1, readings.features_a.shape[1]))
-    weights = nearest(none, readings, np.zeros((1, len(readings.sd))))
+    none, exactly = np.zeros_like(readings.scale), np.zeros_like(readings.precision)
+    weights = nearest(none, readings, exactly)
     value, share = readings.predicted(weights)
-    counts = ~(readings.at_least & (value[0] > readings.log_y))
-    jacobian, noise = readings.jacobian(share)[0, counts], readings.sd[counts]
-    _, log_volume = np.linalg.slogdet(jacobian @ jacobian.T + np.diag(noise**2))
-    misfit = (readings.log_y - value[0])[counts] / noise
-    cost = (weights**2).sum() + (misfit**2).sum()
-    return Fitted(value[0], float(-(cost + log_volume) / 2))
+    counts = ~(readings.at_least & (value > readings.log_y))
+    precision = np.where(counts, readings.precision, 0.0)
+    log_volume = _System.of(readings, share, precision).log_determinant()
+    log_volume -= np.where(counts, np.log(readings.precision), 0.0).sum(axis=1)
+    misfit = (precision * (readings.log_y - value) ** 2).sum(axis=1)
+    return Fitted(value, -((weights**2).sum(axis=1) + misfit + log_volume) / 2)

@@ -214,7 +214,7 @@ def _per_second(
     samples = posterior.spec.train_samples
     training_s = math.inf
     if samples is not None:
-        training_s = samples / math.exp(float(posterior.log_speed(leader.plan).mean()))
+        training_s = samples / math.exp(posterior.mean_log_speed(leader.plan))
     costs = [float(seconds[posterior.index(plan)]) for _, plan in found]
     return [
         (worth / cost_s, plan)
@@ -230,7 +230,7 @@ def _beside_leaders(posterior: Posterior) -> Mask:
     """
     space = posterior.spec.space
     cheap = [t for t in posterior.probes if t.ok and not space.is_costly(t.plan.settings)]
-    cheap.sort(key=lambda trial: -float(posterior.log_speed(trial.plan).mean()))
+    cheap.sort(key=lambda trial: -posterior.mean_log_speed(trial.plan))
     leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
     if not leaders:
         return np.ones(len(posterior.variants), dtype=bool)

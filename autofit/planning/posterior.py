@@ -7,24 +7,17 @@ cached, so keep the object for several decisions after the same probes.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from autofit.measurement import Outcome, Role, Trial
+from autofit.measurement import Outcome, Role, Trial, oom_probes_of
 from autofit.plan import Plan, Settings, VariantKey, variant_key
-from autofit.planning.curves import (
-    Hints,
-    LineDraws,
-    LineFamily,
-    LinePrior,
-    Point,
-)
-from autofit.planning.departures import LEAST, Departures, spread_of
+from autofit.planning.curves import Freedom, LineDraws, LineFamily, Point
+from autofit.planning.departures import LEAST, Departures, Noise, seconds_of, spread_of
 from autofit.planning.feasibility import (
     Exclusions,
     MicroBatches,
@@ -33,64 +26,21 @@ from autofit.planning.feasibility import (
     trusted,
 )
 from autofit.planning.least_squares import Array, added
+from autofit.planning.line_prior import MEMORY_PRIOR, PREDICTED_TIME_PRIOR, TIME_PRIOR, Hints
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 DRAWS = 160
 MEMORY_ERROR = 0.02
 """Standard deviation of the log of the bytes that a probe holds, around the variant's line."""
 
-_LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next probe exactly
-_SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
-_MEMORY_PRIOR = LinePrior(trend=0.7, curvature=0.4)
-_TIME_PRIOR = LinePrior(trend=0.3, curvature=0.15)
-_PREDICTED_TIME_PRIOR = replace(
-    _TIME_PRIOR,
-    intercept=0.2,
-    predicted_level=1.0,
-    predicted_intercept=2.5,  # a roofline knows of no launches
-    predicted_slope=0.08,
-    own_share=0.12,
-    common_share=0.25,
-)
-"""The roofline of a model is off by any factor, and by a share of each setting's effect: on the two
-recorded grids by 0.1 to 0.4 of a precision's, by 0.3 at most of a checkpoint level's."""
-
-
-@dataclass(frozen=True)
-class _Regime:
-    """One of the ways in which step times may follow from the settings and the micro-batch.
-
-    Attributes:
-        odds: the probability beforehand, up to a factor.
-        power: of the sum of fixed and growing time; see `autofit.planning.curves.added`.
-        uneven: standard deviation of the effect of a size that is no multiple of 2, 4 or 8.
-        fixed: by how much the deviations of effects on fixed times are multiplied.
-        interaction: likewise of interactions.
-    """
-
-    odds: float
-    power: float
-    uneven: float
-    fixed: float
-    interaction: float
-
-    def prior(self, usual: LinePrior) -> LinePrior:
-        """Return the prior of lines in this regime."""
-        return replace(
-            usual,
-            uneven=self.uneven,
-            intercept=self.fixed * usual.intercept,
-            interaction=self.interaction * usual.interaction,
-        )
-
-
 _REGIMES = [
-    _Regime(odds * others, power, uneven, max(fixed, factor), factor)
+    (odds * others, Freedom(power, uneven, max(fixed, factor), factor))
     for others, power, fixed in ((1.0, 1.0, 1.0), (0.5, 4.0, 5.0))
     for odds, uneven, factor in ((1.0, 0.0, 1.0), (0.2, 0.08, 1.0), (0.2, 0.03, 3.0))
 ]
-"""Where launches overlap kernels, a small micro-batch takes as long as its launches: it tells
-little of larger ones, and settings differ in how much they launch."""
+"""The ways in which step times may follow from the settings and the micro-batch, each with its odds
+beforehand. Where launches overlap kernels, a small micro-batch takes as long as its launches: it
+tells little of larger ones, and settings differ in how much they launch."""
 
 
 class Posterior:
@@ -109,7 +59,6 @@ class Posterior:
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
         self.probes = [t for t in trusted(trials) if t.plan.variant in self._index]
-        self._log_speeds: dict[Plan, Array] = {}
 
     def updated(self, trials: Sequence[Trial]) -> Posterior:
         """Return the posterior after those trials: this one if they hold the same probes."""
@@ -158,6 +107,11 @@ class Posterior:
         ]
 
     @cached_property
+    def oom_probes(self) -> int:
+        """How many probes ran out of memory."""
+        return oom_probes_of(self.probes)
+
+    @cached_property
     def largest(self) -> MicroBatches:
         """(variants): the largest micro-batch of `fitting`; 0 if there is none."""
         largest: MicroBatches = np.zeros(len(self.variants), dtype=np.int64)
@@ -172,7 +126,7 @@ class Posterior:
         family = LineFamily(
             self.variants,
             self.spec.space.dimensions,
-            _MEMORY_PRIOR,
+            MEMORY_PRIOR,
             slope_hints=self._hints("bytes_per_sample"),
             intercept_hints=self._hints("fixed_bytes"),
             lines=self._predicted_lines,
@@ -184,17 +138,13 @@ class Posterior:
         """Seconds of one micro-batch over its size, departures left out."""
         probabilities, spreads = self._regimes
         shares = np.diff(np.round(DRAWS * np.cumsum([0.0, *probabilities])).astype(int))
-        return LineDraws.joined(
-            [
-                self._time_family(regime).draws(
-                    self._spread_points(spread), int(count), self.seed + 10 * index, regime.power
-                )
-                for index, (regime, spread, count) in enumerate(
-                    zip(_REGIMES, spreads, shares, strict=True), start=1
-                )
-                if count
-            ]
-        )
+        parts = [
+            (replace(freedom, spread=spread), int(count), self.seed + 10 * index)
+            for index, ((_, freedom), spread, count) in enumerate(
+                zip(_REGIMES, spreads, shares, strict=True), start=1
+            )
+        ]
+        return self._time_family.mixed_draws(self._time_points, parts)
 
     @property
     def spread(self) -> float:
@@ -205,18 +155,15 @@ class Posterior:
     @cached_property
     def _regimes(self) -> tuple[Array, list[float]]:
         """The probability of each regime, and the spread around its lines."""
-        log_odds = np.log([regime.odds for regime in _REGIMES])
+        log_odds = np.log([odds for odds, _ in _REGIMES])
         spreads = [LEAST] * len(_REGIMES)
         points = self._time_points
         if points:
             noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
-            for index, regime in enumerate(_REGIMES):
-                family = self._time_family(regime)
-                for _ in range(2):
-                    fitted = family.fitted(self._spread_points(spreads[index]), regime.power)
-                    spreads[index] = spread_of(log_y - fitted.log_y, noise)
-                fitted = family.fitted(self._spread_points(spreads[index]), regime.power)
-                log_odds[index] += fitted.log_evidence
+            fitted = self._time_family.fits(points, [freedom for _, freedom in _REGIMES])
+            for _ in range(2):
+                spreads = [spread_of(log_y - line, noise) for line in fitted(spreads).log_y]
+            log_odds += fitted(spreads).log_evidence
         odds = np.exp(log_odds - log_odds.max())
         return odds / odds.sum(), spreads
 
@@ -227,19 +174,16 @@ class Posterior:
         residuals = np.log([point.y for point in points]) - self.time.log_values_of(points)
         return Departures(points, residuals, self.spread, len(self.variants), self.seed + 3)
 
-    def _time_family(self, regime: _Regime) -> LineFamily:
+    @cached_property
+    def _time_family(self) -> LineFamily:
         lines = self._by_index(self.spec.predicted_times)
         return LineFamily(
             self.variants,
             self.spec.space.dimensions,
-            regime.prior(_PREDICTED_TIME_PRIOR if lines else _TIME_PRIOR),
+            PREDICTED_TIME_PRIOR if lines else TIME_PRIOR,
             slope_hints=self._hints("seconds_per_sample"),
             lines=lines,
         )
-
-    def _spread_points(self, spread: float) -> list[Point]:
-        """Return the measured times as points around lines that do not know of departures."""
-        return [replace(p, error=math.hypot(p.error, spread)) for p in self._time_points]
 
     @property
     def seed(self) -> int:
@@ -266,14 +210,40 @@ class Posterior:
 
     def log_speed(self, plan: Plan) -> Array:
         """(draws,): log of the plan's samples per second, its own measurements included."""
-        if plan not in self._log_speeds:
-            index, x = self.index(plan), plan.samples_per_step / plan.accumulation_steps
-            point = Point(index, x, 1.0, 0.0)
-            seconds = self.time.log_values_of([point])[:, 0]
-            departure = self.departures.of(index, math.log(x))
-            log_speed = math.log(x) - seconds - departure
-            self._log_speeds[plan] = self.over_training(log_speed, self.start_up_s[index])
-        return self._log_speeds[plan]
+        at = self._column_of.get(plan)
+        return self._log_speeds_of([plan])[:, 0] if at is None else self._of_fitting[:, at]
+
+    def mean_log_speed(self, plan: Plan) -> float:
+        """Return the expected log of the plan's samples per second."""
+        at = self._column_of.get(plan)
+        return float(self.log_speed(plan).mean() if at is None else self._mean_of_fitting[at])
+
+    @cached_property
+    def _column_of(self) -> Mapping[Plan, int]:
+        plans = dict.fromkeys(trial.plan for trial in self.fitting)
+        return {plan: column for column, plan in enumerate(plans)}
+
+    @cached_property
+    def _of_fitting(self) -> Array:
+        """(draws, plans): `log_speed` of the plans of `fitting`, all at once."""
+        return self._log_speeds_of(list(self._column_of))
+
+    @cached_property
+    def _mean_of_fitting(self) -> Array:
+        mean: Array = self._of_fitting.mean(axis=0)
+        return mean
+
+    def _log_speeds_of(self, plans: Sequence[Plan]) -> Array:
+        """Return (draws, plans): `log_speed` of each."""
+        points = [
+            Point(self.index(plan), plan.samples_per_step / plan.accumulation_steps, 1.0, 0.0)
+            for plan in plans
+        ]
+        variants = np.array([point.variant for point in points], dtype=np.intp)
+        log_x = np.log([point.x for point in points])
+        departures = self.departures.of(variants, log_x)
+        log_speeds = log_x - self.time.log_values_of(points) - departures
+        return self.over_training(log_speeds, self.start_up_s[variants])
 
     @cached_property
     def start_up_s(self) -> Array:
@@ -338,54 +308,31 @@ class Posterior:
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""
-        return float((self.memory_limit[:, self.index(plan)] < plan.micro_batch).mean())
+        return float(self.oom_risks([plan])[0])
+
+    def oom_risks(self, plans: Sequence[Plan]) -> Array:
+        """Return (plans): the `oom_risk` of each."""
+        limits = self.memory_limit[:, [self.index(plan) for plan in plans]]
+        risks: Array = (limits < [plan.micro_batch for plan in plans]).mean(axis=0)
+        return risks
 
     def noise(self, trial: Trial) -> float:
-        """Return the standard deviation of the log of the step time from probe to probe.
-
-        Estimated as the largest of the scatter of the probe's own steps, and the median scatter of
-        all probes with similar step times. A few steps alone are a poor estimate; the median
-        because one probe that another process disturbed says nothing about the others. Where
-        repeated probes of a plan differ by more than the median, that is so much larger; where by
-        less, both are so much smaller.
-        """
-        excess = self._excess_noise
-        own = _scatter_of_steps(trial) * min(1.0, excess)
-        return max(own, self._usual_noise(trial) * excess)
+        """Return the standard deviation of the log of a probe's step time; see `Noise.of`."""
+        return self._noise.of(trial)
 
     @cached_property
     def typical_noise(self) -> float:
         """The median of all probes' noise; 0 if nothing was timed."""
         return statistics.median([point.error for point in self._time_points] or [0.0])
 
-    @cached_property
+    @property
     def repeated(self) -> list[list[Trial]]:
         """The timed probes of each plan that was timed more than once."""
-        by_plan: dict[Plan, list[Trial]] = {}
-        for trial in self.probes:
-            if trial.measurement.step_times_s:
-                by_plan.setdefault(trial.plan, []).append(trial)
-        return [trials for trials in by_plan.values() if len(trials) > 1]
+        return self._noise.repeated
 
     @cached_property
-    def _excess_noise(self) -> float:
-        """The factor by which probes scatter more than their steps, 1 until a plan was repeated."""
-        squares, degrees = 1.0, 1
-        for trials in self.repeated:
-            logs = [math.log(_seconds(trial)) for trial in trials]
-            noise = statistics.fmean(self._usual_noise(trial) for trial in trials)
-            squares += statistics.variance(logs) * (len(logs) - 1) / noise**2
-            degrees += len(logs) - 1
-        return math.sqrt(squares / degrees)
-
-    def _usual_noise(self, trial: Trial) -> float:
-        similar = [
-            _scatter_of_steps(other)
-            for other in self.probes
-            if other.measurement.step_times_s
-            and 1 / _SIMILAR < _seconds(other) / _seconds(trial) < _SIMILAR
-        ]
-        return max(_LEAST_NOISE, statistics.median(similar))
+    def _noise(self) -> Noise:
+        return Noise(self.probes)
 
     def _hints(self, field: str) -> Hints:
         return {
@@ -438,24 +385,9 @@ class Posterior:
             Point(
                 self.index(trial.plan),
                 trial.plan.samples_per_step / trial.plan.accumulation_steps,
-                _seconds(trial),
+                seconds_of(trial),
                 self.noise(trial),
             )
             for trial in self.probes
             if trial.measurement.step_times_s
         ]
-
-
-def _scatter_of_steps(trial: Trial) -> float:
-    """Return the standard deviation of the log of one probe's step times around their median."""
-    times = trial.measurement.step_times_s
-    middle = statistics.median(times)
-    squares = sum(math.log(seconds / middle) ** 2 for seconds in times)
-    return math.sqrt(squares / max(1, len(times) - 1))
-
-
-def _seconds(trial: Trial) -> float:
-    """Return the median seconds of one micro-batch."""
-    step_time_s = trial.measurement.step_time_s
-    assert step_time_s is not None
-    return step_time_s / trial.plan.accumulation_steps

@@ -5,7 +5,8 @@ leaves room. Its potential is the speed gained over the leading plan at that cei
 probe is what its plan gains plus a share of the potential that it will then be known to have, both
 if it fits, less the cost of running out of memory if it does not. Repeating a plan is worth its
 knowledge gradient: the expected gain from reducing the noise that hides whether it beats the leader
-(`autofit.planning.information`). Worths are differences of log speed: 0.01 is one percent.
+(Frazier, Powell and Dayanik, SIAM J. Control Optim. 47, 2008), which grows with the share of the
+variance that a measurement explains. Worths are differences of log speed: 0.01 is one percent.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Trial, oom_probes_of
+from autofit.measurement import Trial
 from autofit.plan import Plan
 from autofit.planning.curves import MULTIPLES
 from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
-from autofit.planning.information import explained_deviation, knowledge_gradient
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import MEMORY_ERROR, Posterior
 
@@ -64,15 +64,14 @@ _DROP_ODDS = 0.02  # the probability that speed drops within a factor of e of mi
 _MOST_DROP = math.log(4)
 _WIDE = 2.5  # a gap between measured sizes that may hide a drop
 _ENOUGH_BELOW = 2  # sizes of at most half the leader's that show a drop below it
-_LEAST = 1e-9  # standard deviation of log speeds
+_LEAST = 1e-9  # standard deviation of log speeds, so that nothing is divided by zero
+_LEAST_OWN = 0.05  # the share of its variance that a second measurement adds at least to the first
 _HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit at all
 
 
 def leading(posterior: Posterior) -> Trial | None:
     """Return the trial whose plan, among those that ran and fit, is expected to be fastest."""
-    return max(
-        posterior.fitting, key=lambda t: float(posterior.log_speed(t.plan).mean()), default=None
-    )
+    return max(posterior.fitting, key=lambda t: posterior.mean_log_speed(t.plan), default=None)
 
 
 def ceilings(posterior: Posterior) -> MicroBatches:
@@ -89,7 +88,7 @@ def oom_cost(posterior: Posterior, risk: Array) -> Array:
     risks below 1 % came true in 3 % of the probes, risks above 20 % in a quarter of the predicted
     frequency), so it grows with the square root.
     """
-    happened = oom_probes_of(posterior.probes)
+    happened = posterior.oom_probes
     factor = SMALLEST_FACTOR if np.all(posterior.largest <= posterior.sizes.smallest) else 1.0
     if posterior.has_prior_memory:
         return factor * OOM_COST_WITH_PRIOR * (1 + happened / 2) * risk
@@ -143,8 +142,8 @@ def _opened(posterior: Posterior, reached: Array, log_speeds: Array, sizes: Micr
     reached = np.where(np.isfinite(reached), reached, _HOPELESS)
     speeds = np.where(sizes >= 1, log_speeds, 0.0)
     held = np.log(posterior.memory.value_at(np.maximum(sizes, 1)))
-    change = explained_deviation(reached, (speeds, posterior.typical_noise), (held, MEMORY_ERROR))
-    return knowledge_gradient(reached.mean(axis=0), change)
+    change = _explained_deviation(reached, (speeds, posterior.typical_noise), (held, MEMORY_ERROR))
+    return _knowledge_gradient(reached.mean(axis=0), change)
 
 
 def _before_drop(posterior: Posterior, leader: Trial) -> Proposal | None:
@@ -165,7 +164,7 @@ def _before_drop(posterior: Posterior, leader: Trial) -> Proposal | None:
         return None
 
     def log_speed(trial: Trial) -> float:
-        return float(posterior.log_speed(trial.plan).mean())
+        return posterior.mean_log_speed(trial.plan)
 
     beside = max(smaller, key=log_speed)
     noise = math.hypot(posterior.noise(leader), posterior.noise(beside))
@@ -236,7 +235,7 @@ def _sizes_between(posterior: Posterior, halfway: MicroBatches) -> list[MicroBat
     timed = [trial for trial in posterior.probes if trial.measurement.step_times_s]
     for trial in timed:
         measured[posterior.index(trial.plan)].add(trial.plan.micro_batch)
-    fitting = sorted(posterior.fitting, key=lambda t: -float(posterior.log_speed(t.plan).mean()))
+    fitting = sorted(posterior.fitting, key=lambda t: -posterior.mean_log_speed(t.plan))
     fastest: dict[int, int] = {}
     for trial in fitting:
         fastest.setdefault(posterior.index(trial.plan), trial.plan.micro_batch)
@@ -271,7 +270,7 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
     """
     plan, space = leader.plan, posterior.spec.space
     own = {
-        trial.plan.micro_batch: float(posterior.log_speed(trial.plan).mean())
+        trial.plan.micro_batch: posterior.mean_log_speed(trial.plan)
         for trial in posterior.fitting
         if trial.plan.variant == plan.variant and trial.plan.micro_batch <= plan.micro_batch
     }
@@ -286,7 +285,7 @@ def within_gap(posterior: Posterior, leader: Trial) -> Proposal | None:
     if above < _WIDE * below or size < 1 or size in own or size >= above:
         return None
     middle, ahead = space.plan(size, plan.settings), own[plan.micro_batch]
-    most = float(posterior.log_speed(middle).mean()) + _MOST_DROP - ahead
+    most = posterior.mean_log_speed(middle) + _MOST_DROP - ahead
     if below in own:
         most = min(most, own[below] + math.log(above / below) - ahead)
     return _DROP_ODDS * math.log(above / below) * most / 2, middle
@@ -299,14 +298,17 @@ def repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal
         for trial in posterior.fitting
         if trial.plan != leader.plan and allowed[posterior.index(trial.plan)]
     }
-    proposals: list[Proposal] = []
-    for plan, trial in rivals.items():
-        ahead = posterior.log_speed(plan) - posterior.log_speed(leader.plan)
-        cost = float(oom_cost(posterior, np.array(posterior.oom_risk(plan))))
-        deviation = ahead.std()
-        change = deviation**2 / math.hypot(deviation, posterior.noise(trial), _LEAST)
-        proposals.append((float(knowledge_gradient(ahead.mean(), change)) - cost, plan))
-    return proposals
+    if not rivals:
+        return []
+    plans = list(rivals)
+    ahead = np.stack([posterior.log_speed(plan) for plan in plans], axis=1)
+    ahead -= posterior.log_speed(leader.plan)[:, None]
+    noise = np.array([posterior.noise(trial) for trial in rivals.values()])
+    deviation = ahead.std(axis=0)
+    change = deviation**2 / np.maximum(np.hypot(deviation, noise), _LEAST)
+    worth = _knowledge_gradient(ahead.mean(axis=0), change)
+    worth -= oom_cost(posterior, posterior.oom_risks(plans))
+    return list(zip(worth.tolist(), plans, strict=True))
 
 
 def likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
@@ -320,3 +322,43 @@ def likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:
     if best is None:
         return None
     return posterior.spec.space.plan(int(smallest[best]), posterior.variants[best])
+
+
+def _knowledge_gradient(mean: Array, change: Array) -> Array:
+    """Return E[max(0, x)] for normal x: the gain from learning x before choosing x or nothing.
+
+    Args:
+        mean: of x.
+        change: standard deviation of what x will be expected to be.
+    """
+    change = np.maximum(change, _LEAST)
+    z = np.clip(mean / change, -30, 30)
+    density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    below = np.array([math.erf(each / math.sqrt(2)) for each in z.ravel()]).reshape(z.shape)
+    gain: Array = change * (density + z * (1 + below) / 2)
+    return np.where(mean / change > z, mean, gain)
+
+
+def _explained_deviation(
+    unknown: Array, first: tuple[Array, float], other: tuple[Array, float]
+) -> Array:
+    """Return, per column, the standard deviation of the best linear guess of the unknown.
+
+    Args:
+        unknown: (draws, columns), what is not measured.
+        first, other: (draws, columns), two things that are, and the noise of each.
+    """
+    one, two = _correlation(*first, unknown), _correlation(*other, unknown)
+    both = _correlation(*first, other[0])
+    own = np.maximum(1 - both**2, _LEAST_OWN)
+    share = (one**2 + two**2 - 2 * one * two * both) / own
+    deviation: Array = np.sqrt(np.clip(share, 0.0, 1.0)) * unknown.std(axis=0)
+    return deviation
+
+
+def _correlation(x: Array, noise: float, y: Array) -> Array:
+    """Return (columns): the correlation of noisy x with y."""
+    x, y = x - x.mean(axis=0), y - y.mean(axis=0)
+    deviation = np.sqrt((x**2).mean(axis=0) + noise**2) * y.std(axis=0)
+    found: Array = (x * y).mean(axis=0) / np.maximum(deviation, _LEAST)
+    return found

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from autofit.plan import Dimension, Scalar
-from autofit.planning.curves import LineDraws, LineFamily, LinePrior, Point
+from autofit.planning.curves import LineDraws, LineFamily, Point
+from autofit.planning.line_prior import LinePrior
 
 DIMENSIONS = {"dtype": Dimension(("plain", "half", "other")), "level": Dimension((0, 1, 2, 3))}
 VARIANTS = [{"dtype": d, "level": n} for d in ("plain", "half", "other") for n in range(4)]

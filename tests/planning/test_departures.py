@@ -7,6 +7,7 @@ import pytest
 
 from autofit.planning.curves import Point
 from autofit.planning.departures import LEAST, Departures, spread_of
+from autofit.planning.least_squares import Array
 
 DRAWS = 2000
 
@@ -16,6 +17,11 @@ def _departures(*points: tuple[int, float, float], spread: float = 0.3) -> Depar
     measured = [Point(variant, x, 1.0, 1e-4) for variant, x, _ in points]
     residuals = np.tile([departure for *_, departure in points], (DRAWS, 1))
     return Departures(measured, residuals, spread, variants=3, seed=0)
+
+
+def _at(departures: Departures, variant: int, size: float) -> Array:
+    """The draws of one variant at one micro-batch."""
+    return departures.of(np.array([variant]), np.log([size]))[:, 0]
 
 
 def test_noise_is_no_spread() -> None:
@@ -36,7 +42,7 @@ def test_a_noisy_probe_shows_a_share_of_its_departure() -> None:
     """Half of it, where the noise is as large as departures are; the rest is unknown."""
     residuals = np.full((DRAWS, 1), 0.4)
     departures = Departures([Point(0, 8, 1.0, 0.3)], residuals, 0.3, variants=1, seed=0)
-    drawn = departures.of(0, np.log(8))
+    drawn = _at(departures, 0, 8)
     assert drawn.mean() == pytest.approx(0.2, abs=0.02)
     assert drawn.std() == pytest.approx(0.3 / np.sqrt(2), rel=0.1)
 
@@ -44,26 +50,29 @@ def test_a_noisy_probe_shows_a_share_of_its_departure() -> None:
 def test_at_a_measured_size_the_departure_is_known() -> None:
     departures = _departures((0, 8, -0.2), (0, 64, 0.5))
     for size, departure in ((8, -0.2), (64, 0.5)):
-        drawn = departures.of(0, np.log(size))
+        drawn = _at(departures, 0, size)
         assert drawn.mean() == pytest.approx(departure, abs=0.001)
         assert drawn.std() < 0.001
 
 
 def test_halfway_it_is_as_likely_to_be_the_one_as_the_other() -> None:
-    drawn = _departures((0, 8, -0.2), (0, 128, 0.5)).of(0, np.log(32))
+    drawn = _at(_departures((0, 8, -0.2), (0, 128, 0.5)), 0, 32)
     assert np.mean(np.abs(drawn + 0.2) < 0.01) == pytest.approx(0.5, abs=0.05)
     assert np.mean(np.abs(drawn - 0.5) < 0.01) == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_variant_may_depart_where_others_do() -> None:
-    drawn = _departures((0, 8, 0.0), (0, 64, 0.6)).of(1, np.log(64))
-    assert 0.4 < np.mean(drawn > 0.5) < 0.8
-    assert np.abs(_departures((0, 8, 0.0), (0, 64, 0.6)).of(1, np.log(8))).max() < 0.01
+    departures = _departures((0, 8, 0.0), (0, 64, 0.6))
+    assert 0.4 < np.mean(_at(departures, 1, 64) > 0.5) < 0.8
+    assert np.abs(_at(departures, 1, 8)).max() < 0.01
 
 
 def test_all_variants_at_once_are_as_one_by_one() -> None:
     departures = _departures((0, 8, -0.2), (0, 64, 0.5), (2, 8, 0.1))
-    sizes = np.log([[8.0, 64.0, 16.0]])
-    together = departures.at(np.broadcast_to(sizes, (DRAWS, 3)))
-    for variant in range(3):
-        assert np.allclose(together[:, variant], departures.of(variant, float(sizes[0, variant])))
+    sizes = [8.0, 64.0, 16.0]
+    together = departures.at(np.broadcast_to(np.log([sizes]), (DRAWS, 3)))
+    plans = departures.of(np.arange(3), np.log(sizes))
+    for variant, size in enumerate(sizes):
+        alone = _at(departures, variant, size)
+        assert np.allclose(together[:, variant], alone)
+        assert np.allclose(plans[:, variant], alone)

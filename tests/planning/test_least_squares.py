@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autofit.planning.least_squares import Readings, fit, nearest
+from autofit.planning.least_squares import Array, Readings, fit, nearest
 
-PRIOR = np.random.default_rng(0).standard_normal((50, 2))
+DRAWS = 50
+PRIOR = np.random.default_rng(0).standard_normal((DRAWS, 3))
 
 
-def _reading(y: float, sd: float, *, at_least: bool = False) -> Readings:
-    """One line without a slope to speak of: log y is the first weight, the second does nothing."""
+def _readings(
+    log_y: Sequence[float],
+    sd: float,
+    *,
+    at_least: bool = False,
+    spread: float = 1.0,
+    draws: int = DRAWS,
+) -> Readings:
+    """One line without a slope to speak of: log y is the first weight times the spread.
+
+    The second weight is a term of the slope, the third the line's own.
+    """
+    count = len(log_y)
     return Readings(
-        log_x=np.zeros(1),
-        log_y=np.log([y]),
-        sd=np.array([sd]),
-        at_least=np.array([at_least]),
+        starts=np.array([0]),
+        log_x=np.zeros(count),
+        log_y=np.array(log_y),
+        at_least=np.full(count, at_least),
+        precision=np.full((draws, count), sd**-2),
         mean_a=np.zeros(1),
         mean_b=np.full(1, -100.0),
-        features_a=np.array([[1.0, 0.0]]),
+        features_a=np.array([[spread, 0.0]]),
         features_b=np.array([[0.0, 1.0]]),
-        features_y=np.zeros((1, 2)),
-        power=np.ones((1, 1)),
+        features_y=np.zeros((count, 0)),
+        scale=np.ones((draws, 3)),
+        power=np.ones((draws, 1)),
     )
 
 
 @pytest.mark.parametrize("sd", [0.01, 1.0, 3.0])
 def test_a_linear_problem_has_the_textbook_solution(sd: float) -> None:
     """The mean of prior and reading, each weighted by the inverse of its variance."""
-    weights = nearest(PRIOR, _reading(5.0, sd), np.zeros((50, 1)))
+    weights = nearest(PRIOR, _readings([np.log(5.0)], sd), np.zeros((DRAWS, 1)))
     expected = (PRIOR[:, 0] * sd**2 + np.log(5.0)) / (sd**2 + 1)
     assert np.allclose(weights[:, 0], expected)
-    assert np.allclose(weights[:, 1], PRIOR[:, 1])
+    assert np.allclose(weights[:, 1:], PRIOR[:, 1:])
 
 
 def test_every_draw_has_its_own_error_of_the_reading() -> None:
-    errors = np.linspace(-2, 2, 50)[:, None]
-    weights = nearest(PRIOR, _reading(5.0, 1e-3), errors)
+    errors = np.linspace(-2, 2, DRAWS)[:, None]
+    weights = nearest(PRIOR, _readings([np.log(5.0)], 1e-3), errors)
     assert np.allclose(weights[:, 0], np.log(5.0) + 1e-3 * errors[:, 0], atol=1e-5)
 
 
 def test_a_bound_moves_only_the_draws_below_it() -> None:
-    weights = nearest(PRIOR, _reading(1.0, 1e-3, at_least=True), np.zeros((50, 1)))
+    weights = nearest(PRIOR, _readings([0.0], 1e-3, at_least=True), np.zeros((DRAWS, 1)))
     below = PRIOR[:, 0] < 0
-    assert 0 < below.sum() < 50
+    assert 0 < below.sum() < DRAWS
     assert np.allclose(weights[~below], PRIOR[~below])
     assert np.allclose(weights[below, 0], 0, atol=1e-5)
 
@@ -58,29 +73,66 @@ def test_the_evidence_of_a_linear_problem_is_the_density_of_its_readings(
 ) -> None:
     """Of three readings of one normal term, with errors of their own."""
     log_y = np.array([0.3, 0.5, -0.1])
-    one = _reading(1.0, sd)
-    problem = replace(
-        one,
-        log_x=np.zeros(3),
-        log_y=log_y,
-        sd=np.full(3, sd),
-        at_least=np.zeros(3, dtype=bool),
-        mean_a=np.zeros(3),
-        mean_b=np.full(3, -100.0),
-        features_a=np.array([[spread, 0.0]] * 3),
-        features_b=np.zeros((3, 2)),
-        features_y=np.zeros((3, 2)),
-    )
+    problem = _readings(log_y.tolist(), sd, spread=spread, draws=1)
     covariance = spread**2 * np.ones((3, 3)) + sd**2 * np.eye(3)
     misfit = log_y @ np.linalg.solve(covariance, log_y)
     expected = -(misfit + np.log(np.linalg.det(covariance))) / 2
     fitted = fit(problem)
-    assert fitted.log_evidence == pytest.approx(expected)
+    assert fitted.log_evidence == pytest.approx(np.array([expected]))
     share = 3 * spread**2 / (3 * spread**2 + sd**2)
-    assert fitted.log_y == pytest.approx(np.full(3, share * log_y.mean()))
+    assert fitted.log_y == pytest.approx(np.full((1, 3), share * log_y.mean()))
 
 
 def test_a_bound_that_holds_is_no_evidence() -> None:
-    held = [fit(_reading(y, 0.1, at_least=True)).log_evidence for y in (0.1, 0.5)]
-    assert held == pytest.approx([0.0, 0.0], abs=1e-6)
-    assert fit(_reading(3.0, 0.1, at_least=True)).log_evidence < -0.1
+    def evidence(y: float) -> float:
+        return float(fit(_readings([np.log(y)], 0.1, at_least=True, draws=1)).log_evidence[0])
+
+    assert [evidence(0.1), evidence(0.5)] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert evidence(3.0) < -0.1
+
+
+@pytest.mark.parametrize("power", [1.0, 4.0])
+def test_several_lines_have_the_solution_of_the_whole_system(power: float) -> None:
+    """What is found costs least: no change of one of all weights costs less."""
+    random = np.random.default_rng(1)
+    lines, terms, features, per_line = 4, 5, 2, 3
+    count = lines * per_line
+    problem = Readings(
+        starts=np.arange(0, count, per_line),
+        log_x=random.uniform(0, 3, count),
+        log_y=np.zeros(count),
+        at_least=np.zeros(count, dtype=bool),
+        precision=random.uniform(100, 400, (1, count)),
+        mean_a=random.normal(size=lines),
+        mean_b=random.normal(size=lines),
+        features_a=random.normal(size=(lines, terms)),
+        features_b=random.normal(size=(lines, terms)),
+        features_y=random.normal(size=(count, features)),
+        scale=random.uniform(0.1, 1, (1, terms + lines + features)),
+        power=np.array([[power]]),
+    )
+    truth, prior = random.normal(size=(2, 1, terms + lines + features))
+    value, _ = problem.predicted(truth)
+    problem = replace(problem, log_y=value[0] + random.normal(0, 0.05, count))
+    found = nearest(prior, problem, np.zeros((1, count)))
+
+    def cost(weights: Array) -> float:
+        value, _ = problem.predicted(weights)
+        misfit = problem.precision * (problem.log_y - value) ** 2
+        return float(((weights - prior) ** 2).sum() + misfit.sum())
+
+    least = cost(found)
+    assert least < 0.5 * cost(prior)
+    for weight in np.eye(prior.shape[1]):
+        for step in (-1e-3, 1e-3):
+            assert cost(found + step * weight) > least
+
+
+def test_far_from_the_solution_nothing_overflows_for_good() -> None:
+    """The first step from so small a slope is far too long; it is shortened."""
+    problem = replace(_readings([0.0, 20.0], 1e-3, draws=1), log_x=np.array([0.0, 1.0]))
+    problem = replace(problem, features_b=np.array([[0.0, 30.0]]))
+    weights = nearest(np.zeros((1, 3)), problem, np.zeros((1, 2)))
+    assert np.isfinite(weights).all()
+    value, _ = problem.predicted(weights)
+    assert np.isfinite(value).all()
