@@ -18,12 +18,13 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -35,19 +36,21 @@ from autofit.units import parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
 from benchmarks.versus.table import Comparison, Row, markdown
 
-LIMIT_S = 900
-"""A tool that searches for longer is ended."""
-
 
 @dataclass(frozen=True)
 class Bench:
-    """Where one workload's processes run, and how long the judge trains."""
+    """Where one workload's processes run, how long the judge trains, and how long a tool may take.
+
+    Attributes:
+        limit_s: a process that takes longer is ended, with the processes that it started.
+    """
 
     task: dict[str, Any]
     environment: dict[str, str]
     folder: Path
     steps: int
     repeats: int
+    limit_s: float
 
     @property
     def timed(self) -> bool:
@@ -57,17 +60,23 @@ class Bench:
     def python(self, module: str, *arguments: object, log: Path | None = None) -> str:
         """Run a module of this folder in a process of its own; return its standard output."""
         extra = {"VERSUS_LOG": str(log)} if log else {}
-        ran = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.versus.{module}", *map(str, arguments)],
-            env=self.environment | extra,
-            stdout=subprocess.PIPE,
-            stderr=(self.folder / "stderr.txt").open("a"),
-            text=True,
-            timeout=LIMIT_S,
-        )
-        if ran.returncode:
-            raise RuntimeError(f"{module} ended with {ran.returncode}: see {self.folder}")
-        return ran.stdout
+        with (self.folder / "stderr.txt").open("a") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"benchmarks.versus.{module}", *map(str, arguments)],
+                env=self.environment | extra,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # so that all that it starts can be ended
+            )
+        try:
+            told, _ = process.communicate(timeout=self.limit_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            raise RuntimeError(f"{module} ended with {process.returncode}: see {self.folder}")
+        return told
 
     def judged(self, how: str, *arguments: object, precision: str = "float32") -> Any:
         """Return what the judge says."""
@@ -118,7 +127,7 @@ def sizes_tried(events: Sequence[dict[str, Any]]) -> int:
 
 @contextmanager
 def bench(
-    workload: str, budget_bytes: int, place: str, steps: int, repeats: int
+    workload: str, budget_bytes: int, place: str, steps: int, repeats: int, limit_s: float
 ) -> Iterator[Bench]:
     """Make the place: for an emulated one a card that ends at the budget."""
     environment = dict(os.environ)
@@ -128,12 +137,13 @@ def bench(
         environment = emulated_environment(cards, machine=machine, values=False)
     task = {"workload": workload, "place": place, "budget_bytes": budget_bytes}
     with tempfile.TemporaryDirectory() as folder:
-        yield Bench(task, environment, Path(folder), steps, repeats)
+        yield Bench(task, environment, Path(folder), steps, repeats, limit_s)
     machine.remove()
 
 
 def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:
     """Run every tool on one workload."""
+    load = [os.getloadavg()[0]]
     sizes = {name: at.judged("largest", precision=name) for name in precisions}
     largest = {name: told["largest"] for name, told in sizes.items()}
     global_batch = sizes[precisions[0]]["global_batch"]
@@ -163,6 +173,7 @@ def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comp
         largest,
         best,
         rows,
+        [*load, os.getloadavg()[0]],
     )
 
 
@@ -175,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="of the timing of an answer; 0: none"
     )
+    parser.add_argument(
+        "--limit", type=float, default=900, metavar="S", help="a tool that takes longer is ended"
+    )
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--json", type=Path)
@@ -183,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = []
     for text in given.tasks:
         workload, _, budget = text.partition("=")
-        with bench(workload, parse_bytes(budget), given.place, given.steps, given.repeats) as at:
+        where = workload, parse_bytes(budget), given.place
+        with bench(*where, given.steps, given.repeats, given.limit) as at:
             found.append(compared(at, names, given.precisions))
         print("\n".join(markdown(found[-1])), end="\n\n", flush=True)
         if given.json:

@@ -47,6 +47,7 @@ class Comparison:
         global_batch: the user's; None: free.
         largest: precision -> largest micro-batch that trains under the budget, by the plain loop.
         grid_best: samples per second of the fastest of the grid; None: no times here.
+        load: processes that wanted a processor, a minute's mean, at the beginning and the end.
     """
 
     workload: str
@@ -57,6 +58,7 @@ class Comparison:
     largest: dict[str, int]
     grid_best: float | None
     rows: Sequence[Row]
+    load: Sequence[float] = ()
 
 
 def markdown(comparison: Comparison) -> Iterator[str]:
@@ -68,6 +70,8 @@ def markdown(comparison: Comparison) -> Iterator[str]:
     yield f"Largest micro-batch that trains, by the plain loop: {sizes}."
     if told.grid_best:
         yield f"Fastest of the grid: {told.grid_best:.4g} samples/s."
+    if told.load:
+        yield f"Load of the machine: {' to '.join(f'{load:.1f}' for load in told.load)}."
     yield ""
     yield HEAD
     yield "|" + "---|" * (HEAD.count("|") - 1)
