@@ -8,7 +8,7 @@ from math import comb
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Role, Trial, fastest_of
 from autofit.plan import Plan
 
 
@@ -48,6 +48,18 @@ def test_rates_come_from_the_global_batch_and_the_median_step() -> None:
     assert trial.samples_per_second == 5.0
     assert trial.samples_per_second_low == 2.5
     assert trial.samples_per_second_high == 10.0
+
+
+def test_the_fastest_plan_is_so_by_its_median_and_not_by_its_luckiest_probe() -> None:
+    lucky, steady = Plan(4), Plan(8)
+    probes = [(lucky, 0.2), (lucky, 1.0), (lucky, 1.0), (steady, 1.0)]
+    trials = [
+        Trial(number, Role.SEARCH, plan, _measured([seconds]))
+        for number, (plan, seconds) in enumerate(probes)
+    ]
+    assert fastest_of(trials) == trials[3]
+    assert fastest_of(trials[:1]) == trials[0]
+    assert fastest_of([]) is None
 
 
 def test_what_was_not_timed_has_no_rate_and_no_interval() -> None:

@@ -2,12 +2,12 @@
 
 The plans that may be the fastest, and the baseline, are measured again at their full accumulation,
 taking turns. A turn is a block: one probe, whose steps share a worker and a moment, so only several
-blocks tell how well a plan repeats. Turns go on until the plans are told apart, their difference no
-longer matters, or the effort is spent. Then the measured speeds of this comparison decide, never a
-line: the plan with the highest median wins. Plans that cannot be told apart are tied, and a tie
-goes to the baseline, then to the plan that changes the arithmetic least, has the fewest settings
-that are not plain, and holds the fewest bytes; but not to one that all its probes together show to
-be slower than another plan.
+blocks tell how well a plan repeats. Turns go on until the plans are told apart, another turn is
+expected to gain too little, or the effort is spent. Then the measured speeds of this comparison
+decide, never a line: the plan with the highest median wins. Plans that cannot be told apart are
+tied, and a tie goes to the baseline, then to the plan that changes the arithmetic least, has the
+fewest settings that are not plain, and holds the fewest bytes; but not to one that all its probes
+together show to be slower than another plan.
 
 A search that was cut short before the comparison ended returns its winner so far where the baseline
 has had a turn and nothing measured faster, and else the plan that measured fastest.
@@ -27,11 +27,12 @@ from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import ceilings, leading, oom_cost
+from autofit.planning.proposals import ceilings, gain_of_repeating, leading, oom_cost
 from autofit.units import format_bytes, format_rate
 
 TIE = 0.005
-"""Plans whose log speeds are nearer to each other than this are equally fast."""
+"""Plans whose log speeds are nearer to each other than this are equally fast. No turn is taken
+that is expected to gain less."""
 
 MOST_GIVEN_UP = 0.02
 """A tied plan that is preferred to the fastest may be slower by this log speed. The baseline may be
@@ -39,7 +40,6 @@ slower by as much as cannot be told apart."""
 
 _SIGNIFICANT = 1.96  # standard errors
 _BEHIND = 1.5  # likewise; fewer, because the noise is only estimated
-_MAY_WIN = 0.35  # a rival is compared if it is faster with more than this probability
 _MOST_RIVALS = 2
 _MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
 _MOST_BLOCKS = 8
@@ -67,7 +67,7 @@ class Finalist:
         return max(TIE, _SIGNIFICANT * math.hypot(self.error, other.error))
 
 
-def confirm(posterior: Posterior) -> Plan | None:
+def next_turn(posterior: Posterior) -> Plan | None:
     """Return the plan whose turn it is in the final comparison; None once it has ended."""
     compared = finalists(posterior)
     first = _next_newcomer(posterior, compared)
@@ -75,7 +75,7 @@ def confirm(posterior: Posterior) -> Plan | None:
         return first
     if sum(len(finalist.blocks) for finalist in compared) >= _MOST_BLOCKS:
         return None
-    undecided = _undecided(compared, posterior.spec.space.baseline) if compared else []
+    undecided = _undecided(posterior, compared) if compared else []
     return min(undecided, key=lambda finalist: len(finalist.blocks)).plan if undecided else None
 
 
@@ -92,9 +92,9 @@ def best_of(posterior: Posterior) -> Trial | None:
             finalist.plan == posterior.spec.space.baseline for finalist in compared
         )
         is_fastest = has_met and not _measured_faster(posterior, winner.plan)
-        if is_fastest or confirm(posterior) is None:
+        if is_fastest or next_turn(posterior) is None:
             return middle_of(winner.blocks)
-    speeds = _measured(posterior)
+    speeds = _mean_log_speeds(posterior)
     fastest = max(speeds, key=lambda plan: speeds[plan], default=None)
     if fastest is None:
         return None
@@ -136,22 +136,23 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     had_turn = {finalist.plan for finalist in compared}
     leader = max(beliefs, key=lambda plan: beliefs[plan])
     baseline = posterior.spec.space.baseline
-    measured = _measured(posterior)
+    measured = _mean_log_speeds(posterior)
     wanted = [leader, baseline] if baseline in beliefs else [leader]
     wanted.append(max(measured, key=lambda plan: measured[plan]))
     rivals = had_turn - {baseline}
     if len(rivals) <= _MOST_RIVALS:
         others = sorted(beliefs, key=lambda plan: -beliefs[plan])
-        wanted += [plan for plan in others if _may_win(posterior, plan, leader)]
+        wanted += [plan for plan in others if _gain_of_turn(posterior, plan, leader) > TIE]
     if compared and len(rivals) <= _MOST_MEASURED_FASTER:
         wanted += _measured_faster(posterior, _winner(posterior, compared).plan, errors=1.0)
     return next((plan for plan in wanted if plan not in had_turn), None)
 
 
-def _undecided(compared: Sequence[Finalist], baseline: Plan) -> list[Finalist]:
+def _undecided(posterior: Posterior, compared: Sequence[Finalist]) -> list[Finalist]:
     """Return the leader and those it cannot be told from, if the difference may matter.
 
-    The baseline comes before all others, because it would be the answer.
+    The baseline comes before all others, because it would be the answer, and however little it is
+    expected to gain: the report says by how much the answer is faster.
     """
     leader, *others = compared
     near = [
@@ -159,7 +160,10 @@ def _undecided(compared: Sequence[Finalist], baseline: Plan) -> list[Finalist]:
         for other in others
         if leader.log_speed - other.log_speed < leader.tells_apart(other) > MOST_GIVEN_UP
     ]
-    near = [other for other in near if other.plan == baseline] or near
+    baseline = [other for other in near if other.plan == posterior.spec.space.baseline]
+    near = baseline or [
+        other for other in near if _gain_of_turn(posterior, other.plan, leader.plan) > TIE
+    ]
     return [leader, *near] if near else []
 
 
@@ -196,7 +200,7 @@ def _measured_faster(posterior: Posterior, than: Plan, errors: float = _BEHIND) 
         than: the plan.
         errors: by how many standard errors they were faster.
     """
-    speeds = _measured(posterior)
+    speeds = _mean_log_speeds(posterior)
     noise = {
         plan: _standard_error(posterior, [t for t in posterior.fitting if t.plan == plan])
         for plan in speeds
@@ -214,8 +218,12 @@ def _standard_error(posterior: Posterior, trials: Sequence[Trial]) -> float:
     return noise / math.sqrt(len(trials))
 
 
-def _measured(posterior: Posterior) -> Mapping[Plan, float]:
-    """Return, per plan that fits, the mean over its probes of the log of samples per second."""
+def _mean_log_speeds(posterior: Posterior) -> Mapping[Plan, float]:
+    """Return, per plan that fits, the mean over its probes of the log of samples per second.
+
+    Of all its probes, in the search and in the comparison: what it takes to say that a plan which
+    the belief passed over did measure faster.
+    """
     rates: dict[Plan, list[float]] = {}
     for trial in posterior.fitting:
         rates.setdefault(trial.plan, []).append(math.log(trial.samples_per_second or 0.0))
@@ -239,10 +247,16 @@ def _expected_value(posterior: Posterior, trial: Trial) -> float:
     return posterior.mean_log_speed(trial.plan) - cost
 
 
-def _may_win(posterior: Posterior, rival: Plan, leader: Plan) -> bool:
-    """Return whether measuring the rival again may change the answer."""
-    faster = posterior.log_speed(rival) > posterior.log_speed(leader) + TIE
-    return float(faster.mean()) > _MAY_WIN
+def _gain_of_turn(posterior: Posterior, plan: Plan, other: Plan) -> float:
+    """Return what another block of a plan is expected to gain in log speed.
+
+    Chosen without it is the one of the two that is expected to be faster.
+    """
+    ahead = posterior.log_speed(plan) - posterior.log_speed(other)
+    if ahead.mean() > 0:
+        ahead = -ahead
+    noise = next(posterior.noise(trial) for trial in posterior.fitting if trial.plan == plan)
+    return float(gain_of_repeating(ahead[:, None], np.array([noise]))[0])
 
 
 def _held_bytes(trial: Trial) -> int:

@@ -40,18 +40,18 @@ class Sizes:
 
     Args:
         space: the space.
-        smallest: per variant, the smallest micro-batch that is not known to fail.
+        least: per variant, the smallest micro-batch that is not known to fail.
 
     Attributes:
         smallest: per variant, the smallest micro-batch of the space that is no smaller than that.
     """
 
-    def __init__(self, space: Space, smallest: Sequence[int]) -> None:
+    def __init__(self, space: Space, least: Sequence[int]) -> None:
         self._whole = space.samples_per_rank
         self._largest = space.largest_micro_batch
         self._fixed = space.only_micro_batch
         self._divisors = _divisors(space.samples_per_rank) if space.even_split else None
-        self.smallest = np.array([self.at_least(size) for size in smallest])
+        self.smallest = np.array([self.at_least(size) for size in least])
 
     def down(self, wanted: NDArray[np.float64]) -> MicroBatches:
         """Return the largest micro-batches up to those wanted; 0 if there is none.
@@ -151,12 +151,12 @@ def trusted(trials: Sequence[Trial]) -> list[Trial]:
         if trial.measurement.outcome.may_be_accident:
             accidents.append(trial)
             continue
-        kept += [*_blamed(accidents, kept), trial]
+        kept += [*_accidents_of_plans(accidents, kept), trial]
         accidents = []
-    return [*kept, *_blamed(accidents, kept)]
+    return [*kept, *_accidents_of_plans(accidents, kept)]
 
 
-def _blamed(accidents: Sequence[Trial], before: Sequence[Trial]) -> Sequence[Trial]:
+def _accidents_of_plans(accidents: Sequence[Trial], before: Sequence[Trial]) -> Sequence[Trial]:
     most = MOST_ACCIDENTS if any(trial.ok for trial in before) else MOST_ACCIDENTS - 1
     return accidents if len(accidents) <= most else ()
 

@@ -1,6 +1,6 @@
 """The next plan to probe, or the reason to stop: pure functions of a posterior.
 
-`decide` serves the search itself; `confirm` in `autofit.planning.confirmation` serves its end. A
+`decide` serves the search itself; `next_turn` in `autofit.planning.confirmation` serves its end. A
 posterior follows from the specification and the trials alone, so the same trials give the same
 answer in any process. The plan most worth a probe comes next (`autofit.planning.proposals`); values
 that take long to try come last, beside the leading plans alone.
@@ -46,16 +46,10 @@ _LEADERS = 2  # costly values are tried on this many of the fastest other varian
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The next plan, or the end.
+class NothingLeft:
+    """No plan is worth another probe; `because` says why."""
 
-    Attributes:
-        plan: to run next; None: stop.
-        stopped_because: why nothing more is run; None if there is a plan.
-    """
-
-    plan: Plan | None
-    stopped_because: str | None = None
+    because: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Forecast:
 
 def decide(
     posterior: Posterior, *, may_repeat: bool = True, seconds_left: float | None = None
-) -> Decision:
+) -> Plan | NothingLeft:
     """Return the plan to probe next, or the reason why none can be expected to win.
 
     Args:
@@ -84,10 +78,10 @@ def decide(
     """
     space = posterior.spec.space
     if not posterior.probes:
-        return Decision(space.baseline)
+        return space.baseline
     doubted = _surprise(posterior) if may_repeat else None
     if doubted is not None:
-        return Decision(doubted)
+        return doubted
     costly = np.array([space.is_costly(settings) for settings in posterior.variants])
     plan = propose(posterior, posterior.usable & ~costly, may_repeat=may_repeat)
     if plan is None and costly.any():
@@ -97,14 +91,14 @@ def decide(
             beside &= seconds <= seconds_left
         plan = propose(posterior, beside, may_repeat=may_repeat, seconds=seconds)
     if plan is not None:
-        return Decision(plan)
+        return plan
     fits = any(trial.ok for trial in posterior.probes)
     why = (
         f"no plan left is expected to gain enough to be worth a probe{_where_noisy(posterior)}"
         if fits
         else "not one plan that was tried fits"
     )
-    return Decision(None, stopped_because=why)
+    return NothingLeft(why)
 
 
 def _where_noisy(posterior: Posterior) -> str:

@@ -70,7 +70,10 @@ _HOPELESS = -3.0  # log speed beside the leader's of a variant that does not fit
 
 
 def leading(posterior: Posterior) -> Trial | None:
-    """Return the trial whose plan, among those that ran and fit, is expected to be fastest."""
+    """Return the trial whose plan, among those that ran and fit, is expected to be fastest.
+
+    Expected by the lines and all measurements: while a search goes on, one probe tells less.
+    """
     return max(posterior.fitting, key=lambda t: posterior.mean_log_speed(t.plan), default=None)
 
 
@@ -304,11 +307,20 @@ def repeats(posterior: Posterior, leader: Trial, allowed: Mask) -> list[Proposal
     ahead = np.stack([posterior.log_speed(plan) for plan in plans], axis=1)
     ahead -= posterior.log_speed(leader.plan)[:, None]
     noise = np.array([posterior.noise(trial) for trial in rivals.values()])
+    worth = gain_of_repeating(ahead, noise) - oom_cost(posterior, posterior.oom_risks(plans))
+    return list(zip(worth.tolist(), plans, strict=True))
+
+
+def gain_of_repeating(ahead: Array, noise: Array) -> Array:
+    """Return (plans): the expected gain from another probe of each before one is chosen.
+
+    Args:
+        ahead: (draws, plans), log speeds less that of the plan which is chosen otherwise.
+        noise: (plans), of the log speed from probe to probe.
+    """
     deviation = ahead.std(axis=0)
     change = deviation**2 / np.maximum(np.hypot(deviation, noise), _LEAST)
-    worth = _knowledge_gradient(ahead.mean(axis=0), change)
-    worth -= oom_cost(posterior, posterior.oom_risks(plans))
-    return list(zip(worth.tolist(), plans, strict=True))
+    return _knowledge_gradient(ahead.mean(axis=0), change)
 
 
 def likeliest_to_fit(posterior: Posterior, allowed: Mask) -> Plan | None:

@@ -42,6 +42,7 @@ _LINE = Leaf(
     "two numbers",
     lambda value: isinstance(value, list) and len(value) == 2 and all(map(NUMBER.fits, value)),
 )
+EFFORT = Leaf("an effort", lambda value: value in list(Effort))
 _SPEC: Shape = {
     "dimensions": _PAIRS,
     "sample_batch_size": COUNT,
@@ -58,7 +59,7 @@ _SPEC: Shape = {
     "numerics?": Table(AMOUNT),
     "fixed?": SETTINGS,
     "train_samples?": Maybe(COUNT),
-    "effort?": Leaf("an effort", lambda value: value in list(Effort)),
+    "effort?": EFFORT,
 }
 _GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
 

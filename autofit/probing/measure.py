@@ -220,10 +220,10 @@ CLOSE_ENOUGH = 0.01
 def enough_steps(step_times_s: Sequence[float], request: ProbeRequest) -> bool:
     """Return whether further timed steps would not change any decision.
 
-    Steps go on until the 95 % interval of their median is within 1 % of it on either side, or lies
-    wholly above the step time that the incumbent's rate allows; from 3 steps on, and for at most
-    30 steps or the request's seconds. A plan that looks faster than the incumbent is not cut short:
-    it may be the answer, and its speed decides what is tried next.
+    Steps go on until the interval of their median (`median_interval`) is within 1 % of it on either
+    side, or lies wholly above the step time that the incumbent's rate allows; from 3 steps on, and
+    for at most 30 steps or the request's seconds. A plan that looks faster than the incumbent is
+    not cut short: it may be the answer, and its speed decides what is tried next.
 
     Args:
         step_times_s: seconds of each whole optimizer step so far.

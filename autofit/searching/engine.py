@@ -28,6 +28,7 @@ from autofit.measurement import (
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.feasibility import MOST_ACCIDENTS
+from autofit.planning.planner import NothingLeft
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -166,10 +167,10 @@ class _Search:
         self._prober, self._spec, self._store = prober, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
         self._allowance, self._on_event = allowance, on_event
-        left = allowance.probes_left(store.trials)
-        if store.ended is None and (left is None or left >= COMPARED):
-            store.compare_anew()
         self._trials = store.trials
+        left = allowance.probes_left(self._trials)
+        if store.ended is None and (left is None or left >= COMPARED):
+            self._trials = store.compare_anew(self._trials)
         self._posterior = Posterior(spec, self._trials)
         self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
         self.interrupts = Interrupts()
@@ -208,7 +209,7 @@ class _Search:
             baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             stop.because,
-            comparison_ended=confirmation.confirm(self._posterior) is None,
+            comparison_ended=confirmation.next_turn(self._posterior) is None,
             with_more_time=stop.with_more_time,
             may_probe=stop.may_probe,
         )
@@ -219,7 +220,8 @@ class _Search:
         may_probe = unlimited.spent(self._trials) is None
         if self._allowance == unlimited or not may_probe or self._foreign_sampler is not None:
             return None
-        return planner.decide(self._posterior, may_repeat=False).plan
+        decided = planner.decide(self._posterior, may_repeat=False)
+        return decided if isinstance(decided, Plan) else None
 
     def mark_ended(self, stop: _Stop) -> None:
         """Note in the study that the planner came to its own end, not to that of its allowance."""
@@ -248,15 +250,15 @@ class _Search:
                 if choice is None or self._allowance.max_probes is None:
                     if self._store.ended is not None:
                         return _Stop(self._store.ended)
-                    decision = planner.decide(
+                    decided = planner.decide(
                         self._posterior,
                         may_repeat=choice is None,
                         seconds_left=self._seconds_left(Role.SEARCH),
                     )
-                    if decision.plan is None:
-                        why = decision.stopped_because or "nothing is left to try"
-                        return _Stop(why, choice is None, self._next_without_timeout())
-                    choice = choice or decision.plan
+                    if isinstance(decided, NothingLeft):
+                        more = self._next_without_timeout()
+                        return _Stop(decided.because, choice is None, more)
+                    choice = choice or decided
                 trial = self._probe(choice, Role.SEARCH)
                 vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
                 if self._store.study.stopped:
@@ -279,7 +281,7 @@ class _Search:
         in_this_worker: set[Plan] = set()
         while True:
             self._suspect_machine()
-            plan = confirmation.confirm(self._posterior)
+            plan = confirmation.next_turn(self._posterior)
             if plan is None or self._may_not_probe():
                 return True
             if not has_begun:

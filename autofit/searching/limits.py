@@ -78,7 +78,8 @@ class Allowance:
         """
         if self.timeout_s is None or not any(trial.ok for trial in trials):
             return 0.0
-        blocks = COMPARISON_BLOCKS * (start_s + _mean_seconds(trials))
+        in_full = [_seconds_in_full(trial) for trial in trials if trial.ok]
+        blocks = COMPARISON_BLOCKS * (start_s + statistics.fmean(in_full))
         return min(blocks, MOST_KEPT * self.timeout_s)
 
     def spent(self, trials: Sequence[Trial], start_s: float = 0.0) -> str | None:
@@ -98,12 +99,12 @@ class Allowance:
     def _probes_kept(self, trials: Sequence[Trial]) -> int:
         """Return the probes that are kept back for the final comparison.
 
-        All that it takes, unless no plan but the baseline could then be tried; one after an earlier
-        comparison.
+        All that it takes, or what the baseline and a plan to compare it with leave of the probes;
+        one after an earlier comparison.
         """
         has_compared = any(trial.role is Role.CONFIRMED for trial in trials)
-        spared = (self.max_probes or 0) - 2  # the baseline, and a plan to compare it with
-        return 1 if has_compared else max(1, min(COMPARED, spared))
+        spared = max(0, (self.max_probes or 0) - 2)
+        return 1 if has_compared else min(COMPARED, spared)
 
     def progress(self, trials: Sequence[Trial] = ()) -> Progress:
         """Return the state of the search after those trials, for its events."""
@@ -133,6 +134,13 @@ def _mean_seconds(trials: Sequence[Trial]) -> float:
     """Return the mean duration of the probes that ran; those that hung say nothing about others."""
     lengths = [t.measurement.seconds for t in probes_of(trials) if t.ok and t.measurement.seconds]
     return statistics.fmean(lengths) if lengths else 0.0
+
+
+def _seconds_in_full(trial: Trial) -> float:
+    """Return how long a probe would have taken had its steps run all their micro-batches."""
+    measured, in_all = trial.measurement, trial.plan.accumulation_steps
+    left_out = 1 - (measured.micro_batches_run or in_all) / in_all
+    return (measured.seconds or 0.0) + left_out * sum(measured.step_times_s)
 
 
 def check_search_arguments(

@@ -60,8 +60,8 @@ class PlannerSampler(BaseSampler):
 
 def _decided(study: Study) -> Plan:
     posterior = Posterior(trial_codec.spec_of(study), trial_codec.trials_of(study))
-    plan = planner.decide(posterior, may_repeat=False).plan
-    if plan is not None:
-        return plan
+    decided = planner.decide(posterior, may_repeat=False)
+    if isinstance(decided, Plan):
+        return decided
     best = confirmation.best_of(posterior)
     return posterior.spec.space.baseline if best is None else best.plan

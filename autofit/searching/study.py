@@ -23,11 +23,11 @@ from optuna.trial import TrialState
 from autofit.errors import StudyRefused
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
-from autofit.planning.search_spec import Effort, SearchSpec
+from autofit.planning.search_spec import EFFORT, Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.storage import AskTellStudy, Claim, cause_of, decoding, open_study, replaying
-from autofit.shapes import NUMBER, check_shape
+from autofit.shapes import NUMBER, TEXT, Maybe, check_shape
 from autofit.training.fingerprint import differing_parts
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
@@ -142,19 +142,26 @@ class Store:
     def ended(self) -> str | None:
         """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
         attrs = self.study.user_attrs
-        at = Effort(attrs.get(_ENDED_AT, Effort.NORMAL))
-        is_enough = self.spec is None or at.covers(self.spec.effort)
-        return attrs.get(_ENDED) if is_enough else None
+        with decoding(self.name):
+            at, reason = attrs.get(_ENDED_AT, Effort.NORMAL), attrs.get(_ENDED)
+            check_shape(at, EFFORT, "the earlier search's effort")
+            check_shape(reason, Maybe(TEXT), "the earlier search's end")
+        is_enough = self.spec is None or Effort(at).covers(self.spec.effort)
+        return reason if is_enough else None
 
-    def compare_anew(self) -> None:
-        """Take the trials of an earlier final comparison for those of the search.
+    def compare_anew(self, trials: tuple[Trial, ...]) -> tuple[Trial, ...]:
+        """Take the trials of an earlier final comparison for those of the search; return all.
 
         The machine may have become faster or slower since, and a comparison takes turns.
+
+        Args:
+            trials: of the study, as `trials` has them.
         """
-        trials = self.trials
-        if any(trial.role is Role.CONFIRMED for trial in trials):
-            with self._writing():
-                self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
+        if all(trial.role is not Role.CONFIRMED for trial in trials):
+            return trials
+        with self._writing():
+            self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
+        return self.trials
 
     def mark_ended(self, reason: str) -> None:
         """Store that the search ended because nothing was left to try."""

@@ -12,7 +12,7 @@ import pytest
 
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Plan
-from autofit.planning.confirmation import best_of, confirm, finalists
+from autofit.planning.confirmation import best_of, finalists, next_turn
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
 from autofit.units import GIB
@@ -38,7 +38,7 @@ def test_the_leader_and_the_baseline_are_compared_once_where_they_differ_much(
     compared = [t.plan for t in result.trials if t.role is Role.CONFIRMED]
     assert result.best.plan in compared
     assert compared.count(device.space.baseline) == 1
-    assert confirm(Posterior(device.spec(), result.trials)) is None
+    assert next_turn(Posterior(device.spec(), result.trials)) is None
 
 
 PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
@@ -62,7 +62,7 @@ def _compared(
 ) -> list[Trial]:
     """The trials of the final comparison of plans that take so many milliseconds."""
     compared: list[Trial] = []
-    while (plan := confirm(Posterior(device.spec(), [*searched, *compared]))) is not None:
+    while (plan := next_turn(Posterior(device.spec(), [*searched, *compared]))) is not None:
         compared += _trials((CONFIRMED, plan, measured[plan], 2))
         assert len(compared) <= 12
     return compared
@@ -70,7 +70,7 @@ def _compared(
 
 def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
     posterior = Posterior(replace(device.spec(), **spec), trials)
-    assert confirm(posterior) is None
+    assert next_turn(posterior) is None
     best = best_of(posterior)
     assert best is not None
     assert best.role is Role.CONFIRMED
@@ -141,11 +141,30 @@ def test_the_baseline_has_more_turns_where_only_noise_makes_it_a_tie(
     compared: list[Plan] = []
     times = {plain: 110, fast: 400, near: 500}
     trials = searched
-    while (plan := confirm(Posterior(device.spec(), trials))) is not None:
+    while (plan := next_turn(Posterior(device.spec(), trials))) is not None:
         compared.append(plan)
         trials = [*trials, *_noisy(_trials((CONFIRMED, plan, times[plan], 3)), 0.2)]
     assert compared.count(plain) > 1
     assert min(compared.count(fast), compared.count(near)) <= 1
+
+
+def test_rivals_have_no_further_turn_that_is_expected_to_gain_too_little(
+    device: SimulatedDevice,
+) -> None:
+    """Two blocks do not tell them apart, but with the search's probes one is hardly the faster."""
+    plain = device.space.baseline
+
+    def next_of(rival_ms: float, noise: float) -> Plan | None:
+        searched = _trials(
+            (BASELINE, plain, 400, 2),
+            *((SEARCH, PRECISE, 100, 3), (SEARCH, REDUCED, rival_ms, 3)) * 3,
+        )
+        blocks = ((PRECISE, 100), (plain, 400), (REDUCED, rival_ms))
+        compared = _trials(*((CONFIRMED, plan, ms, 3) for plan, ms in blocks))
+        return next_turn(Posterior(device.spec(), _noisy([*searched, *compared], noise)))
+
+    assert next_of(103, noise=0.04) is None
+    assert next_of(100, noise=0.3) in (PRECISE, REDUCED)
 
 
 def test_a_tie_does_not_go_to_a_plan_that_all_probes_show_to_be_slower(
@@ -220,7 +239,7 @@ def test_a_comparison_that_was_cut_short_has_its_winner_so_far(device: Simulated
         *((CONFIRMED, plan, ms, 2) for plan, ms in ((leader, 300), (plain, 100))),
     )
     posterior = Posterior(device.spec(), trials)
-    assert confirm(posterior) == lucky
+    assert next_turn(posterior) == lucky
     best = best_of(posterior)
     assert best is not None
     assert best.plan == leader

@@ -28,7 +28,7 @@ from tests.simulated import (
 
 
 def test_the_baseline_comes_first(device: SimulatedDevice) -> None:
-    assert planner.decide(Posterior(device.spec(), ())).plan == device.space.baseline
+    assert planner.decide(Posterior(device.spec(), ())) == device.space.baseline
 
 
 def test_a_decision_depends_on_specification_and_trials_alone(device: SimulatedDevice) -> None:
@@ -166,7 +166,8 @@ def test_with_predicted_lines_the_first_step_is_foreseen(
     other = make_device(sample_batch_size=1)
     spec = with_predicted_lines(other, most_changed=most_changed)
     trials = run_search(other.prober(), spec, max_probes=2).trials[:1]
-    plan = planner.decide(Posterior(spec, trials)).plan
+    plan = planner.decide(Posterior(spec, trials))
+    assert isinstance(plan, Plan)
     assert plan is not None
     expected = planner.forecast(Posterior(spec, ()), plan).peak_bytes
     assert expected == pytest.approx(other.memory(plan), rel=0.05)
@@ -273,8 +274,9 @@ def test_no_costly_value_is_tried_that_the_time_does_not_suffice_for(
     other = _compiling(make_device, trial_cost_s=30.0)
     spec, cheap = other.spec(), replace(other.spec(), train_samples=1_000)
     posterior = Posterior(spec, run_search(other.prober(), cheap).trials)
-    assert planner.decide(posterior, seconds_left=29.0).plan is None
-    plan = planner.decide(posterior, seconds_left=31.0).plan
+    assert isinstance(planner.decide(posterior, seconds_left=29.0), planner.NothingLeft)
+    plan = planner.decide(posterior, seconds_left=31.0)
+    assert isinstance(plan, Plan)
     assert plan is not None
     assert plan.settings["compile.mode"] != "off"
 

@@ -67,7 +67,8 @@ def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None
     result = run_search(device.prober(), device.spec(), max_probes=most)
     assert result.probes == most
     assert result.stopped_because == f"max_probes={most} was reached"
-    assert result.best.role is (Role.BASELINE if most == 1 else Role.CONFIRMED)
+    assert len({trial.plan for trial in result.trials}) >= min(most, 2)
+    assert (result.best.role is Role.CONFIRMED) is (most == 5)
 
 
 def test_a_timeout_before_anything_was_measured_is_an_error(device: SimulatedDevice) -> None:

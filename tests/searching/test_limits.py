@@ -35,7 +35,7 @@ def test_a_search_without_limits_is_unlimited() -> None:
     assert free.seconds_kept(trials(3), start_s=1.0) == 0.0
 
 
-@pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 1), (3, 2), (4, 2), (9, 7)])
+@pytest.mark.parametrize(("most", "before_comparison"), [(1, 1), (2, 2), (3, 2), (4, 2), (9, 7)])
 def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: int) -> None:
     """Of the leading plan and the baseline, if another plan than the baseline can be tried."""
     bounded = Allowance(most, None)
@@ -75,6 +75,14 @@ def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
     assert bounded.seconds_kept(trials(3, seconds=2.0), start_s=1.0) == COMPARISON_BLOCKS * 3.0
     assert bounded.seconds_kept(trials(3, seconds=40.0), start_s=1.0) == MOST_KEPT * 60.0
     assert bounded.seconds_kept([], start_s=1.0) == 0.0
+
+
+def test_time_is_kept_for_steps_that_run_all_their_micro_batches() -> None:
+    """The search ran 2 of 8 and scaled the time: in full, three quarters of it come on top."""
+    part = Measurement(Outcome.OK, step_times_s=[0.4] * 5, seconds=1.0, micro_batches_run=2)
+    trial = Trial(0, Role.SEARCH, Plan(4, accumulation_steps=8, global_batch=32), part)
+    kept_s = Allowance(None, 60.0).seconds_kept([trial], start_s=0.5)
+    assert kept_s == pytest.approx(COMPARISON_BLOCKS * (0.5 + 1.0 + 1.5))
 
 
 GOOD: dict[str, Any] = {

@@ -24,8 +24,8 @@ def test_any_process_with_the_study_asks_for_the_planners_plan(device: Simulated
         run_search(device.prober(), device.spec(), store=store, max_probes=4)
         store.study.sampler = PlannerSampler()
         asked = store.study.ask(trial_codec.distributions(device.space))
-        decided = planner.decide(Posterior(device.spec(), store.trials)).plan
-    assert decided is not None
+        decided = planner.decide(Posterior(device.spec(), store.trials))
+        assert isinstance(decided, Plan)
     assert asked.params == trial_codec.params_of(decided)
 
 
@@ -33,7 +33,8 @@ def test_a_finished_planner_repeats_the_best_plan(make_device: MakeDevice) -> No
     small = make_device(dimensions={}, max_micro_batch=4)
     with Store.open(None, {}) as store:
         result = run_search(small.prober(), small.spec(), store=store)
-        assert planner.decide(Posterior(small.spec(), store.trials)).plan is None
+        decided = planner.decide(Posterior(small.spec(), store.trials))
+        assert isinstance(decided, planner.NothingLeft)
         store.study.sampler = PlannerSampler()
         asked = store.study.ask(trial_codec.distributions(small.space))
     assert asked.params == trial_codec.params_of(result.best.plan)

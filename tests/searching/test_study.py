@@ -114,6 +114,18 @@ def test_a_search_that_ended_is_answered_from_its_study(
     assert again.stopped_because == first.stopped_because
 
 
+@pytest.mark.parametrize("attribute", ["autofit_ended", "autofit_ended_at"])
+def test_a_study_whose_end_is_damaged_is_refused(
+    device: SimulatedDevice, tmp_path: Path, attribute: str
+) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store)
+        store.study.set_user_attr(attribute, 7)
+    with Store.open(path, IDENTITY) as store, pytest.raises(StudyRefused, match="the earlier"):
+        run_search(device.prober(), device.spec(), store=store)
+
+
 @pytest.mark.parametrize(("effort", "goes_on"), [(Effort.QUICK, False), (Effort.THOROUGH, True)])
 def test_a_study_may_be_resumed_with_another_effort(
     device: SimulatedDevice, tmp_path: Path, effort: Effort, goes_on: bool
