@@ -104,6 +104,15 @@ MEASUREMENT: dict[str, Any] = {
     "busy_percent?": Maybe(NUMBER),
     "start_up_s?": Maybe(WAIT),
     "notes?": [TEXT],
+    "failed_rank?": Maybe(AMOUNT),
+    "ranks?": [
+        {
+            "peak_allocated_bytes": Maybe(AMOUNT),
+            "peak_reserved_bytes": Maybe(AMOUNT),
+            "non_torch_bytes": Maybe(AMOUNT),
+            "step_time_s": Maybe(DURATION),
+        }
+    ],
 }
 """A measurement as JSON."""
 TRIAL: dict[str, Any] = MEASUREMENT | {
@@ -116,8 +125,31 @@ TRIAL: dict[str, Any] = MEASUREMENT | {
 
 
 @dataclass(frozen=True)
+class RankUse:
+    """What one of several ranks held in a probe, and how long its own steps took.
+
+    Attributes:
+        peak_allocated_bytes, peak_reserved_bytes, non_torch_bytes: as for `Measurement`.
+        step_time_s: median seconds of its optimizer steps.
+    """
+
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    non_torch_bytes: int | None
+    step_time_s: float | None
+
+    @property
+    def held_bytes(self) -> int:
+        """Peak reserved plus non-torch bytes; 0 where they are unknown."""
+        return (self.peak_reserved_bytes or 0) + (self.non_torch_bytes or 0)
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The result of one probe.
+
+    Of several ranks, the peaks are those of the rank that held most, and the step times those of
+    the slowest rank in each step.
 
     Attributes:
         outcome: how it ended.
@@ -140,6 +172,8 @@ class Measurement:
         start_up_s: seconds that the training took before its steps had their usual duration, such
             as those of a compilation: from building it to the end of warm-up, less the steps.
         notes: what the plan's strategies have to say of the run.
+        failed_rank: the rank that is to blame for the outcome; None: none, or one device ran alone.
+        ranks: of each rank, what it held and its own step time; empty where one device ran alone.
     """
 
     outcome: Outcome
@@ -157,9 +191,13 @@ class Measurement:
     busy_percent: int | None = None
     start_up_s: float | None = None
     notes: Sequence[str] = ()
+    failed_rank: int | None = None
+    ranks: Sequence[RankUse] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
+        ranks = (use if isinstance(use, RankUse) else RankUse(**use) for use in self.ranks)
+        object.__setattr__(self, "ranks", tuple(ranks))
         object.__setattr__(self, "step_times_s", tuple(self.step_times_s))
         object.__setattr__(self, "losses", tuple(self.losses))
         object.__setattr__(self, "notes", tuple(self.notes))
@@ -191,11 +229,13 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self) | {
+        of_ranks = {"failed_rank": self.failed_rank, "ranks": [asdict(use) for use in self.ranks]}
+        return {name: value for name, value in asdict(self).items() if name not in of_ranks} | {
             "outcome": self.outcome.value,
             "step_times_s": list(self.step_times_s),
             "losses": list(self.losses),
             "notes": list(self.notes),
+            **{name: value for name, value in of_ranks.items() if value not in (None, [])},
         }
 
     @classmethod

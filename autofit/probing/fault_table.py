@@ -36,6 +36,7 @@ class Row:
         text: beginning of the message.
         otherwise: the outcome if memory was not short when it happened; None: the same.
         kills_context: the process must be replaced, whatever a health check says.
+        is_consequence: of ranks that train together, another one is to blame if it names a cause.
     """
 
     name: str
@@ -45,7 +46,14 @@ class Row:
     text: re.Pattern[str] | None = field(default=None, repr=False)
     otherwise: Outcome | None = None
     kills_context: bool = False
+    is_consequence: bool = False
 
+
+OTHER_COUNT = "the ranks ran different numbers of forwards"
+_MISMATCH = (
+    r"Received data size doesn't match expected size"  # gloo
+    r"|Detected mismatch between collectives on ranks"  # torch, with TORCH_DISTRIBUTED_DEBUG=DETAIL
+)
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -176,6 +184,17 @@ ROWS: tuple[Row, ...] = (
             r"DataLoader worker \(pid.*\) is killed by signal: (?:Bus error|Killed)",
         ),
     ),
+    Row(OTHER_COUNT, Outcome.USER_ERROR, text=re.compile(_MISMATCH)),
+    Row(
+        "another rank ended or did not come",
+        Outcome.TIMEOUT,
+        text=re.compile(
+            r"^\[[^]\n]*/gloo/[^]\n]*\] "  # a connection that broke, or a wait that was too long
+            r"|^NCCL (?:error in|communicator was aborted)"
+            r"|Watchdog caught collective operation timeout"
+        ),
+        is_consequence=True,
+    ),
     Row(
         "block resources",
         Outcome.SIZE_LIMIT,
@@ -269,6 +288,7 @@ GRAVITY: tuple[Outcome, ...] = (
     Outcome.HOST_OOM,
     Outcome.SIZE_LIMIT,
     Outcome.UNSUPPORTED,
+    Outcome.TIMEOUT,
     Outcome.USER_ERROR,
 )
 """Which exception of a chain decides: a dead context first, and a fault before its consequences."""
@@ -277,6 +297,12 @@ GRAVITY: tuple[Outcome, ...] = (
 def row_of(type_names: tuple[str, ...], error_code: int | None, text: str | None) -> Row:
     """Return the row of one exception: by its classes, its code, and its text where given."""
     return next(_candidates(type_names, error_code, text), USER_ROW)
+
+
+def row_of_last_words(printed: str) -> Row | None:
+    """Return the row of a process that collectives ended, by what it printed; None: another end."""
+    ended = (row for row in ROWS if row.name == OTHER_COUNT or row.is_consequence)
+    return next((row for row in ended if row.text and row.text.search(printed)), None)
 
 
 def _candidates(types: tuple[str, ...], code: int | None, text: str | None) -> Iterator[Row]:

@@ -37,6 +37,7 @@ class Fault:
         error_code: its `error_code` (cudaError_t), where it has one.
         otherwise: the outcome where device memory was not short; None: the same. See `settle`.
         kills_context: the worker must be replaced, whatever a health check says.
+        is_consequence: see `Row.is_consequence`.
     """
 
     outcome: Outcome
@@ -46,6 +47,7 @@ class Fault:
     error_code: int | None = None
     otherwise: Outcome | None = None
     kills_context: bool = False
+    is_consequence: bool = False
 
     @property
     def detail(self) -> str:
@@ -76,6 +78,7 @@ def fault_of(exception: BaseException) -> Fault:
         error_code=_error_code(link),
         otherwise=row.otherwise,
         kills_context=any(row.kills_context for row in rows),
+        is_consequence=row.is_consequence,
     )
 
 

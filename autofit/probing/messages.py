@@ -113,6 +113,7 @@ class Reply:
         worth_repeating: the plan's size may not be to blame for its outcome: it ran out of memory
             where live tensors and the request would have fitted, or went over the budget by the
             libraries that it loaded.
+        is_consequence: it failed since another rank did; see `fault_table.Row`.
     """
 
     value: Any = None
@@ -121,6 +122,7 @@ class Reply:
     spent: bool = False
     device_fault: str | None = None
     worth_repeating: bool = False
+    is_consequence: bool = False
 
     def exception_to_raise(self) -> BaseException | None:
         """Return the exception as the user is to see it, with the traceback text as its cause."""

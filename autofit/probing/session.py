@@ -31,7 +31,7 @@ from autofit.probing.faults import (
 )
 from autofit.probing.measure import measure
 from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, Request, ignore_stage
-from autofit.strategy import Strategy
+from autofit.strategy import ALONE, Strategy, World
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
@@ -49,6 +49,7 @@ class Session:
         strategies: those that may have settings in a plan.
         device: held by this process.
         seed: for initial weights of built models, dropout and the like.
+        world: the ranks that train together, of which this process is one.
         notes: what a reader of the report should know of the device.
 
     Attributes:
@@ -64,9 +65,10 @@ class Session:
         device: Device,
         *,
         seed: int = 0,
+        world: World = ALONE,
         notes: Sequence[str] = (),
     ) -> None:
-        self.builder = TrainingBuilder(fresh_workload, device, seed)
+        self.builder = TrainingBuilder(fresh_workload, device, seed, world)
         self.strategies, self.notes = strategies, notes
         self.on_stage: OnStage = ignore_stage
         self._device = device
@@ -153,6 +155,7 @@ class Session:
             spent=kills or self._retained(before) > RETAINED_BYTES,
             device_fault=measured.detail or "no detail" if poisoned else None,
             worth_repeating=unexplained or only_libraries_went_over(measured, before, budget),
+            is_consequence=fault is not None and fault.is_consequence,
         )
 
     def _after_fault(

@@ -138,6 +138,30 @@ KNOWN: dict[str, tuple[Outcome, Exception]] = {
             "Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
         ),
     ),
+    "a peer that ended": (
+        Outcome.TIMEOUT,
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+            "[127.0.0.1]:33500. This is typically caused by a remote worker crashing."
+        ),
+    ),
+    "a peer that did not come": (
+        Outcome.TIMEOUT,
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting "
+            "4000ms for recv operation to complete"
+        ),
+    ),
+    "an aborted communicator": (
+        Outcome.TIMEOUT,
+        torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1."),
+    ),
+    "collectives that differ": (
+        Outcome.USER_ERROR,
+        RuntimeError(
+            "Detected mismatch between collectives on ranks. Rank 0 is running collective: ..."
+        ),
+    ),
     "graph capture": (
         Outcome.OOM,
         accelerator_error(901, "CUDA error: operation failed due to a previous error during ..."),
