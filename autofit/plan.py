@@ -238,6 +238,25 @@ class Plan:
         """The settings as a hashable key."""
         return variant_key(self.settings)
 
+    def on(self, world_size: int) -> Plan:
+        """Return the plan of so many ranks: of the same global batch, where one was given.
+
+        Raises:
+            InvalidRequest: that cannot be shared by so many.
+        """
+        if self.world_size == world_size:
+            return self
+        if self.global_batch is None:
+            return replace(self, world_size=world_size)
+        return Plan.split(self.global_batch, self.micro_batch, self.settings, world_size=world_size)
+
+    def of_rank(self, rank: int) -> Plan:
+        """Return the plan of one rank's share of the samples."""
+        if self.world_size == 1:
+            return self
+        share = sum(self.micro_batch_sizes_of(rank))
+        return Plan.split(share, self.micro_batch, self.settings)
+
     def without(self, settings: Settings) -> Plan:
         """Return the plan without the settings that have exactly these values."""
         return replace(self, settings=unlike(self.settings, settings))

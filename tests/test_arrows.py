@@ -22,7 +22,17 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "autofit"
 STRATEGIES = ROOT / "strategies"
 
-VOCABULARY = {"errors", "units", "shapes", "notebook", "plan", "measurement", "space", "strategy"}
+VOCABULARY = {
+    "errors",
+    "units",
+    "shapes",
+    "notebook",
+    "plan",
+    "measurement",
+    "space",
+    "strategy",
+    "world",
+}
 """Every room above the vocabulary may import it."""
 TRAINING = {"training", "devices", "memory", "snapshot", "equivalence"}
 ALLOWED = {

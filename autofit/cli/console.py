@@ -249,7 +249,10 @@ def immediate_exits_refused() -> Iterator[None]:
 
 
 def _show_error(error: Exception) -> int:
-    """Print an error and return its exit code."""
+    """Print an error and return its exit code; of several ranks the first one prints."""
+    if getattr(error, "said_by_rank_0", False):
+        by_kind = error.exit_code if isinstance(error, AutofitError) else 4
+        return 3 if is_users(error) else by_kind
     if isinstance(error, AutofitError):
         _print_error(f"autofit: {error}")
         return error.exit_code

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,7 @@ from autofit.cli.options import (
 from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
 from autofit.interrupts import ended_like_interrupted
+from autofit.world import world_of_environment
 
 app = typer.Typer(
     cls=Commands,
@@ -147,8 +149,13 @@ def search(
     )
     from autofit.cli.progress import ProgressLine
 
-    with stdout_for_results_only(), ProgressLine() as progress:
-        progress.show_stage(f"loading {target}")
+    leads = world_of_environment().rank == 0  # of the ranks of torchrun one shows the search
+    with (
+        stdout_for_results_only(),
+        ProgressLine() if leads else nullcontext() as progress,
+    ):
+        if progress is not None:
+            progress.show_stage(f"loading {target}")
         workload = load_target(target)  # before the slow imports: it may be mistyped
         from autofit.searching.result import INTERRUPTED
         from autofit.searching.search import search as run
@@ -172,14 +179,15 @@ def search(
                 study=study,
                 seed=seed,
                 isolation=isolation,
-                progress=progress,
+                progress=progress or False,
                 profile=profile,
             )
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})
     )
-    with saving(report, out or ()):
-        show_report(report, as_json, verbose=verbose)
+    if leads:
+        with saving(report, out or ()):
+            show_report(report, as_json, verbose=verbose)
     if report.record.search.stopped_because == INTERRUPTED:
         raise Interrupted("interrupted: the report holds what had been measured by then")
 
@@ -216,10 +224,14 @@ def probe(
             **asked,
         )
         plan = asked["plan"] or workload.plan()
-    if as_json:
+    world = world_of_environment()
+    if world.rank > 0:
+        pass
+    elif as_json:
         print_result(json.dumps(trial_to_dict(trial), indent=1))
     else:
-        print_result(str(replace(trial, plan=plan)))  # without settings that are plain anyway
+        shown = replace(trial, plan=plan.on(world.size))  # without settings that are plain anyway
+        print_result(str(shown))
     raise typer.Exit(exit_code(trial.measurement.outcome))
 
 

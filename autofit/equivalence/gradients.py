@@ -89,12 +89,12 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     """
     model = training.model
     with _calm(model) if calm else nullcontext(), _types_of_outputs() as types:
-        loss = _accumulate_in_range(training, batch, seed)
+        loss = _accumulate_in_range(training, training.share_of(batch), seed)
         normalizing = tuple(batch_normalizing(model))
     scale = 1.0 if training.scaler is None else float(training.scaler.get_scale())
     by_name = {
         name: _on_host(parameter.grad) / scale
-        for name, parameter in model.named_parameters()
+        for name, parameter in training.plain_model.named_parameters()
         if parameter.grad is not None
     }
     training.zero_grad()
@@ -193,6 +193,8 @@ def _tolerance(dtype: torch.dtype, device_type: str) -> float:
 
 
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient dense and real, in host memory."""
+    """Return the gradient dense and real, in host memory; a sharded one whole, on every rank."""
+    if hasattr(gradient, "full_tensor"):
+        gradient = gradient.full_tensor()
     dense = gradient.detach().to("cpu").to_dense()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

@@ -19,7 +19,7 @@ import torch
 
 from autofit.devices.base import Device, MemoryReading
 from autofit.errors import collect_garbage
-from autofit.measurement import Measurement, Outcome
+from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.plan import Plan
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
@@ -52,7 +52,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     micro_batches = micro_batches_to_run(
         workload, plan, full_accumulation=request.full_accumulation
     )
-    samples = sum(plan.micro_batch_sizes[:micro_batches])
+    samples = sum(plan.micro_batch_sizes_of(builder.world.rank)[:micro_batches])
     batch = map_tensors(device.stage, workload.batch(samples))
     scale = plan.accumulation_steps / micro_batches
     steps = _Steps()
@@ -80,7 +80,10 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
             device.synchronize()
             steps.loss = float(loss)
             steps.losses.append(steps.loss)
-            steps.times_s += (_seconds(device, marks, scale) for marks in block)
+            times_s = [_seconds(device, marks, scale) for marks in block]
+            steps.own_times_s += times_s
+            # By the slowest rank's times all of them decide alike whether to go on
+            steps.times_s += times_s if training.ranks is None else training.ranks.largest(times_s)
             if not math.isfinite(steps.loss):
                 break
         steps.busy_percent = device.busy_percent()
@@ -90,14 +93,19 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         notes = training.notes()
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     measured = _measurement(steps, before, after, growth, vram_budget_bytes, run)
-    return replace(measured, notes=notes, start_up_s=steps.start_up_s(scale))
+    measured = replace(measured, notes=notes, start_up_s=steps.start_up_s(scale))
+    return measured if training.ranks is None else replace(measured, ranks=[_own_use(after, steps)])
 
 
 @dataclass
 class _Steps:
-    """The steps so far: seconds, allocated bytes at the end of each, losses of blocks, the last."""
+    """The steps so far: seconds, allocated bytes at the end of each, losses of blocks, the last.
+
+    Of several ranks, `times_s` are those of the slowest in each step.
+    """
 
     times_s: list[float] = field(default_factory=list)
+    own_times_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
@@ -111,6 +119,15 @@ class _Steps:
             return None
         step_s = statistics.median(self.times_s) / scale
         return max(0.0, self.warm_up_s - self.warm_up_steps * step_s)
+
+
+def _own_use(after: MemoryReading, steps: _Steps) -> RankUse:
+    return RankUse(
+        after.peak_allocated_bytes,
+        after.peak_reserved_bytes,
+        after.non_torch_bytes,
+        statistics.median(steps.own_times_s) if steps.own_times_s else None,
+    )
 
 
 def _tracked_steps(device: Device, request: ProbeRequest) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import hides_own_frames
 from autofit.measurement import Role, Trial
@@ -14,6 +14,10 @@ from autofit.probing.survey import Survey
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
+from autofit.world import world_of_environment
+
+if TYPE_CHECKING:
+    from autofit.probing.meeting import Meeting
 
 
 @hides_own_frames
@@ -48,15 +52,28 @@ def probe(
         Exception: what the user's own code raised, as it was raised.
     """
     check_arguments(workload, plan, payloads)
-    chosen = load_strategies(strategies, plan=plan)
-    trial, _ = run_one(
-        workload,
-        chosen,
-        Target(device, vram_budget, seed, isolation),
-        lambda survey: resolve(plan, survey.space_for(plan), chosen, payloads),
-        role=Role.BASELINE if plan is None else Role.SEARCH,
-    )
-    return trial
+    world = world_of_environment()
+    if plan is not None:
+        plan = plan.on(world.size)
+    chosen = load_strategies(strategies, plan=plan, world_size=world.size)
+    target = Target(device, vram_budget, seed, isolation)
+
+    def lead(meeting: Meeting | None) -> Trial:
+        trial, _ = run_one(
+            workload,
+            chosen,
+            target,
+            lambda survey: resolve(plan, survey.space_for(plan), chosen, payloads),
+            role=Role.BASELINE if plan is None else Role.SEARCH,
+            meeting=meeting,
+        )
+        return trial
+
+    if world.size == 1:
+        return lead(None)
+    from autofit.probing.together import on_every_rank  # most probes are of one device
+
+    return on_every_rank(world, workload, chosen, target, lead)
 
 
 def run_one(
@@ -68,6 +85,7 @@ def run_one(
     role: Role = Role.SEARCH,
     expected_seconds: float | None = None,
     steps: int | None = None,
+    meeting: Meeting | None = None,
 ) -> tuple[Trial, Survey]:
     """Run one plan on a prober of its own; return its trial and the survey that preceded it.
 
@@ -78,11 +96,12 @@ def run_one(
         choose: returns the plan to run; what it raises is raised before anything is run.
         role: of the trial.
         expected_seconds, steps: as for `ProbeRequest`.
+        meeting: of the ranks that train together; None: one device.
 
     Raises:
         Exception: as `probe` does.
     """
-    with open_prober(workload, strategies, target) as prober:
+    with open_prober(workload, strategies, target, meeting=meeting) as prober:
         survey = prober.survey()
         request = ProbeRequest(
             choose(survey), full_accumulation=True, expected_seconds=expected_seconds, steps=steps

@@ -24,7 +24,6 @@ from autofit.equivalence.gradients import compare_plans
 from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan, VariantKey
-from autofit.probing.inprocess import InProcessChannel
 from autofit.probing.messages import (
     Call,
     Channel,
@@ -44,6 +43,7 @@ from autofit.strategy import Comparison, Strategy
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
+    from autofit.probing.meeting import Meeting
     from autofit.probing.session import Session
 
 MOST_REPEATS = 2
@@ -381,19 +381,20 @@ def open_prober(
     deadlines: Deadlines | None = None,
     ends_at: float = math.inf,
     on_stage: OnStage = ignore_stage,
+    meeting: Meeting | None = None,
 ) -> Prober:
     """Open the prober that `target.isolation` names; for the others see `Prober`.
+
+    Args:
+        meeting: of the ranks that train together, which this process leads; None: one device.
 
     Raises:
         InvalidRequest: there is no such isolation, device, seed or budget; nothing was started by
             then. Further errors are those of `Prober`.
     """
     target = target or Target()
-    kinds: dict[Any, Callable[..., Channel]] = {
-        "process": WorkerChannel,
-        "inprocess": InProcessChannel,
-    }
-    if target.isolation not in list(kinds):  # a list asks for no hash, and it may be anything
+    kinds = ["process", "inprocess"]
+    if target.isolation not in kinds:  # a list asks for no hash, and it may be anything
         raise InvalidRequest(
             f"isolation must be one of {', '.join(kinds)}, got {target.isolation!r}"
         )
@@ -402,7 +403,15 @@ def open_prober(
     check_budget(target.vram_budget)
     _check_seed(target.seed)
     _check_has_values(live)
-    channel = kinds[target.isolation](workload, strategies, device=device, seed=target.seed)
+    channel: Channel
+    if meeting is not None:
+        channel = _group_channel(meeting, workload, strategies, target)
+    elif target.isolation == "process":
+        channel = WorkerChannel(workload, strategies, device=device, seed=target.seed)
+    else:
+        from autofit.probing.inprocess import InProcessChannel  # most searches have workers
+
+        channel = InProcessChannel(workload, strategies, device=device, seed=target.seed)
     return Prober(
         channel,
         workload,
@@ -412,6 +421,21 @@ def open_prober(
         ends_at=ends_at,
         on_stage=on_stage,
     )
+
+
+def _group_channel(
+    meeting: Meeting, workload: Workload, strategies: Sequence[Strategy], target: Target
+) -> Channel:
+    from autofit.probing.group import GroupChannel  # searches of one device have none
+    from autofit.probing.seat import device_of_rank
+
+    if target.isolation != "process":
+        raise InvalidRequest(
+            "a rank that runs out of memory in this process cannot be replaced: use "
+            'isolation="process"'
+        )
+    device = device_of_rank(target.device, meeting.world)
+    return GroupChannel(meeting, workload, strategies, device=device, seed=target.seed)
 
 
 def _check_has_values(model: torch.nn.Module | None) -> None:

@@ -8,7 +8,8 @@ breaks the contract of plug-ins is refused instead.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import platform
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ class Survey:
         notes: what a reader of the report should know.
         busy: what others did on the device before this search computed there; None: not much.
         even_split: whether all micro-batches of a plan must have one size.
+        world_size: ranks that train together.
+        nodes: machines that these are on.
     """
 
     environment: Environment
@@ -79,10 +82,14 @@ class Survey:
     notes: tuple[str, ...] = ()
     busy: str | None = None
     even_split: bool = False
+    world_size: int = 1
+    nodes: int = 1
 
     def space(self, max_micro_batch: int | None = None) -> Space:
         """Return the search space that these facts leave."""
-        choices = {name: d for name, d in self.dimensions.items() if len(d.values) > 1}
+        # A plan of several ranks names how these share the work, also where there is one way
+        fewest = 2 if self.world_size == 1 else 1
+        choices = {name: d for name, d in self.dimensions.items() if len(d.values) >= fewest}
         fixed = {name: d.values[0] for name, d in self.dimensions.items() if name not in choices}
         return Space(
             choices,
@@ -92,6 +99,7 @@ class Survey:
             max_micro_batch=max_micro_batch,
             even_split=self.even_split,
             fixed=fixed,
+            world_size=self.world_size,
         )
 
     def space_for(self, plan: Plan | None) -> Space:
@@ -190,11 +198,18 @@ def take_survey(
     # twice the gradients that are compared in host memory.
     session.on_stage("looking the workload over")
     busy = session.builder.device.busy()
-    one = _OneModel(session.builder)
-    builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed)
+    one, world = _OneModel(session.builder), session.builder.world
+    builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
     model = _model_facts(builder, one.model)
+    nodes = 1 if world.size == 1 else _look_at_ranks(builder, model)
     loss = _loss_source(builder)
     dimensions, notes = _dimensions(session, builder, left_out)
+    if world.size > 1:
+        from autofit.equivalence.ranks import without_unequal  # most searches are of one device
+
+        session.on_stage("looking the workload over: gradients of several ranks")
+        dimensions, unequal = without_unequal(session.builder, session.strategies, dimensions)
+        notes += unequal
     workload = builder.fresh_workload()
     session.on_stage("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)
@@ -219,7 +234,32 @@ def take_survey(
         ),
         busy=busy,
         even_split=workload.even_split,
+        world_size=world.size,
+        nodes=nodes,
     )
+
+
+def _look_at_ranks(builder: TrainingBuilder, model: _ModelFacts) -> int:
+    """Return how many machines the ranks are on.
+
+    Raises:
+        InvalidRequest: they are not alike.
+    """
+    from autofit.probing.alike import RankFacts, check_alike
+    from autofit.training.ranks import Ranks
+
+    environment = builder.device.environment
+    own = RankFacts(
+        host=platform.node(),
+        gpu=environment.gpu,
+        driver=environment.driver,
+        torch=environment.torch,
+        workload=model.fingerprint,
+        weights=model.weights,
+    )
+    everyone = Ranks(builder.world, builder.device.torch_device).objects(own)
+    check_alike(everyone)
+    return len({facts.host for facts in everyone})
 
 
 @dataclass(frozen=True)
@@ -228,12 +268,14 @@ class _ModelFacts:
 
     Attributes:
         is_evaluating: whether it was handed over in eval mode, and trains so.
+        weights: of several ranks, a number that other weights would change.
     """
 
     fingerprint: str
     parameters: int
     parameter_bytes: int
     is_evaluating: bool
+    weights: float = 0.0
 
 
 class _OneModel:
@@ -295,7 +337,14 @@ def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFact
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         # A train_step may call model.train() itself
         is_evaluating=not model.training and workload.train_step is None,
+        weights=_sum_of(parameters) if builder.world.size > 1 else 0.0,
     )
+
+
+def _sum_of(parameters: Sequence[torch.Tensor]) -> float:
+    """Return a sum over the parameters' values; NaN and infinity are counted, not added."""
+    finite = (p.detach().nan_to_num(1.0, 1.0, -1.0) for p in parameters if not p.is_complex())
+    return sum(float(values.sum(dtype=torch.float64)) for values in finite)
 
 
 def _loss_source(builder: TrainingBuilder) -> str | None:

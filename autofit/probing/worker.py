@@ -35,6 +35,7 @@ from autofit.probing.messages import (
 from autofit.probing.serialization import read_payload
 from autofit.probing.session import Session
 from autofit.snapshot import process
+from autofit.strategy import World
 
 
 def main(requests_fd: int, replies_fd: int) -> None:
@@ -51,8 +52,12 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
     session: Session | None = None
     is_dead = False
     answer: dict[str, Any]
-    for answered, line in enumerate(requests):
+    answered = 0
+    for line in requests:
         message = json.loads(line)
+        if "warm" in message:
+            _import_slow_parts()
+            continue
         try:
             if session is None:
                 session, device = _open(message["open"])
@@ -71,8 +76,19 @@ def _serve(requests: IO[str], replies: IO[str]) -> None:
         send(replies, {**answer, "number": message["number"]})
         if is_dead:
             os._exit(0)  # what a dead context leaves behind can only be freed by an abort
-        if answered < 2:  # opened; then trained for the first time
+        answered += 1
+        if answered <= 2:  # opened; then trained for the first time
             _spare_collections()
+
+
+def _import_slow_parts(*, of_ranks: bool = True) -> None:
+    """Import what the first optimizer, and the first sharded model, import in any case.
+
+    Here, later garbage collections pass over it.
+    """
+    importlib.import_module("torch._dynamo")
+    if of_ranks:
+        importlib.import_module("torch.distributed.fsdp")
 
 
 def _send_stage(replies: IO[str], number: int, stage: str) -> None:
@@ -83,14 +99,15 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(opening["payload"])
     payload = read_payload(path)
     process.restore(payload.computing)
-    # The first optimizer imports it in any case: here, later garbage collections pass over it
-    importlib.import_module("torch._dynamo")
+    world = World(**opening["world"])
+    _import_slow_parts(of_ranks=world.size > 1)
     device = _open_device(opening["device"])
     session = Session(
         lambda: read_payload(path, device.torch_device).workload,
         payload.strategies,
         device,
         seed=opening["seed"],
+        world=world,
         notes=notes_on_choice(opening["device"]),
     )
     return session, asdict(DeviceFacts.of(device))

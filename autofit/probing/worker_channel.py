@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -43,7 +44,7 @@ from autofit.probing.messages import (
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
 from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
-from autofit.strategy import Strategy
+from autofit.strategy import ALONE, Strategy, World
 from autofit.training.workload import Workload
 from autofit.units import format_seconds
 
@@ -59,6 +60,7 @@ class WorkerChannel:
         strategies: those that may have settings in a plan.
         device: "cuda", "cuda:1", "cpu" or None: cuda where there is one.
         seed: for everything random.
+        world: the ranks that train together, of which the worker is one.
 
     Attributes:
         payload: path of the workload's file, which vanishes with the channel.
@@ -78,6 +80,7 @@ class WorkerChannel:
         *,
         device: str | None = None,
         seed: int = 0,
+        world: World = ALONE,
     ) -> None:
         self._process: WorkerProcess | None = None
         self._device: DeviceFacts | None = None
@@ -89,6 +92,7 @@ class WorkerChannel:
             "payload": str(self.payload),
             "device": str(device) if device else None,  # a torch.device cannot be sent as JSON
             "seed": seed,
+            "world": asdict(world),
         }
         try:
             if workload.loader is not None:
@@ -107,10 +111,9 @@ class WorkerChannel:
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self._process is None or self._device is None:
-            inherited = [file.fileno() for file in self._files]
-            self._process = WorkerProcess(inherited, self.environment)
+            self._process = self._next_process()
             try:
-                opened = self._exchange(
+                opened = self.exchange(
                     {"open": self._opening}, Deadline.after(START_TIMEOUT_S, ends_at)
                 )
             except NoReply as lost:
@@ -128,7 +131,7 @@ class WorkerChannel:
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request; a worker that does not answer is ended."""
         sent = request_to_dict(request, self._strategies)
-        return reply_from_dict(self._exchange(sent, deadline, on_stage))
+        return reply_from_dict(self.exchange(sent, deadline, on_stage))
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""
@@ -143,9 +146,16 @@ class WorkerChannel:
             for file in self._files:
                 file.close()
 
-    def _exchange(
+    def _next_process(self) -> WorkerProcess:
+        return self._start()
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess([file.fileno() for file in self._files], self.environment)
+
+    def exchange(
         self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
     ) -> dict[str, Any]:
+        """Send a request as JSON and return the reply as JSON; `call` says what it raises."""
         assert self._process is not None  # a prober opens before it calls
         try:
             return self._process.ask(message, deadline, on_stage)
@@ -215,6 +225,7 @@ _REAP_SECONDS = 10.0
 _STACK_SECONDS = 2.0
 _STACK_LINES = 12
 _STACK_MARK = b"(most recent call first):"
+_THROWN = b"terminate called after throwing an instance of "  # in C++, and nothing caught it
 
 
 class WorkerProcess:
@@ -258,6 +269,7 @@ class WorkerProcess:
         self._requests = os.fdopen(requests_write, "w")
         self._answers = os.fdopen(replies_read, errors="replace")
         self._asked = 0
+        self._ending = threading.Lock()
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._tail = b""
         self._listener = _thread(self._listen)
@@ -267,6 +279,12 @@ class WorkerProcess:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send what no reply is waited for."""
+        self._asked += 1
+        with contextlib.suppress(OSError, ValueError):  # its end shows when it is asked
+            send(self._requests, {**message, "number": self._asked})
 
     def ask(
         self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
@@ -309,7 +327,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End it and all that it started at once, and wait for it (within bounds)."""
-        with interrupts_deferred():
+        with interrupts_deferred(), self._ending:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             kill_marked(self._mark)
@@ -336,6 +354,9 @@ class WorkerProcess:
         before, mark, stack = self._tail.rpartition(_STACK_MARK)
         if not mark:
             return _last_lines(self._tail, 5)
+        _, thrown, what = before.rpartition(_THROWN)
+        if thrown:  # the line after it says what
+            return f"{_first_lines(what, 2)}\n{_first_lines(stack)}"
         error = _last_lines(before.rpartition(b"\n")[0], 1)
         return f"{error}\n{_first_lines(stack)}"
 
@@ -414,8 +435,8 @@ def _thread(run: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def _first_lines(stack: bytes) -> str:
-    return "\n".join(stack.decode(errors="replace").strip("\n").splitlines()[:_STACK_LINES])
+def _first_lines(output: bytes, lines: int = _STACK_LINES) -> str:
+    return "\n".join(output.decode(errors="replace").strip("\n").splitlines()[:lines])
 
 
 def _last_lines(output: bytes, lines: int) -> str:

@@ -10,16 +10,19 @@ import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.report.record import Record
+from autofit.strategy import ALONE
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
     import torch
 
-    from autofit.strategy import Strategy
+    from autofit.plan import Plan
+    from autofit.strategy import Strategy, World
     from autofit.training.loss import Recipe
     from autofit.training.training import Training
     from autofit.training.workload import Workload
@@ -51,6 +54,7 @@ def apply(
         InvalidRequest: see `Report.apply`.
     """
     from autofit.training.batch import BatchWatch
+    from autofit.training.optimizers import build_optimizer
     from autofit.training.training import Training
 
     functions = {name: value for name, value in given.items() if value is not None}
@@ -58,21 +62,55 @@ def apply(
     recipe = _recipe(record, workload, functions)
     device = _device_of(model)
     _warn_of_another_size(record, model)
-    _check_live(optimizer, model, has_train_step=recipe.train_step is not None)
+    world = _world_of(record.best.plan)
+    made = optimizer
+    if world.size > 1 and callable(optimizer):  # of parameters, which sharding replaces first
+        made = partial(build_optimizer, optimizer, place=None)
+    else:
+        _check_live(optimizer, model, has_train_step=recipe.train_step is not None)
     return Training(
         model,
-        optimizer,
+        made,
         recipe,
         record.resolve_best(strategies, remembered),
         device=device,
         watch=BatchWatch(
-            record.best_plan_to_rerun,
+            record.best_plan_to_rerun.of_rank(world.rank),
             record.workload["sample_shapes"],
             weighs_samples=recipe.loss_weight is None
             and recipe.train_step is None
             and not record.workload.get("allow_resplit"),
         ),
+        world=world,
     )
+
+
+def _world_of(plan: Plan) -> World:
+    """Return the ranks that train the plan here.
+
+    Raises:
+        InvalidRequest: they are as many as the plan was not found for, or they have no process
+            group.
+    """
+    from autofit.world import world_of_environment
+
+    world = world_of_environment()
+    if plan.world_size == 1:
+        return ALONE
+    if world.size != plan.world_size:
+        raise InvalidRequest(
+            f"the plan is one of {plan.world_size} ranks, and here "
+            f"{'is one' if world.size == 1 else f'are {world.size}'}: start as many with torchrun, "
+            "or search with those that there are"
+        )
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise InvalidRequest(
+            "the ranks have no process group: call torch.distributed.init_process_group() before "
+            "report.apply"
+        )
+    return world
 
 
 def _check_has_loss(record: Record, functions: Mapping[str, Any]) -> None:

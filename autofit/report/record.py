@@ -238,7 +238,8 @@ class Record:
         Raises:
             InvalidRequest: a strategy that the plan needs is not installed.
         """
-        needed = strategies_of(self.best_plan_to_rerun, strategies, remembered)
+        plan = self.best.plan if self.best.plan.world_size > 1 else self.best_plan_to_rerun
+        needed = strategies_of(plan, strategies, remembered)
         return resolve(self.best.plan, Space(self.dimensions, 1), needed)
 
     def parts_of_best(self) -> Sequence[Part]:

@@ -111,7 +111,10 @@ def apply_lines(record: Record) -> Iterator[str]:
         yield "with report.apply(model, optimizer, loss_fn=...) as training:"
     else:
         yield "with report.apply(model, optimizer) as training:"
-    yield f"    for batch in loader:  # {counted(record.best.plan.samples_per_step, 'sample')} each"
+    plan = record.best.plan
+    samples = counted(plan.samples_per_step, "sample")
+    whose = "this rank's share of " if plan.world_size > 1 else ""
+    yield f"    for batch in loader:  # {whose}{samples}{'' if whose else ' each'}"
     yield "        loss = training.step(batch)"
 
 
@@ -129,6 +132,10 @@ def facts(record: Record) -> Iterator[str]:
 
 def conditions(record: Record) -> Iterator[str]:
     """Yield lines on what the answer depends on."""
+    if record.best.plan.world_size > 1:
+        from autofit.report.ranks import of_ranks  # most reports are of one device
+
+        yield from of_ranks(record)
     shapes = ", ".join(
         f"{name}: {shape}" for name, shape in record.workload["sample_shapes"].items()
     )

@@ -104,7 +104,14 @@ def record_of(
     return Record(
         version=version("torch-autofit"),
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        environment=asdict(survey.environment),
+        environment={
+            **asdict(survey.environment),
+            **(
+                {"world_size": survey.world_size, "nodes": survey.nodes}
+                if survey.world_size > 1
+                else {}
+            ),
+        },
         workload={
             "fingerprint": survey.fingerprint,
             "parameters": survey.parameters,

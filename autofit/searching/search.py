@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from optuna.samplers import BaseSampler
@@ -21,6 +21,7 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.registry import load_strategies, numerics_level
+from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
@@ -41,6 +42,15 @@ from autofit.strategy import Numerics, Strategy
 from autofit.training.loader import Loader
 from autofit.training.workload import Workload
 from autofit.units import counted
+from autofit.world import world_of_environment
+
+if TYPE_CHECKING:
+    from autofit.probing.meeting import Meeting
+
+_OF_RANKS = (
+    "memory of several ranks was not predicted before the first probe, and neither where it goes "
+    "nor what bounds a step was looked at"
+)
 
 
 @hides_own_frames
@@ -76,6 +86,8 @@ def search(
     profile: str | os.PathLike[str] | None = None,
 ) -> Report:
     """Find, by running it, the fastest way to train a model within a VRAM budget.
+
+    Under torchrun every rank makes the same call and gets the same report (docs/distributed.md).
 
     The model, the optimizer, random states and global flags are the same afterwards as before,
     also when this raises.
@@ -146,8 +158,8 @@ def search(
         effort=effort,
         profile=profile,
     )
-    level = numerics_level(numerics)
-    chosen = load_strategies(strategies, numerics=level)
+    level, world = numerics_level(numerics), world_of_environment()
+    chosen = load_strategies(strategies, numerics=level, world_size=world.size)
     workload = _workload(
         model,
         sample_batch,
@@ -163,91 +175,112 @@ def search(
         even_split=even_split,
         loader=loader,
     )
-    kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
-    trials: Callable[[], Sequence[Trial]] = tuple  # so far
-    with _shown(progress) as on_event:
+    target = Target(device, vram_budget, seed, isolation)
 
-        def on_stage(stage: str) -> None:
-            on_event(events.StageStarted(stage, allowance.progress(trials())))
+    def lead(meeting: Meeting | None) -> Record:
+        """Search, with several ranks or with one device."""
+        kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
+        trials: Callable[[], Sequence[Trial]] = tuple  # so far
+        with _shown(progress) as on_event:
 
-        target, ends_at = Target(device, vram_budget, seed, isolation), math.inf
-        if timeout is not None:
-            ends_at = allowance.began + timeout
-        try:
-            with open_prober(
-                workload, chosen, target, ends_at=ends_at, on_stage=on_stage
-            ) as prober:
-                survey = prober.survey()
-                if train_steps is None:
-                    survey = survey.without_costly(_named(strategies))
-                check_weights_fit(survey)
-                if survey.busy is not None:
-                    on_event(events.MachineBusy(survey.busy, allowance.progress()))
-                identity = _identity(survey, workload, chosen, level, vram_budget, max_micro_batch)
-                with Store.open(study, identity, began=allowance.began) as store:
-                    spec = store.spec
-                    trials = partial(getattr, store, "trials")
-                    if spec is not None:
-                        on_stage(f"resuming {store.name}, with {counted(len(trials()), 'trial')}")
-                    else:
-                        space = survey.space(max_micro_batch)
-                        lines, times, notes = predicted_lines(prober, survey, space)
-                        survey = replace(survey, notes=(*survey.notes, *notes))
-                        budget = survey.vram_budget_bytes
-                        spec = SearchSpec(
-                            space,
-                            budget,
-                            seed,
-                            identity,
-                            lines,
-                            times,
-                            numerics=_numerics_of(space, chosen),
-                        )
-                    try:
-                        result = run_search(
-                            prober,
-                            replace(
-                                spec,
-                                effort=Effort(effort),
-                                train_samples=_train_samples(spec.space, train_steps),
-                            ),
-                            store=store,
-                            sampler=sampler,
-                            max_probes=max_probes,
-                            timeout_s=timeout,
-                            on_event=on_event,
-                            began=allowance.began,
-                            kept_s=kept_s,
-                        )
-                    except NoFeasiblePlan as error:
-                        raise with_measured_need(error, prober, spec) from None
-                    sessions = store.session_seconds
-                trials = partial(getattr, result, "trials")
-                if survey.busy is None and survey.environment.gpu is None:
-                    survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
-                if result.may_probe:
-                    on_stage("comparing the answer's gradients with the baseline's")
-                difference = difference_of(prober, result)
-                memory = memory_of(prober, result)
-                record = record_of(survey, result, chosen, workload, difference, memory, sessions)
-                if result.may_probe:
-                    findings = findings_of(
-                        prober,
-                        result.spec,
-                        record,
-                        loader=workload.loader,
-                        trace=None if profile is None else os.path.abspath(profile),
-                        probes_left=allowance.probes_left(result.trials),
-                        on_stage=on_stage,
+            def on_stage(stage: str) -> None:
+                on_event(events.StageStarted(stage, allowance.progress(trials())))
+
+            ends_at = math.inf
+            if timeout is not None:
+                ends_at = allowance.began + timeout
+            try:
+                with open_prober(
+                    workload, chosen, target, ends_at=ends_at, on_stage=on_stage, meeting=meeting
+                ) as prober:
+                    survey = prober.survey()
+                    if train_steps is None:
+                        survey = survey.without_costly(_named(strategies))
+                    check_weights_fit(survey)
+                    if survey.busy is not None:
+                        on_event(events.MachineBusy(survey.busy, allowance.progress()))
+                    identity = _identity(
+                        survey, workload, chosen, level, vram_budget, max_micro_batch
                     )
-                    record = replace(record, findings=findings)
-                on_stage("ending the worker")
-        except SearchTimedOut:
-            raise allowance.too_short() from None
-        on_stage("writing the report")
-        seconds = sum(sessions[:-1]) + allowance.elapsed_s
-        record = replace(record, search=replace(record.search, seconds=seconds))
-        return Report(record, strategies=chosen, workload=workload)
+                    with Store.open(study, identity, began=allowance.began) as store:
+                        spec = store.spec
+                        trials = partial(getattr, store, "trials")
+                        if spec is not None:
+                            on_stage(
+                                f"resuming {store.name}, with {counted(len(trials()), 'trial')}"
+                            )
+                        else:
+                            space = survey.space(max_micro_batch)
+                            lines, times, notes = (
+                                predicted_lines(prober, survey, space)
+                                if meeting is None
+                                else ({}, {}, (_OF_RANKS,))
+                            )
+                            survey = replace(survey, notes=(*survey.notes, *notes))
+                            budget = survey.vram_budget_bytes
+                            spec = SearchSpec(
+                                space,
+                                budget,
+                                seed,
+                                identity,
+                                lines,
+                                times,
+                                numerics=_numerics_of(space, chosen),
+                            )
+                        try:
+                            result = run_search(
+                                prober,
+                                replace(
+                                    spec,
+                                    effort=Effort(effort),
+                                    train_samples=_train_samples(spec.space, train_steps),
+                                ),
+                                store=store,
+                                sampler=sampler,
+                                max_probes=max_probes,
+                                timeout_s=timeout,
+                                on_event=on_event,
+                                began=allowance.began,
+                                kept_s=kept_s,
+                            )
+                        except NoFeasiblePlan as error:
+                            raise with_measured_need(error, prober, spec) from None
+                        sessions = store.session_seconds
+                    trials = partial(getattr, result, "trials")
+                    if survey.busy is None and survey.environment.gpu is None:
+                        survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
+                    if result.may_probe:
+                        on_stage("comparing the answer's gradients with the baseline's")
+                    difference = difference_of(prober, result)
+                    memory = memory_of(prober, result) if meeting is None else {}
+                    record = record_of(
+                        survey, result, chosen, workload, difference, memory, sessions
+                    )
+                    if result.may_probe and meeting is None:
+                        findings = findings_of(
+                            prober,
+                            result.spec,
+                            record,
+                            loader=workload.loader,
+                            trace=None if profile is None else os.path.abspath(profile),
+                            probes_left=allowance.probes_left(result.trials),
+                            on_stage=on_stage,
+                        )
+                        record = replace(record, findings=findings)
+                    on_stage("ending the worker")
+            except SearchTimedOut:
+                raise allowance.too_short() from None
+            on_stage("writing the report")
+            seconds = sum(sessions[:-1]) + allowance.elapsed_s
+            return replace(record, search=replace(record.search, seconds=seconds))
+
+    if world.size == 1:
+        record = lead(None)
+    else:
+        from autofit.probing.together import on_every_rank  # most searches are of one device
+
+        record = on_every_rank(world, workload, chosen, target, lead)
+    return Report(record, strategies=chosen, workload=workload)
 
 
 @contextmanager
@@ -309,5 +342,6 @@ def _identity(
         "numerics": numerics.name.lower(),
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
         "max_micro_batch": str(max_micro_batch),
+        **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
         **({"costly settings": ",".join(costly)} if costly else {}),
     }

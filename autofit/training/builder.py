@@ -43,7 +43,7 @@ class TrainingBuilder:
         torch.manual_seed(self.seed)
         model = workload.build_model()
         model.zero_grad(set_to_none=True)  # else the user's gradients move to the device too
-        return Training(
+        training = Training(
             model,
             partial(workload.build_optimizer, place=self.device.place),
             self._placed(workload.recipe),
@@ -55,6 +55,9 @@ class TrainingBuilder:
             place_model=self.device.place_model,
             world=self.world,
         )
+        if training.ranks is not None:  # the same weights, and dropout of each rank's own
+            torch.manual_seed(self.seed + self.world.rank)
+        return training
 
     def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` for a plain training of one micro-batch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from autofit.training.optimizers import (
     check_steps_alone,
     holds_any,
 )
+
+if TYPE_CHECKING:
+    from autofit.training.ranks import Ranks
 
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 StepWrapper = Callable[[Callable[[], None]], None]
@@ -54,6 +57,8 @@ class Training(AbstractContextManager["Training"]):
     Attributes:
         model, optimizer, device, recipe: as given; a train_step uses them. A parallel strategy may
             have wrapped the model.
+        plain_model: the model without such a wrapper.
+        ranks: those that share every optimizer step; None: this device trains alone.
         plan: micro-batch and settings.
 
     Raises:
@@ -78,7 +83,7 @@ class Training(AbstractContextManager["Training"]):
     ) -> None:
         self.model = model
         self.world = world
-        self._plain_model, self._place_model = model, place_model
+        self.plain_model, self._place_model = model, place_model
         self.plan = resolved.plan
         self.device = device
         self.recipe = recipe
@@ -100,6 +105,7 @@ class Training(AbstractContextManager["Training"]):
             self.optimizer: Optimizers = None  # type: ignore[assignment]  # until it is made
             applied = list(resolved.by_strategy())
             is_parallel = any(strategy.phase is Phase.PARALLEL for strategy, _, _ in applied)
+            self.ranks = self._ranks_of(world) if is_parallel else None
             if not is_parallel:
                 self.place_model()
             if not (is_parallel and callable(optimizer)):
@@ -113,12 +119,19 @@ class Training(AbstractContextManager["Training"]):
             self._make_ready(optimizer)
             self._applied = stack.pop_all()
 
+    def _ranks_of(self, world: World) -> Ranks | None:
+        if world.size == 1:
+            return None
+        from autofit.training.ranks import Ranks  # most trainings are of one device
+
+        return Ranks(world, self.device)
+
     def _make_ready(self, optimizer: Optimizers | Callable[..., Optimizers]) -> None:
         """Place the model and make the optimizer, where a parallel strategy was waited for."""
         self.place_model()
         if self.optimizer is None:
             self.optimizer = self._made(optimizer)
-            if not any(holds_any(each, self._plain_model) for each in self._optimizers(None)):
+            if not any(holds_any(each, self.plain_model) for each in self._optimizers(None)):
                 raise Unsupported(
                     "the plan replaces the model's parameters, so the optimizer must be made after "
                     "it: pass optimizer= as a function of the parameters"
@@ -126,7 +139,7 @@ class Training(AbstractContextManager["Training"]):
 
     def _made(self, optimizer: Optimizers | Callable[..., Optimizers]) -> Optimizers:
         given = {"wrappers": self._factory_wrappers} if self._factory_wrappers else {}
-        made = optimizer(self._plain_model, **given) if callable(optimizer) else optimizer
+        made = optimizer(self.plain_model, **given) if callable(optimizer) else optimizer
         if self.recipe.train_step is None:
             check_steps_alone(made)
         return made
@@ -135,7 +148,7 @@ class Training(AbstractContextManager["Training"]):
         """Move the model to the device, if it is not there."""
         place, self._place_model = self._place_model, None
         if place is not None:
-            place(self._plain_model)
+            place(self.plain_model)
 
     def __exit__(self, *raised: object) -> None:
         self.undo()
@@ -193,10 +206,10 @@ class Training(AbstractContextManager["Training"]):
 
         Args:
             batch: n >= 1 samples on any device; split evenly into ceil(n / micro_batch)
-                micro-batches.
+                micro-batches. Of several ranks each gives its own, and all run as many.
 
         Returns:
-            The detached mean loss, a scalar tensor on the device.
+            The detached mean loss, a scalar tensor on the device; of all ranks' samples.
 
         Raises:
             InvalidRequest: the training was undone, so it would run without its plan.
@@ -218,28 +231,52 @@ class Training(AbstractContextManager["Training"]):
         return loss
 
     def accumulate(self, batch: Batch) -> torch.Tensor:
-        """Run forward and backward of every micro-batch; return their detached mean loss."""
+        """Run forward and backward of every micro-batch; return their detached mean loss.
+
+        It is the mean over all ranks.
+        """
         total: torch.Tensor | None = None
         for micro_batch, weight in self.micro_batches(batch):
             loss = self.loss(micro_batch)
-            share = loss.detach() * weight
+            share = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
             total = share if total is None else total + share
             self.backward(loss, weight)
             del loss, micro_batch  # else this graph stays alive during the next forward
         assert total is not None  # a batch has at least one sample
-        return total
+        return self._over_ranks(total)
+
+    def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.ranks is None:
+            return loss
+        with self.in_host_memory():
+            return self.ranks.mean(loss)
+
+    def share_of(self, batch: Batch) -> Batch:
+        """Return this rank's samples of those of all ranks; all of them where it trains alone."""
+        if self.ranks is None:
+            return batch
+        sizes = split_evenly(batch_size(batch), self.world.size)
+        shares = pieces(batch, sizes, self._batched)
+        return next(share for rank, share in enumerate(shares) if rank == self.world.rank)
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
         """Yield each micro-batch on the device, with its weight in the mean loss.
 
         The weights add up to one. A micro-batch of weight zero (every token of it is masked) is
         left out: its loss is often 0 / 0. Warns as `step` does.
+
+        Of several ranks all yield as many, with weights whose mean over the ranks adds up to one,
+        as gradients are averaged over them. There nothing can be left out: where a micro-batch has
+        no weight, the rank's heaviest one is run again without any.
         """
         self.has_split = True
         if self._watch is not None:
             self._watch.look(batch, stacklevel=2)
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
+        if self.ranks is not None:
+            yield from self._micro_batches_of_ranks(batch, sizes, self.ranks)
+            return
         if len(sizes) == 1:
             self._announce(is_last=True)
             yield map_tensors(self._place, batch), 1.0
@@ -253,6 +290,35 @@ class Training(AbstractContextManager["Training"]):
             if weights[index]:
                 self._announce(is_last=index == last)
                 yield map_tensors(self._place, piece), weights[index] / whole
+
+    def _micro_batches_of_ranks(
+        self, batch: Batch, sizes: tuple[int, ...], ranks: Ranks
+    ) -> Iterator[tuple[Batch, float]]:
+        weights = self._weights(batch, sizes)
+        told = self._gathered(ranks, len(sizes), sum(weights))
+        steps = round(max(each for each, _ in told))
+        if any(each != steps for each, _ in told):  # seen by every rank alike
+            sizes = split_evenly(sum(sizes), steps)
+            weights = self._weights(batch, sizes)
+            told = self._gathered(ranks, steps, sum(weights))
+        whole = sum(weight for _, weight in told)
+        if not whole:  # as without ranks: the unsplit batch would have the same 0 / 0
+            weights, whole = [1.0] * steps, float(steps * ranks.world.size)
+        heaviest = max(range(steps), key=weights.__getitem__)
+        for index, weight in enumerate(weights):
+            self._announce(is_last=index == steps - 1)
+            chosen = index if weight else heaviest
+            cut = pieces(batch, sizes, self._batched)
+            piece = next(each for at, each in enumerate(cut) if at == chosen)
+            yield map_tensors(self._place, piece), weight * ranks.world.size / whole
+
+    def _gathered(self, ranks: Ranks, *numbers: float) -> list[list[float]]:
+        with self.in_host_memory():
+            return ranks.gathered(numbers)
+
+    def _weights(self, batch: Batch, sizes: tuple[int, ...]) -> list[float]:
+        cut = zip(pieces(batch, sizes, self._batched), sizes, strict=True)
+        return [self.recipe.weight(piece) if size else 0.0 for piece, size in cut]
 
     def _announce(self, *, is_last: bool) -> None:
         for notify in self._micro_batch_observers:
@@ -283,6 +349,8 @@ class Training(AbstractContextManager["Training"]):
                 "the loss does not depend on any parameter that requires gradients: is the whole "
                 "model frozen, or was the loss detached or computed under torch.no_grad()?"
             )
+        if not weight:  # 0 * nan would be nan
+            loss, weight = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0), 1.0
         weighted = self._loss_scale.scaled(loss if weight == 1.0 else loss * weight)
         weighted.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
@@ -356,7 +424,7 @@ class Training(AbstractContextManager["Training"]):
                 "training.backward(loss) and training.optimizer_step() in it"
             )
         self._loss_scale.adapt(self._optimizers(None))
-        return loss.detach().clone()  # a compiled model may write its next loss over this one
+        return self._over_ranks(loss.detach().clone())  # a compiled model may write over this one
 
 
 def _wrapped(wrapper: StepWrapper, update: Callable[[], None]) -> Callable[[], None]:

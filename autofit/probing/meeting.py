@@ -1,0 +1,80 @@
+"""Where the ranks' parents meet: keys in one store that all of them reach, and no process group.
+
+The leader (rank 0) writes numbered commands for all ranks; each rank's seat answers them under its
+own rank. Any number of processes and threads may read and write, each with a `Meeting.store` of its
+own, since a client that waits for a key keeps others of the same connection waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from autofit.errors import InvalidRequest
+from autofit.strategy import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports no name
+
+CONNECT_S = 60.0
+"""For a store to answer, and for every rank to come."""
+
+_times_met = 0  # in this process: every rank calls in the same order
+_served: Any = None  # keeps the store alive that this process serves
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One call of autofit by every rank.
+
+    Attributes:
+        world: the ranks, and which of them this is.
+        host, port: of the store.
+        name: prefix of the keys, the same on every rank and for no other call.
+    """
+
+    world: World
+    host: str
+    port: int
+    name: str
+
+    def store(self) -> Store:
+        """Return a new client of the store, which sees the keys of this meeting alone."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # likewise
+
+        wait = timedelta(seconds=CONNECT_S)
+        client = TCPStore(self.host, self.port, None, False, wait)
+        return PrefixStore(self.name, client)
+
+
+def meet(world: World, environment: Mapping[str, str] = os.environ) -> Meeting:
+    """Return the meeting of this call; every rank must call it as often.
+
+    Raises:
+        InvalidRequest: the environment does not say where the ranks meet.
+    """
+    global _times_met, _served
+    try:
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise InvalidRequest(
+            f"there are {world.size} ranks, and MASTER_ADDR and MASTER_PORT do not say where they "
+            "meet: start them with torchrun"
+        ) from None
+    _times_met += 1
+    meeting = Meeting(world, host, port, f"autofit/{_times_met}")
+    is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world.rank == 0 and not is_served and _served is None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # likewise
+
+        _served = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)
+    return meeting
+
+
+def host_name() -> str:
+    """Return the name of this machine, by which messages name a rank's."""
+    return socket.gethostname()

@@ -1,0 +1,69 @@
+"""One call of autofit by several ranks: rank 0 leads, and all return or raise the same."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from autofit.probing.group import end_meeting
+from autofit.probing.meeting import Meeting, meet
+from autofit.probing.prober import Target
+from autofit.probing.seat import Seat, device_of_rank, outcome_of_lead
+from autofit.strategy import Strategy, World
+from autofit.training.workload import Workload
+
+_Result = TypeVar("_Result")
+
+
+def on_every_rank(
+    world: World,
+    workload: Workload,
+    strategies: Sequence[Strategy],
+    target: Target,
+    lead: Callable[[Meeting], _Result],
+) -> _Result:
+    """Return what `lead` does on rank 0, or raise what it raises, on every rank alike.
+
+    Args:
+        world: the ranks, and which of them this is.
+        workload, strategies, target: of the prober that `lead` opens; the other ranks have seats.
+        lead: called with the meeting; what it returns is plain data.
+    """
+    device = device_of_rank(target.device, world)
+    meeting = meet(world)
+    if world.rank > 0:
+        atexit.register(_wait_for_lead, meeting)
+        seat = Seat(meeting, workload, strategies, device=device, seed=target.seed)
+        result: _Result = outcome_of_lead(seat.serve())
+        return result
+    atexit.register(_leave, meeting)
+    try:
+        result = lead(meeting)
+    except BaseException as error:
+        end_meeting(meeting, error)
+        raise
+    end_meeting(meeting, None, result)
+    return result
+
+
+# torchrun ends all ranks as soon as one has failed: rank 0 first gets to show why.
+
+_LEAVING_S, _EXIT_S = 5.0, 0.5
+"""For rank 0 to say that it leaves, and for its interpreter to end."""
+
+
+def _leave(meeting: Meeting) -> None:
+    with suppress(RuntimeError):  # the store may have gone
+        meeting.store().set("left", "")
+
+
+def _wait_for_lead(meeting: Meeting) -> None:
+    end = time.monotonic() + _LEAVING_S
+    with suppress(RuntimeError):
+        store = meeting.store()
+        while not store.check(["left"]) and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(_EXIT_S)

@@ -1,0 +1,261 @@
+"""What becomes of faults of single ranks: probes on two gloo ranks, a random fault in one of four.
+
+Run as `python -m benchmarks.rank_faults [PROBES]`. Each fault is one of `KINDS`, on a random rank,
+in a random forward, under a random parallel mode. Judged are the outcome and the rank that is
+named, the seconds from the first fault to the agreement on it (a hang's first fault is its
+deadline), and those in which all ranks have taken their next workers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.fault_table import OTHER_COUNT
+from autofit.probing.group import GroupChannel
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Deadlines, Prober, Target
+from autofit.registry import load_strategies
+from autofit.strategy import Strategy
+from autofit.testing.local_ranks import local_ranks
+from autofit.training.workload import Workload
+
+KINDS = ("oom", "oom of all", "oom in backward", "killed", "hang", "user error", "other count")
+MODES = ("ddp", "fsdp2", "fsdp2_keep")
+PROBES, SEED, RANKS = 200, 5, 2
+BUDGET = "256MiB"
+FIRST = 4
+"""The micro-batch of the first probe; each probe has its own, by which ranks know its fault."""
+_HANG_S = 3600.0
+_TOO_MUCH = 2**27
+"""Elements that fill twice the budget."""
+_UNITS = {"modules": ["blocks.0", "blocks.1", "blocks.2"]}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens in a probe.
+
+    Attributes:
+        kind: one of `KINDS`.
+        rank: on which; None: on all.
+        forward: at which forward, from 1.
+    """
+
+    kind: str
+    rank: int | None
+    forward: int
+
+    @property
+    def strikes(self) -> bool:
+        """Whether it happens on this rank."""
+        return self.rank is None or self.rank == dist.get_rank()
+
+
+class Blocks(nn.Module):
+    """A small model that has a fault at some micro-batches."""
+
+    def __init__(self, faults: Mapping[int, Fault]) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+        self.faults, self.forwards = dict(faults), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        fault = self.faults.get(len(inputs))
+        happens = fault is not None and fault.forward == self.forwards and fault.strikes
+        hidden = inputs
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        if happens and fault is not None:
+            return struck(fault, hidden)
+        return hidden
+
+
+def struck(fault: Fault, hidden: torch.Tensor) -> torch.Tensor:
+    """Do what the fault is, and return what the forward goes on with."""
+    if fault.kind in ("oom", "oom of all"):
+        return hidden + torch.empty(_TOO_MUCH).sum()
+    if fault.kind == "oom in backward":
+        passed: torch.Tensor = OutOfMemoryInBackward.apply(hidden)  # type: ignore[no-untyped-call]  # torch
+        return passed
+    if fault.kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "hang":
+        time.sleep(_HANG_S)
+    if fault.kind == "user error":
+        raise ValueError("the user's own error on one rank")
+    return hidden
+
+
+class OutOfMemoryInBackward(torch.autograd.Function):
+    """Passes its input on, and needs more than there is for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Ask for too much."""
+        return gradient + torch.empty(_TOO_MUCH).sum()
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a loss; under "other count" one rank runs the model, forward and back, once more."""
+    own: Any = getattr(model, "module", model)
+    fault = own.faults.get(len(batch))
+    if fault is not None and fault.kind == "other count" and own.forwards + 1 == fault.forward:
+        own.forwards += 1
+        if fault.strikes:
+            model(batch).square().mean().backward()
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def faults_of(probes: int, seed: int) -> dict[int, Fault]:
+    """Return the faults by micro-batch: of about one probe in four, each kind as often."""
+    rng = random.Random(seed)
+    struck_sizes = rng.sample(range(FIRST, FIRST + probes), k=max(len(KINDS), probes // 4))
+    faults = {}
+    for number, size in enumerate(struck_sizes):
+        kind = KINDS[number % len(KINDS)]
+        rank = None if kind == "oom of all" else rng.randrange(RANKS)
+        faults[size] = Fault(kind, rank, rng.randint(1, 3))
+    return faults
+
+
+def is_right(fault: Fault | None, seen: Measurement) -> bool:
+    """Return whether the outcome and the rank named are those of the fault."""
+    if fault is None:
+        return seen.outcome is Outcome.OK and seen.failed_rank is None
+    if fault.kind == "other count":  # no rank of two is the one to blame
+        outcomes = (Outcome.USER_ERROR, Outcome.TIMEOUT)
+        named = OTHER_COUNT in (seen.detail or "")
+        return seen.outcome in outcomes and named and seen.failed_rank is None
+    outcome = {
+        "killed": Outcome.CRASHED,
+        "hang": Outcome.TIMEOUT,
+        "user error": Outcome.USER_ERROR,
+    }.get(fault.kind, Outcome.OOM)
+    by_rank = seen.failed_rank is not None if fault.rank is None else seen.failed_rank == fault.rank
+    return seen.outcome is outcome and by_rank
+
+
+@dataclass(frozen=True)
+class Row:
+    """One probe: what happened, what was said, and the seconds that it took.
+
+    Attributes:
+        fault: None: none.
+        mode: of the plan.
+        seen: the measurement.
+        agree_s: from the first fault to the agreement.
+        replace_s: for all ranks to take their next workers.
+        seconds: the whole probe.
+    """
+
+    fault: Fault | None
+    mode: str
+    seen: Measurement
+    agree_s: float
+    replace_s: float
+    seconds: float
+
+    @property
+    def right(self) -> bool:
+        """Whether outcome and rank are those of the fault."""
+        return is_right(self.fault, self.seen)
+
+
+def request_of(size: int, mode: str, steps: int, strategies: tuple[Strategy, ...]) -> ProbeRequest:
+    """Return the request for one probe; a hang is noticed after the shortest deadline."""
+    settings = {"parallel.mode": mode, "parallel.accumulation": "once"}
+    plan = Plan(size, accumulation_steps=steps, world_size=RANKS, settings=settings)
+    payloads = {"parallel.mode": _UNITS} if mode.startswith("fsdp2") else {}
+    resolved = ResolvedPlan(plan, payloads, strategies)
+    return ProbeRequest(resolved, expected_seconds=0.01, most_timed_seconds=0.2)
+
+
+def run(probes: int, seed: int, *, deadline_s: float = 8.0) -> list[Row]:
+    """Run the probes on ranks of this machine."""
+    faults = faults_of(probes, seed)
+    rng = random.Random(seed + 1)
+    strategies = load_strategies(["parallel"])
+    workload = Workload(partial(Blocks, faults), torch.randn(FIRST, 32), loss_fn=loss_fn)
+    rows = []
+    deadlines = Deadlines(shortest_s=deadline_s)
+    with local_ranks(
+        workload, strategies, RANKS, target=Target("cpu", BUDGET), deadlines=deadlines
+    ) as prober:
+        for size in range(FIRST, FIRST + probes):
+            mode, steps = rng.choice(MODES), rng.randint(1, 2)
+            fault = faults.get(size)
+            if fault is not None and fault.kind == "other count":
+                mode = MODES[-1]  # ranks of ddp meet in the last backward of a step alone
+            began = time.monotonic()
+            seen = prober.probe(request_of(size, mode, steps, strategies)).measurement
+            row = Row(faults.get(size), mode, seen, *_seconds_of(prober), time.monotonic() - began)
+            rows.append(row)
+            if not row.right:
+                print(f"WRONG {row.fault} {mode}: {seen.outcome} {seen.failed_rank} {seen.detail}")
+    return rows
+
+
+def _seconds_of(prober: Prober) -> tuple[float, float]:
+    channel = prober._channel
+    assert isinstance(channel, GroupChannel)  # `local_ranks` opens no other
+    return channel.seconds_to_agree, channel.seconds_to_replace
+
+
+def summary(rows: list[Row]) -> str:
+    """Return a table of the kinds of faults."""
+    lines = ["| fault | probes | right outcome and rank | agreed, s (median, most) "]
+    lines[0] += "| replaced, s (median, most) |"
+    lines.append("|---|---|---|---|---|")
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(row.fault.kind if row.fault else "none", []).append(row)
+    for kind, of_kind in sorted(by_kind.items()):
+        right = sum(row.right for row in of_kind)
+        cells = [kind, str(len(of_kind)), str(right)]
+        for name in ("agree_s", "replace_s"):
+            values = [getattr(row, name) for row in of_kind if row.fault is not None]
+            middle = f"{statistics.median(values):.2f}, {max(values):.2f}" if values else "-"
+            cells.append(middle)
+        lines.append(f"| {' | '.join(cells)} |")
+    outcomes = Counter(row.seen.outcome.value for row in rows)
+    lines.append("")
+    lines.append(f"{len(rows)} probes; outcomes: {dict(outcomes)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run as the command line says, and print the summary."""
+    probes = int(sys.argv[1]) if len(sys.argv) > 1 else PROBES
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    rows = run(probes, SEED)
+    print(summary(rows))
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

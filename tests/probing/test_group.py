@@ -1,0 +1,159 @@
+"""Probes of two gloo ranks: each fault is named with its rank, and the next probe works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autofit.equivalence.gradients import compare_passes
+from autofit.equivalence.ranks import compare_ranks
+from autofit.measurement import Outcome
+from autofit.plan import Plan, ResolvedPlan
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Prober, Target
+from autofit.probing.session import Session
+from autofit.registry import load_strategies
+from autofit.strategy import Comparison
+from autofit.testing.local_ranks import local_ranks
+from autofit.training.workload import Workload
+from benchmarks import rank_faults
+
+pytestmark = pytest.mark.slow
+
+IGNORED, VOCABULARY, LENGTH = -100, 50, 7
+UNITS = {"parallel.mode": {"modules": ["blocks.0", "blocks.1"]}}
+
+
+class Tied(nn.Module):
+    """Token logits, in float64; the head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        blocks = [nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 16)) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def padded(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and targets, of which each sample ignores others; one of every four all."""
+    generator = torch.Generator().manual_seed(11)
+    tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (samples,), generator=generator)
+    lengths[::4] = 0
+    targets[torch.arange(LENGTH)[None] >= lengths[:, None]] = IGNORED
+    return tokens, targets
+
+
+def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
+    tokens, targets = batch
+    logits = model(tokens)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def valid(batch: Any) -> float:
+    return float((batch[1] != IGNORED).sum())
+
+
+def past_the_wrapper(model: nn.Module, batch: Any) -> torch.Tensor:
+    inner: Any = getattr(model, "module", model)
+    return mean_over_valid(inner, batch)
+
+
+def of_gradients(
+    session: Session, mode: str, samples: int, steps: int, accumulation: str
+) -> Comparison:
+    """Compare the ranks' gradients of samples that are padded with those of one process."""
+    share = -(-samples // 2)
+    settings = {"parallel.mode": mode, "parallel.accumulation": accumulation}
+    plan = Plan.split(samples, -(-share // steps), settings, world_size=2)
+    assert plan.accumulation_steps == steps
+    strategy = next(each for each in session.strategies if each.name == "parallel")
+    payloads = UNITS if mode.startswith("fsdp2") else {}
+    together = ResolvedPlan(plan, payloads, (strategy,))
+    passes = ((ResolvedPlan(Plan(samples)), 0), (together, 0))
+    return compare_passes(session.builder, passes, padded(samples))
+
+
+def of_ranks(session: Session, mode: str) -> Comparison:
+    strategy = next(each for each in session.strategies if each.name == "parallel")
+    payloads = UNITS if mode.startswith("fsdp2") else {}
+    return compare_ranks(session.builder, {"parallel.mode": mode}, payloads, strategy)
+
+
+def ranks_of(**given: Any) -> Any:
+    workload = Workload(Tied, padded, loss_fn=given.pop("loss_fn", mean_over_valid), **given)
+    return local_ranks(workload, load_strategies(["parallel"]), 2, target=Target("cpu", "1GiB"))
+
+
+@pytest.fixture(scope="module")
+def weighted() -> Iterator[Prober]:
+    with ranks_of(loss_weight=valid) as prober:
+        yield prober
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp2", "fsdp2_keep"])
+@pytest.mark.parametrize(
+    ("samples", "steps"), [(16, 1), (16, 2), (14, 2), (13, 3), (11, 3), (5, 3)]
+)
+def test_gradients_of_ranks_are_those_of_one_process(
+    weighted: Prober, mode: str, samples: int, steps: int
+) -> None:
+    for accumulation in ("once", "each"):
+        call = partial(
+            of_gradients, mode=mode, samples=samples, steps=steps, accumulation=accumulation
+        )
+        found = weighted.run(call)
+        assert found.gradient <= 1e-12
+        assert found.loss <= 1e-12
+
+
+def test_a_mean_of_means_is_found(weighted: Prober) -> None:
+    with ranks_of() as prober:
+        found = prober.run(partial(of_ranks, mode="ddp"))
+    assert not found.equal
+    assert found.gradient > 0.01
+    assert weighted.run(partial(of_ranks, mode="ddp")).equal
+
+
+def test_a_submodule_that_is_called_past_the_wrapper_is_found() -> None:
+    with ranks_of(loss_fn=past_the_wrapper, loss_weight=valid) as prober:
+        assert not prober.run(partial(of_ranks, mode="ddp")).equal
+        assert prober.run(partial(of_ranks, mode="fsdp2")).equal  # that has no wrapper
+
+
+def test_what_single_ranks_do_is_named_and_the_next_probe_works() -> None:
+    rows = rank_faults.run(15, seed=3)
+    assert {row.fault.kind for row in rows if row.fault} == set(rank_faults.KINDS)
+    wrong = [(row.fault, row.mode, row.seen) for row in rows if not row.right]
+    assert wrong == []
+    ran = [row.seen for row in rows if row.fault is None]
+    assert all(len(seen.ranks) == rank_faults.RANKS for seen in ran)
+
+
+def test_a_probe_tells_what_each_rank_held_and_whose_steps_count(weighted: Prober) -> None:
+    strategies = load_strategies(["parallel"])
+    plan = Plan(4, world_size=2, settings={"parallel.mode": "ddp"})
+    seen = weighted.probe(ProbeRequest(ResolvedPlan(plan, {}, strategies))).measurement
+    assert seen.outcome is Outcome.OK
+    assert seen.peak_reserved_bytes == max(use.held_bytes for use in seen.ranks)
+    own = [use.step_time_s for use in seen.ranks]
+    assert None not in own
+    assert seen.step_time_s is not None
+    assert seen.step_time_s >= max(time_s for time_s in own if time_s is not None)
