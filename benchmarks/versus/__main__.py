@@ -42,7 +42,7 @@ class Bench:
     """Where one workload's processes run, how long the judge trains, and how long a tool may take.
 
     Attributes:
-        limit_s: a process that takes longer is ended, with the processes that it started.
+        limit_s: a tool that takes longer is ended, with the processes that it started.
     """
 
     task: dict[str, Any]
@@ -58,7 +58,10 @@ class Bench:
         return self.repeats > 0 and bool(self.task["place"] != "emulated")
 
     def python(self, module: str, *arguments: object, log: Path | None = None) -> str:
-        """Run a module of this folder in a process of its own; return its standard output."""
+        """Run a module of this folder in a process of its own; return its standard output.
+
+        With a log it is a tool, whose time is limited.
+        """
         extra = {"VERSUS_LOG": str(log)} if log else {}
         with (self.folder / "stderr.txt").open("a") as errors:
             process = subprocess.Popen(
@@ -70,7 +73,7 @@ class Bench:
                 start_new_session=True,  # so that all that it starts can be ended
             )
         try:
-            told, _ = process.communicate(timeout=self.limit_s)
+            told, _ = process.communicate(timeout=self.limit_s if log else None)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -20,10 +20,11 @@ from benchmarks.versus.table import Comparison, Row, markdown
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "tiny_resnet"
+QUICK: dict[str, Any] = {"max_probes": 4, "strategies": ["precision"]}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # seven minutes where others use it
+@pytest.mark.timeout(600)  # 51 s of processor time; more where others use the machine
 @pytest.mark.skipif(not find_spec("accelerate"), reason="needs accelerate: the extra `bench`")
 def test_peers_run_out_of_memory_where_autofit_does_not(tmp_path: Path) -> None:
     names = ["accelerate find_executable_batch_size", "rule of Composer, halving", "autofit"]
@@ -32,7 +33,7 @@ def test_peers_run_out_of_memory_where_autofit_does_not(tmp_path: Path) -> None:
     ran = subprocess.run(
         [*command, str(tmp_path / "found.json")],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "VERSUS_SEARCH": '{"max_probes": 6}'},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "VERSUS_SEARCH": json.dumps(QUICK)},
         capture_output=True,
         text=True,
     )
@@ -49,7 +50,7 @@ def test_peers_run_out_of_memory_where_autofit_does_not(tmp_path: Path) -> None:
     assert shrinking["ooms"] == shrinking["probes"] - 1 > halving["ooms"] > 0
     assert ours["ooms"] < shrinking["ooms"]
     assert ours["found"]["changed"] == []
-    assert ours["probes"] == 6
+    assert ours["probes"] <= QUICK["max_probes"]
     largest = told["largest"]["float32"]
     assert shrinking["found"]["answer"]["micro_batch"] <= largest * 65 / 64 + 1
     assert 2 * halving["found"]["answer"]["micro_batch"] > largest
