@@ -104,6 +104,7 @@ class Bench:
         if answer:
             (own / "answer.json").write_text(json.dumps(answer))
             verdict = self.judged("survive", own / "answer.json", self.steps, precision=precision)
+            answer["report"] = answer["report"] and Path(answer["report"]).name
         probes = (answer or {}).get("probes") or sizes_tried(events)
         ooms = sum(event["event"] == "oom" for event in events)
         shown = precision if peer.finder else "own"
