@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from autofit.training.loader import (
     LoaderSettings,
     batches_without_end,
     generators_kept,
+    is_stream,
     make_loader,
 )
 from autofit.units import kind_of
@@ -57,6 +58,7 @@ class Delivery:
         batch_bytes: of the tensors of one batch.
         worker_bytes: host memory of the loader's processes that they share with no other; 0
             without workers, None: unknown.
+        is_stream: whether it reads an `IterableDataset`, of which each worker has a copy.
     """
 
     settings: LoaderSettings
@@ -64,6 +66,7 @@ class Delivery:
     first_batch_s: float
     batch_bytes: int
     worker_bytes: int | None
+    is_stream: bool = False
 
     @property
     def host_bytes(self) -> int:
@@ -102,7 +105,7 @@ def deliver(session: Session, *, settings: LoaderSettings) -> Delivery:
     """
     already = _children()
     began = time.perf_counter()
-    with _batches_of(session, settings) as batches:
+    with _batches_of(session, settings) as (made, batches):
         batch = next(batches)
         first_batch_s = time.perf_counter() - began
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
@@ -115,7 +118,8 @@ def deliver(session: Session, *, settings: LoaderSettings) -> Delivery:
         samples, start = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < DELIVERY_S:
             samples += sum(batch_size(next(batches)) for _ in range(round_of))
-    return Delivery(settings, samples / elapsed, first_batch_s, batch_bytes, worker_bytes)
+    rate = samples / elapsed
+    return Delivery(settings, rate, first_batch_s, batch_bytes, worker_bytes, is_stream(made))
 
 
 def feed(session: Session, *, resolved: ResolvedPlan, settings: LoaderSettings) -> Feeding:
@@ -134,7 +138,7 @@ def feed(session: Session, *, resolved: ResolvedPlan, settings: LoaderSettings) 
         for _ in range(_WARM_UP_STEPS):
             training.step(sample)
         device.synchronize()
-        with _batches_of(session, settings) as batches:
+        with _batches_of(session, settings) as (_, batches):
             for _ in range(max(1, settings.num_workers)):
                 warned = _warnings_of(watch, next(batches))
             start = time.perf_counter()
@@ -152,8 +156,10 @@ def feed(session: Session, *, resolved: ResolvedPlan, settings: LoaderSettings) 
 
 
 @contextmanager
-def _batches_of(session: Session, settings: LoaderSettings) -> Iterator[Iterator[Batch]]:
-    """Yield the batches of a loader; its processes have ended and its generators are put back."""
+def _batches_of(
+    session: Session, settings: LoaderSettings
+) -> Iterator[tuple[Iterable[Batch], Iterator[Batch]]]:
+    """Yield a loader and its batches; its processes have ended and its generators are put back."""
     loader = session.builder.fresh_workload().loader
     assert loader is not None  # a search without one does not ask
     torch.manual_seed(session.builder.seed)
@@ -163,7 +169,7 @@ def _batches_of(session: Session, settings: LoaderSettings) -> Iterator[Iterator
         made = make_loader(loader, settings)
         # A function may hold a generator that all its loaders share
         with generators_kept(made), closing(batches_without_end(made)) as batches:
-            yield batches
+            yield made, batches
     collect_garbage()  # the processes of a loader end with its iterator
 
 

@@ -34,6 +34,7 @@ FINDINGS: Shape = {
         "consumed_samples_per_second": NUMBER,
         "host_bytes": Maybe(AMOUNT),
         "most_workers": Maybe(AMOUNT),
+        "keeps_workers?": FLAG,
         "delivered": [_SPEED],
         "end_to_end": [{**_SPEED, "warnings": [TEXT]}],
     },
@@ -110,6 +111,12 @@ def loader_line(loader: Mapping[str, Any], spread: float) -> str:
         parts.append(f"the plan consumes {rate(consumed)}{alone}")
     elif (before := _speed(loader, own)) is not None and own != loader["settings"]:
         parts.append(f"with {_settings(own)} it is {rate(before)}")
+    if loader.get("keeps_workers"):
+        parts.append(
+            f"num_workers stays {own['num_workers']}, since each worker has its own copy of an "
+            "IterableDataset, and only you know whether they share its samples out "
+            "(torch.utils.data.get_worker_info)"
+        )
     if loader["host_bytes"]:
         parts.append(f"it takes {format_bytes(loader['host_bytes'])} of host memory")
     warned = [text for each in loader["end_to_end"] for text in each["warnings"]]

@@ -3,6 +3,9 @@
 Alone, the fewest worker processes are looked for that deliver what the plan consumes, as far as the
 host's memory holds what they load in advance. Then the plan is trained on what the loader delivers,
 with these workers and with the settings that the user has now; speed end to end decides.
+
+Of an `IterableDataset` each worker has a copy, and whether the copies share the samples out cannot
+be seen: there the number of workers stays the user's, since others might train on samples twice.
 """
 
 from __future__ import annotations
@@ -169,14 +172,19 @@ class LoaderTuner:
         workers: int | None = 0
         while workers is not None:
             self._deliver(self._with(plain, workers, pin_memory=pinned))
-            workers = next_workers(self.deliveries, self.consumed, self.host)
+            keeps = self._keeps_workers
+            workers = None if keeps else next_workers(self.deliveries, self.consumed, self.host)
         if own.num_workers not in {each.settings.num_workers for each in self.deliveries}:
             self._deliver(own)
-        best = self._feed(chosen(self.deliveries, self.consumed).settings)
+        allowed = self.deliveries
+        if self._keeps_workers:
+            allowed = [d for d in allowed if _same_workers(d.settings, own)]
+        best = self._feed(chosen(allowed, self.consumed).settings)
         if own != best.settings:
             self._feed(own)
-        if pinned:
-            self._feed(replace(best.settings, pin_memory=False))
+        unpinned = replace(best.settings, pin_memory=False)
+        if unpinned not in (best.settings, own):
+            self._feed(unpinned)
         best = fastest(self.feedings)
         for factor in _MORE_PREFETCH if "prefetch_factor" in taken else ():
             alone = [d for d in self.deliveries if _same_workers(d.settings, best.settings)]
@@ -193,6 +201,7 @@ class LoaderTuner:
         """Return what was measured, and what it recommends, as the report keeps it."""
         known: dict[str, Any] = {"settings": None, "bottleneck": None, "host_bytes": None}
         known["most_workers"] = self._most_workers
+        known["keeps_workers"] = self._keeps_workers
         if self.feedings:
             best = fastest(self.feedings)
             held = [d for d in self.deliveries if _same_workers(d.settings, best.settings)]
@@ -214,6 +223,10 @@ class LoaderTuner:
     @property
     def _most_workers(self) -> int | None:
         return self.host.most_workers(self.deliveries) if self.deliveries else None
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return any(each.is_stream for each in self.deliveries)
 
     def _with(self, plain: LoaderSettings, workers: int, *, pin_memory: bool) -> LoaderSettings:
         prefetch = _PREFETCH if workers else None

@@ -138,6 +138,15 @@ def make_loader(loader: Loader, settings: LoaderSettings) -> Iterable[Batch]:
     return made
 
 
+def is_stream(made: Iterable[Batch]) -> bool:
+    """Return whether a loader reads an `IterableDataset`.
+
+    Each of its workers has a copy of that, and delivers the same samples as the others unless the
+    dataset shares them out (torch's documentation of `IterableDataset`).
+    """
+    return isinstance(made, DataLoader) and isinstance(made.dataset, IterableDataset)
+
+
 def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
     """Yield the batches of one epoch after the other.
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autofit.errors import InvalidRequest, WorkerFailed, release_exception
 from autofit.plan import Plan, ResolvedPlan
@@ -153,6 +153,22 @@ def test_a_generator_that_a_function_holds_is_put_back(tmp_path: Path) -> None:
         delivered(prober)
         feeding(prober)
     assert torch.equal(generator.get_state(), before)
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, int]]):
+    """Each worker that reads it reads all of it."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for index in range(10_000):
+            yield torch.ones(4), index % 3
+
+
+def test_a_stream_is_told_from_rows(tmp_path: Path) -> None:
+    for dataset, is_stream in ((Stream(), True), (Rows(tmp_path, quick), False)):
+        with prober_for(functools.partial(DataLoader, dataset), "inprocess") as prober:
+            assert delivered(prober).is_stream is is_stream
+        with prober_for(DataLoader(dataset), "inprocess") as prober:
+            assert delivered(prober).is_stream is is_stream
 
 
 def nothing(rows: Any) -> None:

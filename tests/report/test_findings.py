@@ -62,6 +62,12 @@ def test_workers_at_the_most_that_are_tried_are_told(record: Record) -> None:
     )
 
 
+def test_why_workers_stay_as_they_are_is_told(record: Record) -> None:
+    line = text(record, loader=LOADER | {"keeps_workers": True, "own_settings": FOUR})
+    assert "num_workers stays 4, since each worker has its own copy of an IterableDataset" in line
+    assert "stays" not in text(record, loader=LOADER | {"keeps_workers": False})
+
+
 def test_a_loader_that_keeps_up(record: Record) -> None:
     kept = {"settings": FOUR, "samples_per_second": 198.0, "warnings": []}
     found = LOADER | {"bottleneck": "device", "own_settings": FOUR, "end_to_end": [kept]}
