@@ -96,7 +96,12 @@ class GroupChannel:
         )
         self._own_seat = threading.Thread(target=seat.serve, daemon=True)
         self._own_seat.start()
-        self.hosts = self._hosts()
+        try:
+            self.hosts = self._hosts()
+        except BaseException:
+            self._write({"do": "close"})
+            self._own_seat.join()
+            raise
 
     @property
     def pid(self) -> int | None:

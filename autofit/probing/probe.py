@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import hides_own_frames
+from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -101,6 +101,10 @@ def run_one(
     Raises:
         Exception: as `probe` does.
     """
+    if meeting is None and (size := world_of_environment().size) > 1:
+        raise InvalidRequest(
+            f"this runs on one device, and torchrun started {size} ranks: start it without torchrun"
+        )
     with open_prober(workload, strategies, target, meeting=meeting) as prober:
         survey = prober.survey()
         request = ProbeRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,21 +50,23 @@ def on_every_rank(
     return result
 
 
-# torchrun ends all ranks as soon as one has failed: rank 0 first gets to show why.
+# torchrun ends all ranks as soon as one has failed. Rank 0 first gets to show why, and each ends
+# with its own exit code: by then there is nothing left that a signal would have to end.
 
-_LEAVING_S, _EXIT_S = 5.0, 0.5
-"""For rank 0 to say that it leaves, and for its interpreter to end."""
+_LEAVING_S = 5.0
+"""For rank 0 to say that it leaves."""
 
 
 def _leave(meeting: Meeting) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError):  # the store may have gone
         meeting.store().set("left", "")
 
 
 def _wait_for_lead(meeting: Meeting) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end = time.monotonic() + _LEAVING_S
     with suppress(RuntimeError):
         store = meeting.store()
         while not store.check(["left"]) and time.monotonic() < end:
             time.sleep(0.02)
-        time.sleep(_EXIT_S)

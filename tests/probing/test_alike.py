@@ -1,0 +1,93 @@
+"""What several ranks are refused for, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan
+from autofit.probing import group
+from autofit.probing.alike import RankFacts, check_alike
+from autofit.probing.meeting import Meeting, meet
+from autofit.probing.probe import probe
+from autofit.probing.prober import Target, open_prober
+from autofit.probing.seat import device_of_rank
+from autofit.strategy import World
+from autofit.training.workload import Workload
+
+FACTS = RankFacts("a", "H100", "580", "2.13", "1f", 0.5)
+
+
+def workload() -> Workload:
+    return Workload(torch.nn.Linear(4, 4), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (replace(FACTS, gpu="L4"), r"rank 1 \(b\) has gpu L4, rank 0 \(a\) H100: .* 2 alike"),
+        (replace(FACTS, torch="2.11"), "has torch 2.11, rank 0 .* 2.13"),
+        (replace(FACTS, driver="570"), "has driver 570"),
+        (replace(FACTS, workload="2f"), "another workload than rank 0"),
+        (replace(FACTS, weights=0.25), "other weights than rank 0: call torch.manual_seed"),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_what_differs(other: RankFacts, words: str) -> None:
+    check_alike([FACTS, replace(FACTS, host="b")])
+    with pytest.raises(InvalidRequest, match=words):
+        check_alike([FACTS, replace(other, host="b")])
+
+
+def test_one_named_gpu_is_refused_for_several_ranks() -> None:
+    assert device_of_rank("cpu", World(1, 1, 2)) == "cpu"
+    assert device_of_rank("cuda", World(1, 1, 2)) == "cuda:1"
+    with pytest.raises(InvalidRequest, match="'cuda:1' names one GPU, and there are 2 ranks"):
+        device_of_rank("cuda:1", World(0, 0, 2))
+
+
+def test_this_process_cannot_be_a_rank_of_a_search() -> None:
+    meeting = Meeting(World(0, 0, 2), "127.0.0.1", 1, "none")
+    with pytest.raises(InvalidRequest, match='cannot be replaced: use isolation="process"'):
+        open_prober(workload(), (), Target("cpu", isolation="inprocess"), meeting=meeting)
+
+
+def test_ranks_that_do_not_know_where_to_meet_are_told_of_torchrun() -> None:
+    with pytest.raises(InvalidRequest, match="start them with torchrun"):
+        meet(World(0, 0, 2), {"RANK": "0"})
+
+
+def test_a_rank_that_does_not_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
+
+    monkeypatch.setattr(group, "CONNECT_S", 0.3)
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    meeting = Meeting(World(0, 0, 3), "127.0.0.1", server.port, "alone")
+    meeting.store().set("here/2", "b")
+    with pytest.raises(InvalidRequest, match="3 ranks, and rank 1 did not call autofit within"):
+        open_prober(workload(), (), Target("cpu"), meeting=meeting)
+    group.end_meeting(meeting, None)
+
+
+def test_a_global_batch_smaller_than_the_ranks_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="6 samples cannot be shared by 8 ranks"):
+        Plan(6, global_batch=6).on(8)
+    assert Plan(4, global_batch=16, accumulation_steps=4).on(2).accumulation_steps == 2
+    assert Plan(4).on(2).samples_per_step == 8
+
+
+def test_ranks_of_another_number_are_refused_where_a_report_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from autofit.report.apply import _world_of
+
+    with pytest.raises(InvalidRequest, match="one of 2 ranks, and here is one"):
+        _world_of(Plan(4, world_size=2))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequest, match="the ranks have no process group"):
+        _world_of(Plan(4, world_size=2))
+    with pytest.raises(InvalidRequest, match="start them with torchrun"):
+        probe(workload(), device="cpu")

@@ -1,0 +1,130 @@
+"""Searches of several ranks, started as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD = """
+import torch
+from torch import nn
+
+import autofit
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return inputs
+
+
+def make_workload() -> autofit.Workload:
+    batch = (torch.randn(4, 32), torch.randn(4, 32))
+    return autofit.Workload(Net, batch, criterion=nn.MSELoss(), global_batch=8)
+"""
+SCRIPT = """
+import json
+import os
+
+import autofit
+from train import make_workload
+
+report = autofit.search(
+    make_workload(), device="cpu", vram_budget="64MiB", strategies=["parallel"], max_probes=4
+)
+with open(f"rank{os.environ['RANK']}.json", "w") as file:
+    json.dump(report.to_dict(), file)
+"""
+SEARCH = ["-m", "autofit", "search", "train.py:make_workload", "--device", "cpu"]
+SEARCH += ["--strategies", "parallel"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(WORKLOAD)
+    return tmp_path
+
+
+def started(folder: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ranks_of(launcher: int) -> Iterator[tuple[int, int]]:
+    """Yield the rank and the process id of each process that torchrun started."""
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError, IndexError):
+            continue
+        ranks = [each for each in variables if each.startswith(b"RANK=")]
+        if parent == launcher and ranks:
+            yield int(ranks[0].partition(b"=")[2]), int(entry.name)
+
+
+def test_every_rank_gets_the_same_report(folder: Path) -> None:
+    (folder / "search.py").write_text(SCRIPT)
+    process = started(folder, "search.py")
+    _, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert (first["environment"]["world_size"], first["environment"]["nodes"]) == (2, 1)
+    plan, trial = first["best"]["plan"], first["best"]
+    assert plan["world_size"] == 2
+    assert plan["global_batch"] == 8
+    assert len(trial["ranks"]) == 2
+    assert trial["peak_reserved_bytes"] == max(r["peak_reserved_bytes"] for r in trial["ranks"])
+    assert first["baseline"]["plan"]["settings"]["parallel.mode"] == "ddp"
+
+
+def test_an_error_is_said_once_and_ends_every_rank_with_its_code(folder: Path) -> None:
+    process = started(folder, *SEARCH, "--vram-budget", "1MiB")
+    output, errors = process.communicate(timeout=500)
+    assert output == ""
+    assert errors.count("autofit: nothing fits") == 1
+    codes = dict(re.findall(r"rank *: (\d) .*\n *exitcode *: (-?\d+)", errors))
+    assert codes == {"0": "1", "1": "1"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(folder: Path, rank: int) -> None:
+    study = folder / "study.log"
+    options = ["--vram-budget", "64MiB", "--max-probes", "5", "--study", str(study)]
+    process = started(folder, *SEARCH, *options)
+    while not (study.exists() and b"parallel.mode" in study.read_bytes()):
+        assert process.poll() is None
+        time.sleep(0.2)
+    os.kill(dict(ranks_of(process.pid))[rank], signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    again = started(folder, *SEARCH, *options, "--json")
+    output, errors = again.communicate(timeout=500)
+    assert again.returncode == 0, errors
+    assert "resuming" in errors
+    assert json.loads(output)["search"]["probes"] <= 5
