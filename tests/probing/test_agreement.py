@@ -70,6 +70,7 @@ KILLED = ended(Outcome.CRASHED, "the worker was ended by SIGKILL")
         ([BUG, OOM], Outcome.OOM, 1),
         ([OOM, ended(Outcome.POISONED)], Outcome.POISONED, 1),
         ([KILLED, OOM], Outcome.OOM, 1),
+        ([RankReply(Measurement(Outcome.POISONED), is_consequence=True), OOM], Outcome.OOM, 1),
         ([BUG, SILENT], Outcome.USER_ERROR, 0),
         ([ended(Outcome.TIMEOUT, WAITS), BUG], Outcome.USER_ERROR, 1),
         ([ran(), ended(Outcome.LEAK)], Outcome.LEAK, 1),
