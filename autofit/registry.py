@@ -28,6 +28,11 @@ def installed_names() -> tuple[str, ...]:
     return tuple(sorted(_installed(GROUP, GROUP_OF_RANKS)))
 
 
+def names_of_ranks() -> tuple[str, ...]:
+    """Return the sorted names of the installed strategies for several ranks, importing none."""
+    return tuple(sorted(_installed(GROUP_OF_RANKS)))
+
+
 def check_installed(name: str) -> None:
     """Refuse a name that no installed strategy has, without importing one.
 
@@ -105,7 +110,7 @@ def strategies_of(
     given: Iterable[str | Strategy] | None = None,
     remembered: Sequence[Strategy] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the strategies that a plan's settings belong to.
+    """Return the strategies that a plan's settings belong to; of several ranks, those for them too.
 
     Args:
         plan: its settings name them.
@@ -119,6 +124,8 @@ def strategies_of(
     known = {strategy.name: strategy for strategy in remembered}
     named = {one if isinstance(one, str) else getattr(one, "name", "") for one in chosen}
     needed = {setting.partition(".")[0] for setting in plan.settings}
+    if plan.world_size > 1:
+        needed |= {*names_of_ranks()}
     return load_strategies([*chosen, *(known.get(name, name) for name in sorted(needed - named))])
 
 
@@ -191,11 +198,6 @@ def numerics_level(numerics: Numerics | str) -> Numerics:
     except (KeyError, AttributeError):
         known = ", ".join(level.name.lower() for level in Numerics)
         raise InvalidRequest(f"numerics must be one of {known}, got {numerics!r}") from None
-
-
-def names_of_ranks() -> tuple[str, ...]:
-    """Return the sorted names of the installed strategies for several ranks, importing none."""
-    return tuple(sorted(_installed(GROUP_OF_RANKS)))
 
 
 def _installed(*groups: str) -> dict[str, EntryPoint]:

@@ -37,7 +37,7 @@ class Fit:
         plan: the plan that was asked for, with the variant's settings.
         required_bytes: the smallest VRAM budget under which it runs, non-torch bytes included.
         margin_bytes: how far off that may be.
-        fits: whether it fits with its margin.
+        fits: whether it fits with its margin; None also where the bytes that NCCL takes decide.
         largest: the plan with the largest micro-batch that fits; None: not even one sample does.
         largest_required_bytes: what that plan needs, without margin.
         relative_time: estimated time of a sample with that plan, where the plan that was asked for
@@ -216,7 +216,7 @@ def _text_rows(card: Card) -> Iterator[tuple[str, ...]]:
             memory,
             settings,
             format_bytes(fit.required_bytes + fit.margin_bytes),
-            "yes" if fit.fits else "no",
+            {True: "yes", False: "no", None: "?"}[fit.fits],
             f"{largest.micro_batch} x {largest.accumulation_steps}" if largest else "none",
             f"{_ratio(time)}{' *' if fit is card.chosen else '  '}" if time else "",
         )

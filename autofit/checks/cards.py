@@ -19,13 +19,21 @@ from autofit.devices.request import budget_bytes, check_budget
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction.dry_run import traced_sizes
-from autofit.prediction.needs import MOST, Need, SharedRuns, guess_from, largest_that_fits
+from autofit.prediction.methods import NCCL_UNKNOWN, plan_of_ranks
+from autofit.prediction.needs import (
+    MOST,
+    NCCL_BYTES,
+    Need,
+    SharedRuns,
+    guess_from,
+    largest_that_fits,
+)
 from autofit.prediction.offered import Offered, offered
 from autofit.registry import load_strategies, numerics_level, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
 from autofit.training.workload import Workload, check_arguments
-from autofit.units import counted
+from autofit.units import counted, format_bytes
 
 MOST_VARIANTS = 16
 TIE = 0.02
@@ -43,6 +51,7 @@ def cards(
     numerics: Numerics | str = "reduced_precision",
     payloads: Mapping[str, Any] | None = None,
     progress: Callable[[str], object] | None = None,
+    world_size: int | None = None,
 ) -> Cards:
     """Predict for many GPUs what a plan needs there, and the largest micro-batch that fits.
 
@@ -59,6 +68,7 @@ def cards(
         strategies, numerics: as for `autofit.search`.
         payloads: by setting, as in a report's dimensions.
         progress: called with a line about each GPU.
+        world_size: how many of each GPU train together, as for `predict`.
 
     Raises:
         InvalidRequest: an argument is not valid, or there is no such GPU.
@@ -69,14 +79,17 @@ def cards(
     check_budget(vram_budget)
     chosen = _find(gpus)
     varied = load_strategies(strategies, numerics=numerics_level(numerics))
-    table = _Table(workload, plan or workload.plan(), vram_budget, varied, payloads or {})
+    asked = plan or workload.plan()
+    if world_size is not None:
+        asked = plan_of_ranks(workload, plan, world_size)
+    table = _Table(workload, asked, vram_budget, varied, payloads or {})
     found: list[Card] = []
     for gpu in sorted(chosen, key=lambda gpu: -gpu.total_bytes):
         # The largest first: what the others need lies between its micro-batches.
         if progress is not None:
             progress(f"{gpu.name} ({len(found) + 1} of {len(chosen)})")
         found.append(table.card(gpu))
-    if all(fit.fits is None for card in found for fit in card.fits):
+    if all(fit.required_bytes is None for card in found for fit in card.fits):
         raise table.failure or CannotTell(f"no GPU was predicted: {found[0].detail}")
     return Cards(table.asked, tuple(reversed(found)), tuple(table.notes))
 
@@ -126,6 +139,11 @@ class _Table:
         self._runs = SharedRuns(workload)
         self._offered: dict[str, list[Offered]] = {}
         self._looks: dict[VariantKey, dict[int, int]] = {}
+        if asked.world_size > 1:
+            self._note(
+                f"NCCL: {NCCL_UNKNOWN}; where {format_bytes(NCCL_BYTES)} for it would not fit is a "
+                "?. There are no times: those of sending are not estimated"
+            )
         self._note(
             "the samples of an optimizer step are free: the largest micro-batch changes them, "
             "unless a global batch is given"
@@ -179,7 +197,7 @@ class _Table:
         if alike:
             return alike[0]
         try:
-            found = offered(strategy, self._workload, gpu)
+            found = offered(strategy, self._workload, gpu, self.asked.world_size)
         except CannotTell as error:
             if settings_of(strategy.name, self.asked.settings):
                 raise
@@ -209,7 +227,7 @@ class _Table:
         except CannotTell as error:
             self.failure = self.failure or error
             return Fit(plan, detail=str(error))
-        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.high_bytes <= here.budget)
+        fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(here.budget))
         largest = self._largest(plan, here, need)
         if largest is None:
             return fit
@@ -227,12 +245,13 @@ class _Table:
         def high_bytes(micro_batch: int) -> int:
             sized = _of_size(plan, micro_batch)
             try:
-                looks[sized.micro_batch] = self._need(sized, here).high_bytes
+                needed = self._need(sized, here)
+                looks[sized.micro_batch] = needed.high_bytes + needed.unknown_bytes
             except CannotTell:
                 return sys.maxsize
             return looks[sized.micro_batch]
 
-        most = plan.global_batch or MOST
+        most = -(-plan.global_batch // plan.world_size) if plan.global_batch else MOST
         start = plan.micro_batch
         if len(looks) > 1:  # of another GPU, which needs almost the same
             start = min(max(guess_from(looks, here.budget), 1), most)
@@ -240,7 +259,7 @@ class _Table:
             high_bytes,
             here.budget,
             start=start,
-            known={plan.micro_batch: need.high_bytes},
+            known={plan.micro_batch: need.high_bytes + need.unknown_bytes},
             most=most,
         )
         return None if found is None else _of_size(plan, found)
@@ -252,7 +271,12 @@ class _Table:
         return resolve(plan, here.space, self._strategies, self._payloads)
 
     def _relative_time(self, plan: Plan, here: _Here) -> float | None:
-        """Return a sample's estimated time over that with the plan asked for, settings plain."""
+        """Return a sample's estimated time over that with the plan asked for, settings plain.
+
+        None for several ranks: the time in which they send is not estimated.
+        """
+        if plan.world_size > 1:
+            return None
         plain = here.shown(here.space.plain_settings, self.asked.settings)
         try:
             own, of_asked = (
@@ -322,5 +346,6 @@ def _minor(dimension: Dimension) -> str | None:
 def _of_size(plan: Plan, micro_batch: int) -> Plan:
     """Return the plan with micro-batches of at most that size."""
     if plan.global_batch is not None:
-        return Plan.split(plan.global_batch, micro_batch, plan.settings)
+        ranks = plan.world_size
+        return Plan.split(plan.global_batch, micro_batch, plan.settings, world_size=ranks)
     return replace(plan, micro_batch=micro_batch)

@@ -20,7 +20,7 @@ from autofit.devices.request import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan
-from autofit.prediction.methods import method_taken
+from autofit.prediction.methods import method_of_ranks, method_taken, plan_of_ranks
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
 from autofit.registry import load_strategies, resolve
@@ -47,6 +47,7 @@ def check(
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
+    world_size: int | None = None,
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
 
@@ -59,7 +60,8 @@ def check(
         method: "probe" runs the plan on this machine's device; "emulate" and "rehearse" need none,
             see `predict`; "auto" probes if there is a GPU and `gpu` is None, and else predicts.
         device: where to probe; None: cuda if there is one.
-        strategies, payloads, calibration: as for `predict`.
+        strategies, payloads, calibration, world_size: as for `predict`; several ranks are
+            rehearsed, never probed.
 
     Raises:
         InvalidRequest: an argument is not valid.
@@ -70,13 +72,18 @@ def check(
     check_arguments(workload, plan, payloads)
     learned = Calibration.of(calibration)
     found = find_gpu(gpu)
+    chosen_plan = plan
+    if world_size is not None or (plan is not None and plan.world_size > 1):
+        chosen_plan = plan_of_ranks(workload, plan, world_size)
+        former = FORMER_METHODS.get(method, method)
+        method = method_of_ranks(former, chosen_plan.world_size)
     if will_probe(method, gpu, device):
         from autofit.probing.probe import run_one
 
         chosen, target = load_strategies(strategies), Target(device, vram_budget)
 
         def resolved(survey: Survey) -> ResolvedPlan:
-            return resolve(plan, survey.space_for(plan), chosen, payloads)
+            return resolve(chosen_plan, survey.space_for(chosen_plan), chosen, payloads)
 
         return _by_probe(*run_one(workload, chosen, target, resolved))
     method = FORMER_METHODS.get(method, method)
@@ -87,7 +94,7 @@ def check(
     )
     unknown = Verdict(
         None,
-        plan or workload.plan(),
+        chosen_plan or workload.plan(),
         method_taken(method, workload.model),
         budget,
         device="cuda",
@@ -97,7 +104,7 @@ def check(
     try:
         prediction = predict(
             workload,
-            plan=plan,
+            plan=chosen_plan,
             gpu=gpu,
             method=method,
             strategies=strategies,
@@ -142,6 +149,7 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
         required_bytes_low=prediction.interval[0] if prediction.method == "emulate" else None,
         computed_values=prediction.computed_values,
         estimates=prediction.estimates,
+        unknown_bytes=prediction.unknown_bytes,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autofit.notebook import shown
 from autofit.plan import PLAN, Plan
-from autofit.prediction.methods import words_of
+from autofit.prediction.methods import NCCL_UNKNOWN, words_of
 from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, Shape, Table, check_shape
 from autofit.units import format_bytes
 
@@ -31,6 +31,7 @@ _VERDICT: Shape = {
     "device?": Maybe(TEXT),
     "gpu?": Maybe(TEXT),
     "gpu_assumed?": FLAG,
+    "unknown_bytes?": AMOUNT,
 }
 """A verdict as JSON."""
 _FORMER_METHODS = {"predict": "rehearse"}
@@ -56,6 +57,7 @@ class Verdict:
             is required plus margin.
         computed_values: whether operators computed on the emulated GPU.
         estimates: sizes of NVIDIA's libraries that it does not know exactly.
+        unknown_bytes: the room that a fit leaves for what is not counted; see `Prediction`.
         detail: why `fits` is unknown, or how the probe ended.
         device: "cuda" or "cpu".
         gpu: name of the GPU; None also for a CPU.
@@ -78,6 +80,7 @@ class Verdict:
     required_bytes_low: int | None = None
     computed_values: bool | None = None
     estimates: Sequence[str] = ()
+    unknown_bytes: int = 0
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -110,7 +113,11 @@ class Verdict:
             if self.fits is None:
                 needs += f"; the budget lies between: {self._doubt}"
             return needs
-        return needs + (f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else "")
+        needs += f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else ""
+        if self.unknown_bytes and self.fits is None:
+            room = format_bytes(self.unknown_bytes)
+            needs += f" + NCCL, not known: leave {room} for it, or measure on the ranks"
+        return needs
 
     @property
     def _doubt(self) -> str:
@@ -123,6 +130,7 @@ class Verdict:
         sizes += [("margin", self.margin_bytes)] if self.margin_bytes else []
         sizes += [("allowed", self.vram_budget_bytes), *(self.breakdown or {}).items()]
         rows = [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
+        rows += [("NCCL", NCCL_UNKNOWN)] if self.unknown_bytes else []
         return [("method", words_of(self.method, self.computed_values)), *rows]
 
     def explain(self) -> str:
@@ -154,6 +162,7 @@ class Verdict:
             "required_bytes_low": self.required_bytes_low,
             "computed_values": self.computed_values,
             "estimates": list(self.estimates),
+            "unknown_bytes": self.unknown_bytes,
         }
 
     @classmethod

@@ -20,12 +20,14 @@ from autofit.cli.options import (
     DeviceName,
     GlobalBatch,
     MicroBatch,
+    ModeOfRanks,
     NumericsName,
     PlanFile,
     PlanOptions,
     SettingsGiven,
     StrategyNames,
     Target,
+    WorldSize,
     check_writable,
     one_of,
     read_budget,
@@ -87,18 +89,35 @@ def predict(
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
     plan_file: PlanFile = None,
+    world_size: WorldSize = None,
+    mode_of_ranks: ModeOfRanks = None,
     strategies: StrategyNames = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a plan needs on a GPU, without one."""
-    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
+    options = PlanOptions(
+        micro_batch,
+        accumulation_steps,
+        global_batch,
+        setting,
+        plan_file,
+        world_size,
+        mode_of_ranks,
+    )
     with stdout_for_results_only():
         workload = load_target(target)
         from autofit.prediction.predict import predict as run
 
         chosen = options.plan_and_payloads(workload)
         with users_code():
-            prediction = run(workload, gpu=gpu, method=method, strategies=strategies, **chosen)
+            prediction = run(
+                workload,
+                gpu=gpu,
+                method=method,
+                strategies=strategies,
+                world_size=world_size,
+                **chosen,
+            )
             try:
                 largest = prediction.largest_micro_batch
                 told = f"{largest or 'none'} on {prediction.gpu.name}"
@@ -129,6 +148,8 @@ def check(
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
     plan_file: PlanFile = None,
+    world_size: WorldSize = None,
+    mode_of_ranks: ModeOfRanks = None,
     report_file: Annotated[
         Path | None, typer.Option("--report", help="plan, budget and GPU of this report")
     ] = None,
@@ -156,7 +177,15 @@ def check(
     if report_file is not None and plan_file is not None:
         raise InvalidRequest("--report includes the plan of --plan: leave --plan out")
     plan_file = report_file or plan_file
-    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
+    options = PlanOptions(
+        micro_batch,
+        accumulation_steps,
+        global_batch,
+        setting,
+        plan_file,
+        world_size,
+        mode_of_ranks,
+    )
     tuned = options.report if report_file is not None else None
     allowed = read_fraction(max_regression)
     with stdout_for_results_only(), _errors_shown(target, junit_xml):
@@ -169,6 +198,7 @@ def check(
             method=method,
             device=device,
             strategies=strategies,
+            world_size=world_size,
         )
         has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
         regression = compare_with(verdict, against, allowed) if against and has_figure else None
@@ -196,6 +226,8 @@ def cards(
     global_batch: GlobalBatch = None,
     setting: SettingsGiven = None,
     plan_file: PlanFile = None,
+    world_size: WorldSize = None,
+    mode_of_ranks: ModeOfRanks = None,
     strategies: StrategyNames = None,
     numerics: NumericsName = "reduced_precision",
     out: Annotated[
@@ -210,7 +242,15 @@ def cards(
     for path in out or ():
         check_writable(path, FORMS, "a table of cards")
     numerics_level(numerics)
-    options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
+    options = PlanOptions(
+        micro_batch,
+        accumulation_steps,
+        global_batch,
+        setting,
+        plan_file,
+        world_size,
+        mode_of_ranks,
+    )
     with stdout_for_results_only():
         workload = load_target(target)
         from autofit.checks.cards import cards as run
@@ -224,6 +264,7 @@ def cards(
                 strategies=strategies,
                 numerics=numerics,
                 progress=lambda line: typer.echo(f"autofit: predicting {line}", err=True),
+                world_size=world_size,
                 **chosen,
             )
     for path in out or ():
@@ -241,7 +282,13 @@ def register(app: typer.Typer) -> None:
 
 
 def _verdict(
-    target: str, options: PlanOptions, tuned: Report | None, *, strategies: Any, **how: Any
+    target: str,
+    options: PlanOptions,
+    tuned: Report | None,
+    *,
+    strategies: Any,
+    world_size: int | None,
+    **how: Any,
 ) -> Verdict:
     workload = load_target(target)
     from autofit.checks.check import check as run
@@ -250,7 +297,7 @@ def _verdict(
         how |= _as_tuned(tuned, **how)
     how |= options.plan_and_payloads(workload)
     with users_code():
-        return run(workload, strategies=strategies, **how)
+        return run(workload, strategies=strategies, world_size=world_size, **how)
 
 
 def _as_tuned(

@@ -134,6 +134,17 @@ SettingsGiven = Annotated[
         callback=_check_settings,
     ),
 ]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(min=1, help="GPUs that train together (ranks); default: the plan's, else one"),
+]
+ModeOfRanks = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        help="what ranks hold: ddp, ddp_view, zero1, fsdp2, fsdp2_keep; default: ddp",
+    ),
+]
 PlanFile = Annotated[
     Path | None,
     typer.Option("--plan", help="take the plan of this report", callback=_check_report),
@@ -153,16 +164,25 @@ class PlanOptions:
     global_batch: int | None = None
     settings: Sequence[str] | None = None
     plan_file: Path | None = None
+    world_size: int | None = None
+    mode_of_ranks: str | None = None
 
     def __post_init__(self) -> None:
         if self.plan_file is not None and self._has_any:
             raise InvalidRequest("--plan sets the whole plan: leave the other plan options out")
+        if self.mode_of_ranks is not None and (self.world_size or 1) == 1:
+            raise InvalidRequest(
+                f"--parallel {self.mode_of_ranks} says what several GPUs hold: give --world-size, "
+                "from 2, too"
+            )
         for text in self.settings or ():
             _read_setting(text)
 
     @property
     def _has_any(self) -> bool:
         counts = (self.micro_batch, self.accumulation_steps, self.global_batch)
+        if self.mode_of_ranks is not None:
+            return True
         return bool(self.settings) or any(count is not None for count in counts)
 
     @cached_property
@@ -190,8 +210,23 @@ class PlanOptions:
             payloads = self.report.record.payloads(self.report.best.plan.settings)
         elif self._has_any:
             counts = self.micro_batch, self.accumulation_steps, self.global_batch
-            plan = workload.plan(*counts, dict(map(_read_setting, self.settings or ())))
+            settings = dict(map(_read_setting, self.settings or ())) | self._settings_of_ranks()
+            plan = workload.plan(*counts, settings, self.world_size or 1)
         return {"plan": plan, "payloads": payloads}
+
+    def _settings_of_ranks(self) -> dict[str, Scalar]:
+        """Return `--parallel` as settings of the strategy for several ranks."""
+        if self.mode_of_ranks is None:
+            return {}
+        from autofit.registry import names_of_ranks
+
+        names = names_of_ranks()
+        if len(names) != 1:
+            raise InvalidRequest(
+                f"--parallel is short for --set STRATEGY.mode={self.mode_of_ranks}, and installed "
+                f"for several ranks are {', '.join(names) or 'none'}: give --set"
+            )
+        return {f"{names[0]}.mode": self.mode_of_ranks}
 
 
 REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")

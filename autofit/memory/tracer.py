@@ -47,8 +47,9 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return a tensor's storage, or one for each part of a sparse or a wrapped tensor."""
     if type(tensor) not in _PLAIN and _unwraps_itself(type(tensor)):
         inner: Any = tensor
-        names = inner.__tensor_flatten__()[0]
-        return [storage for name in names for storage in storages_of(getattr(inner, name))]
+        held = (getattr(inner, name) for name in inner.__tensor_flatten__()[0])
+        tensors = (each for each in held if isinstance(each, torch.Tensor))  # or what has no bytes
+        return [storage for each in tensors for storage in storages_of(each)]
     if tensor.layout is torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout is torch.sparse_coo:
@@ -185,6 +186,10 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def last_number(self) -> int:
         """The number of the latest allocation; 0 before the first."""
         return self._last_number
+
+    def live_numbers(self) -> list[int]:
+        """Return the numbers of the storages that count now."""
+        return [each.number for each in self._storages.values() if each.number != _FOREIGN]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage in the events; None where it does not count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -59,6 +59,7 @@ class Labels:
     def __init__(self, tracer: CudaTracer) -> None:
         self._tracer = tracer
         self._kinds: dict[int, str] = {}
+        self._at_micro_batch = 0
 
     @contextmanager
     def watching(self, training: Training) -> Iterator[None]:
@@ -68,21 +69,61 @@ class Labels:
         and an optimizer that keeps them grows from step to step.
         """
         self._note("weights", [*training.model.parameters(), *training.model.buffers()])
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]  # torch's
-            for name, parameter in training.model.named_parameters()
-            if parameter.requires_grad
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, parameter in training.model.named_parameters():
+                self._await_gradient(stack, name, parameter)
+            if training.world.size > 1:
+                self._watch_shards(training, stack)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    def _await_gradient(self, stack: ExitStack, name: str, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad:
+            note = partial(self._note_gradient, name)
+            hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
+            stack.callback(hook.remove)
+
+    def _watch_shards(self, training: Training, stack: ExitStack) -> None:
+        """Note what is gathered of sharded parameters, and gradients that no hook sees.
+
+        What wrapping made before the first forward is no activation.
+        """
+        self._tracer.forward.clear()
+        seen = {id(parameter) for parameter in training.model.parameters()}
+
+        def note_gathered(name: str, module: torch.nn.Module, given: Any) -> None:
+            for last, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self._note("weights", [parameter])
+                    self._await_gradient(stack, f"{name}.{last}", parameter)
+
+        def note_all_gradients(step: Callable[[], None]) -> None:
+            self._note("gradients", [parameter.grad for parameter in training.model.parameters()])
+            step()
+
+        for name, module in training.model.named_modules():
+            hook = module.register_forward_pre_hook(partial(note_gathered, name))
+            stack.callback(hook.remove)
+        stack.callback(training.wrap_optimizer_step(note_all_gradients))
+        stack.callback(training.before_micro_batch(self._note_survivors))
+
+    def note_sent(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that ranks add up: a bucket of gradients."""
+        self._note("gradients", [tensor])
+
+    def _note_survivors(self, is_last: bool) -> None:
+        """Note what a backward made and left for the next one: gradients that add up."""
+        for number in self._tracer.live_numbers():
+            if number > self._at_micro_batch and number not in self._tracer.forward:
+                self._kinds.setdefault(number, "gradients")
+        self._at_micro_batch = self._tracer.last_number
 
     def note_state(self, training: Training) -> None:
         """Note the current state of the optimizers."""
         for optimizer in by_name(training.optimizer).values():
-            self._note("optimizer_state", tensors_in(dict(optimizer.state)))
+            # ZeroRedundancyOptimizer holds an optimizer of its share of the parameters.
+            own = getattr(optimizer, "optim", optimizer)
+            self._note("optimizer_state", tensors_in(dict(own.state)))
 
     def at_peak(
         self, recording: Recording, *, expandable_segments: bool = False
@@ -92,8 +133,11 @@ class Labels:
 
     def kind_of(self, number: int) -> str:
         """Return the kind of an allocation; those of the forward pass count as activations."""
+        first = number
+        while first not in self._kinds and first in self._tracer.resized:
+            first = self._tracer.resized[first]
         other = "activations" if number in self._tracer.forward else "temporaries"
-        return self._kinds.get(number, other)
+        return self._kinds.get(first, other)
 
     def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

@@ -1,7 +1,8 @@
 """Dry run: two optimizer steps of the `Training` of a probe, on the meta device.
 
 Optimizer state appears in the first step, and the peak is often in the second; further steps
-repeat it. Gradients are resident from the second micro-batch on, so two stand for any number.
+repeat it. A training of several ranks may take one more step to settle, see `sharded`. Gradients
+are resident from the second micro-batch on, so two stand for any number.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
 from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users, raised_here
-from autofit.memory.replay import Recording
+from autofit.memory.replay import Recording, replay
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
@@ -33,7 +35,7 @@ from autofit.prediction.trace import Trace
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.snapshot.objects import live_objects, walk
 from autofit.snapshot.snapshot import preserved
-from autofit.strategy import Capabilities
+from autofit.strategy import ALONE, Capabilities, World
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
@@ -87,23 +89,64 @@ def dry_run(
 ) -> DryRun:
     """Run two optimizer steps of a plan on the meta device in place of that GPU.
 
-    The user's objects, random states and flags are restored afterwards.
+    Of a plan of several ranks, those that differ are run one by one, and the run of the one that
+    needs most is returned. The user's objects, random states and flags are restored afterwards.
 
     Raises:
         InvalidRequest: the batch is larger than a tensor can be.
         CannotTell: the user's step cannot run without values; the message names the line.
         Exception: raised by the user's own code.
     """
+    run = partial(_run, workload, resolved, gpu, watching)
+    if resolved.plan.world_size == 1:
+        return run()
+    from autofit.prediction.sharded import largest_of_ranks
+
+    return largest_of_ranks(resolved.plan.world_size, run, _peak_bytes)
+
+
+def _peak_bytes(run: DryRun) -> int:
+    return replay(run.recording).peak_allocated_bytes
+
+
+def _run(
+    workload: Workload,
+    resolved: ResolvedPlan,
+    gpu: Gpu,
+    watching: Watching | None,
+    world: World = ALONE,
+    others: list[int] | None = None,
+) -> DryRun:
+    """Run as one rank; append the ranks that may need more to `others`."""
     tracer = CudaTracer(gpu)
     plan, labels = resolved.plan, Labels(tracer)
-    with stage(tracer, not_copied(workload)), _explained(plan, tracer):
+    with ExitStack() as stack:
+        stack.enter_context(_as_rank(world, labels.note_sent))
+        stack.enter_context(stage(tracer, not_copied(workload)))
+        stack.enter_context(_explained(plan, tracer))
         copied = meta_copy(workload, tracer)
-        builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0)
+        builder = TrainingBuilder(lambda: copied, MetaDevice(tracer), seed=0, world=world)
         with builder.training(copied, resolved) as training, labels.watching(training):
             refuse_compiled(training.model)
+            if others is not None:
+                from autofit.prediction.sharded import ranks_unlike_the_first
+
+                others += ranks_unlike_the_first(training)
             with watching(tracer, training) if watching else nullcontext():
                 trace = _steps(training, copied, plan, tracer, labels)
     return DryRun(gpu, trace, labels, tracer.answers)
+
+
+@contextmanager
+def _as_rank(world: World, note_sent: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Let this process be that rank; one alone is in no group."""
+    if world.size == 1:
+        yield
+        return
+    from autofit.prediction.sharded import one_of_ranks
+
+    with _one_at_a_time, one_of_ranks(world, note_sent=note_sent):
+        yield
 
 
 def _steps(
@@ -113,8 +156,13 @@ def _steps(
     batch = meta_batch(workload, sum(sizes), tracer)
     work: list[Operation] = []
     update_work: list[Operation] = []
-    for step in range(STEPS):
-        is_last = step == STEPS - 1
+    steps = STEPS
+    if plan.world_size > 1:
+        from autofit.prediction.sharded import steps_until_alike
+
+        steps = steps_until_alike(training)
+    for step in range(steps):
+        is_last = step == steps - 1
         tracer.operations = work if is_last else None
         if is_users_own:
             training.step(batch)

@@ -17,9 +17,12 @@ from autofit.plan import ResolvedPlan
 from autofit.prediction.dry_run import dry_run, traced_sizes
 from autofit.prediction.trace import Trace, on_line
 from autofit.training.workload import Workload
+from autofit.units import GIB
 
 MARGIN = 0.05
 """Margin around required bytes, as a fraction of them."""
+NCCL_BYTES = 2 * GIB
+"""Room to leave for what NCCL holds on each of several ranks, which is not known."""
 WORKSPACE_MARGIN = 0.1
 """Largest margin for cuDNN workspaces of unknown size, as a fraction of required bytes."""
 
@@ -31,21 +34,35 @@ class Need:
     Attributes:
         required_bytes: the smallest VRAM budget under which it runs, non-torch bytes included.
         margin_bytes: how far off that may be.
+        unknown_bytes: the room that a fit leaves for what is not counted in either.
     """
 
     required_bytes: int
     margin_bytes: int
+    unknown_bytes: int = 0
 
     @property
     def high_bytes(self) -> int:
-        """What must be free for the plan to be said to fit."""
+        """What must be free for the plan to be said to fit, without what is unknown."""
         return self.required_bytes + self.margin_bytes
 
+    def fits(self, vram_budget_bytes: int) -> bool | None:
+        """Return whether the plan fits into a budget; None: what is unknown decides."""
+        return told(self.high_bytes, self.unknown_bytes, vram_budget_bytes)
 
-def need_of(recording: Recording, gpu: Gpu) -> Need:
-    """Return what a recorded dry run needs on its GPU."""
+
+def told(high_bytes: int, unknown_bytes: int, vram_budget_bytes: int) -> bool | None:
+    """Return whether a plan fits; None: what is unknown decides."""
+    if high_bytes > vram_budget_bytes:
+        return False
+    return True if high_bytes + unknown_bytes <= vram_budget_bytes else None
+
+
+def need_of(recording: Recording, gpu: Gpu, world_size: int = 1) -> Need:
+    """Return what a recorded dry run needs on its GPU, as one of so many ranks."""
     required = required_bytes(recording, expandable_segments=expandable_segments())
-    return Need(required + gpu.context_bytes, round(margin_bytes(recording, required)))
+    unknown = NCCL_BYTES if world_size > 1 else 0
+    return Need(required + gpu.context_bytes, round(margin_bytes(recording, required)), unknown)
 
 
 def margin_bytes(recording: Recording, required: int) -> float:
@@ -99,7 +116,7 @@ class SharedRuns:
         plan = resolved.plan
         sizes = traced_sizes(plan, self._workload)
         is_even = len(set(sizes)) == 1
-        alike: Hashable = (plan.variant, len(sizes) if is_even else sizes)
+        alike: Hashable = (plan.variant, plan.world_size, len(sizes) if is_even else sizes)
         runs = self._runs.setdefault(alike, [])
         known = {trace.micro_batch: trace for trace, answers in runs if answers_alike(gpu, answers)}
         if sizes[0] in known:
@@ -125,9 +142,10 @@ class SharedRuns:
         """Return what a plan needs on a GPU; raises as `trace` does."""
         trace = self.trace(resolved, gpu)
         sizes = tuple(size.bytes_on(gpu) for size in trace.by_card.values())
-        key = id(trace), sizes, gpu.context_bytes
+        ranks = resolved.plan.world_size
+        key = id(trace), sizes, gpu.context_bytes, ranks
         if key not in self._needs:
-            self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu)
+            self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu, ranks)
         return self._needs[key][1]
 
     def _on_line(self, known: Mapping[int, Trace], micro_batch: int) -> Trace | None:

@@ -13,7 +13,7 @@ from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import MetaDevice, meta_copy, not_copied, stage
 from autofit.registry import collect_dimensions
 from autofit.space import Space
-from autofit.strategy import Strategy
+from autofit.strategy import Strategy, World
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
 
@@ -49,14 +49,15 @@ class Offered:
             raise
 
 
-def offered(strategy: Strategy, workload: Workload, gpu: Gpu) -> Offered:
-    """Return what a strategy offers for a workload on that GPU.
+def offered(strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int = 1) -> Offered:
+    """Return what a strategy offers for a workload on that many GPUs.
 
     Raises:
         CannotTell: the dimensions can only be found by running the model.
     """
     tracer = CudaTracer(gpu)
-    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), MetaDevice(tracer), seed=0)
+    world, device = World(size=world_size), MetaDevice(tracer)
+    builder = TrainingBuilder(lambda: meta_copy(workload, tracer), device, seed=0, world=world)
     context = StrategyContext(builder, [])
     try:
         with stage(tracer, not_copied(workload)):
@@ -70,15 +71,15 @@ def offered(strategy: Strategy, workload: Workload, gpu: Gpu) -> Offered:
 
 
 def meta_dimensions(
-    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu
+    strategy: Strategy, settings: Settings, workload: Workload, gpu: Gpu, world_size: int = 1
 ) -> Mapping[str, Dimension]:
-    """Return the dimensions that a strategy offers on that GPU, among them these settings.
+    """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
 
     Raises:
         InvalidRequest: the strategy has no such setting or value on that GPU.
         CannotTell: the setting or the value can only be found by running the model.
     """
-    found = offered(strategy, workload, gpu)
+    found = offered(strategy, workload, gpu, world_size)
     found.check(settings)
     return found.dimensions
 

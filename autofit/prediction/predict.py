@@ -20,16 +20,23 @@ from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import LARGE_BYTES, dry_run
-from autofit.prediction.methods import method_taken, words_of
+from autofit.prediction.methods import (
+    NCCL_UNKNOWN,
+    method_of_ranks,
+    method_taken,
+    plan_of_ranks,
+    words_of,
+)
 from autofit.prediction.needs import (
     SharedRuns,
     largest_that_fits,
     need_of,
+    told,
 )
 from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
-from autofit.strategy import Strategy
+from autofit.strategy import Phase, Strategy
 from autofit.training.batch import tensors_of
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import format_bytes
@@ -48,6 +55,7 @@ def predict(
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
+    world_size: int | None = None,
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
 
@@ -67,6 +75,9 @@ def predict(
         payloads: by setting, as in a report's dimensions; None: as the strategies say.
         calibration: measured constants of the GPU, its driver and torch, from `Report.calibration`;
             an empty one has no effect.
+        world_size: how many GPUs train together, each with its share of the global batch; None:
+            as many as the plan says, else one. The prediction is that of the GPU which needs most,
+            without what NCCL holds; several are rehearsed.
 
     Raises:
         InvalidRequest: an argument is not valid, or there is no such GPU, setting or value.
@@ -76,12 +87,13 @@ def predict(
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
+    chosen = plan_of_ranks(workload, plan, world_size)
+    method = method_of_ranks(method, chosen.world_size)
     taken = method_taken(method, workload.model)
     found = find_gpu(gpu)
     learned = Calibration.of(calibration)
     if learned is not None:
         found = replace(found, context_bytes=learned.non_torch_bytes)
-    chosen = plan or Space({}, workload.sample_batch_size, workload.global_batch).baseline
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
     asked = _Question(workload, chosen, found, own, payloads or {})
     if taken == "rehearse":
@@ -109,6 +121,8 @@ class Prediction:
         computed_values: whether operators computed; None for a rehearsal, which never computes.
         estimates: sizes of NVIDIA's libraries that the emulated GPU does not know exactly, and that
             widen the interval.
+        unknown_bytes: the room that a fit leaves for what is not counted: 2 GiB for NCCL where the
+            plan is one of several ranks, else 0.
         micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
             plans of one training alone; None where the rates of the GPU are unknown.
     """
@@ -126,16 +140,18 @@ class Prediction:
     method: str = "rehearse"
     computed_values: bool | None = None
     estimates: tuple[str, ...] = ()
+    unknown_bytes: int = 0
 
     def fits(self, vram_budget_bytes: int) -> bool | None:
         """Return whether the plan fits into a VRAM budget, with the margin of the interval.
 
-        None: an emulation cannot tell, since the budget lies inside the interval.
+        None: an emulation cannot tell, since the budget lies inside the interval; or what NCCL
+        takes decides, which is unknown.
         """
         low, high = self.interval
         if self.method == "emulate" and low <= vram_budget_bytes < high:
             return None
-        return high <= vram_budget_bytes
+        return told(high, self.unknown_bytes, vram_budget_bytes)
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
@@ -158,8 +174,13 @@ class Prediction:
 
             def need(micro_batch: int) -> int:
                 if micro_batch == plan.micro_batch:
-                    return self.interval[1]
-                scaled = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+                    return self.interval[1] + self.unknown_bytes
+                scaled = Plan(
+                    micro_batch,
+                    accumulation_steps=steps,
+                    settings=settings,
+                    world_size=plan.world_size,
+                )
                 with suppress(CannotTell):
                     return high_bytes(replace(self._resolved, plan=scaled))
                 return sys.maxsize
@@ -184,6 +205,8 @@ class Prediction:
             **{f"  {kind}": format_bytes(self.breakdown[kind]) for kind in KINDS},
             "non-torch": format_bytes(self.breakdown["non_torch"]),
         }
+        if self.unknown_bytes:
+            rows["NCCL"] = NCCL_UNKNOWN
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they are made later, and dropped after each update)"
         if self.estimates:
@@ -204,6 +227,7 @@ class Prediction:
             "required_bytes_low": self.interval[0],
             "required_bytes_high": self.interval[1],
             "breakdown": dict(self.breakdown),
+            "unknown_bytes": self.unknown_bytes,
         }
 
 
@@ -267,7 +291,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
     recording, expandable = run.recording, expandable_segments()
     breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
     ample = replay(recording, expandable_segments=expandable)
-    need = need_of(recording, gpu)
+    need = need_of(recording, gpu, resolved.plan.world_size)
     return Prediction(
         plan=resolved.plan,
         gpu=gpu,
@@ -279,13 +303,19 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         micro_batch_cost=run.micro_batch_cost,
         _resolved=resolved,
         _needs=partial(_rehearsed_needs, workload, gpu),
+        unknown_bytes=need.unknown_bytes,
     )
 
 
 @contextmanager
 def _rehearsed_needs(workload: Workload, gpu: Gpu, _: int) -> Iterator[HighBytes]:
     runs = SharedRuns(workload)
-    yield lambda resolved: runs.need(resolved, gpu).high_bytes
+
+    def high_bytes(resolved: ResolvedPlan) -> int:
+        need = runs.need(resolved, gpu)
+        return need.high_bytes + need.unknown_bytes
+
+    yield high_bytes
 
 
 @dataclass(frozen=True)
@@ -308,12 +338,13 @@ class _Question:
             CannotTell: the payload of a setting can only be found by running the model.
         """
         dimensions: dict[str, Dimension] = {}
+        ranks = self.plan.world_size
         for strategy in self.strategies:
             settings = settings_of(strategy.name, self.plan.settings)
             if settings_of(strategy.name, self.payloads):
                 dimensions |= {name: Dimension([value]) for name, value in settings.items()}
-            elif settings:
-                dimensions |= meta_dimensions(strategy, settings, self.workload, self.gpu)
+            elif settings or (ranks > 1 and strategy.phase is Phase.PARALLEL):
+                dimensions |= meta_dimensions(strategy, settings, self.workload, self.gpu, ranks)
         space = Space(dimensions, self.workload.sample_batch_size)
         return resolve(self.plan, space, self.strategies, self.payloads)
 

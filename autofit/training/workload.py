@@ -148,6 +148,7 @@ class Workload:
         accumulation_steps: int | None = None,
         global_batch: int | None = None,
         settings: Settings | None = None,
+        world_size: int = 1,
     ) -> Plan:
         """The plan that these words mean; what they leave out is the workload's own.
 
@@ -156,6 +157,7 @@ class Workload:
             accumulation_steps: None: as many as the global batch asks for, else one.
             global_batch: None: the workload's, unless accumulation steps say how many samples.
             settings: those that are not at their first value.
+            world_size: ranks that train together, and share the global batch.
 
         Returns:
             The baseline, where nothing is said.
@@ -171,23 +173,25 @@ class Workload:
                 accumulation_steps=accumulation_steps,
                 global_batch=global_batch,
                 settings=settings or {},
+                world_size=world_size,
             )
         samples = global_batch or self.global_batch
         if samples is None:
-            return Plan(size, settings=settings or {})
+            return Plan(size, settings=settings or {}, world_size=world_size)
         if micro_batch is not None and micro_batch > samples:
             raise InvalidRequest(
                 f"a micro-batch of {micro_batch} is larger than the global batch of {samples}: "
                 "give a smaller micro_batch, or a larger global_batch"
             )
         _check_steps(samples, size)
-        plan = Plan.split(samples, min(size, samples), settings, even=self.even_split)
+        size = min(size, -(-samples // world_size))
+        plan = Plan.split(samples, size, settings, even=self.even_split, world_size=world_size)
         if micro_batch is not None and plan.micro_batch != micro_batch:
             steps = plan.accumulation_steps
             raise InvalidRequest(
                 f"no even split of a global batch of {samples} has a micro-batch of {micro_batch}: "
                 f"in {steps} micro-batches it has {plan.micro_batch}; give a micro_batch of "
-                f"{plan.micro_batch}, or a global_batch of {steps * micro_batch}"
+                f"{plan.micro_batch}, or a global_batch of {steps * world_size * micro_batch}"
             )
         return plan
 
@@ -228,6 +232,12 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
             raise InvalidRequest(
                 f"{name or 'the model'} is a {wrapper}: autofit trains on one device. Give the "
                 "plain model, before it is wrapped"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise InvalidRequest(
+                f"{name} is a DTensor, so the model is distributed over devices already: autofit "
+                "trains on one device. Give the plain model, before it is sharded"
             )
     return model
 

@@ -34,7 +34,10 @@ def replicated(
     plain = training.model
     wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=in_buckets)
     if is_short:
-        wrapped.register_comm_hook(None, _sent_in_bfloat16)
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        # By its own name torch refuses it where it was built without CUDA.
+        wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
 
     def synchronise(is_last: bool) -> None:
         wrapped.require_backward_grad_sync = is_last
@@ -44,13 +47,6 @@ def replicated(
         yield synchronise
     finally:
         training.model = plain
-
-
-def _sent_in_bfloat16(state: Any, bucket: Any) -> Any:
-    """Do what torch's hook does, which is refused by name where torch was built without CUDA."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-    return bf16_compress_hook(state, bucket)
 
 
 def sharded(
@@ -64,6 +60,9 @@ def sharded(
         keeps_gathered: parameters stay gathered from the forward to the backward.
         is_short: parameters are gathered, and computed with, in bfloat16; gradients are added up
             in float32.
+
+    Raises:
+        Unsupported: parameters that are gathered together are of several types.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -75,12 +74,25 @@ def sharded(
     kind = "cpu" if training.device.type == "meta" else training.device.type
     mesh = init_device_mesh(kind, (training.world.size,))
     model: Any = training.model
+    _check_types(model, modules)
     with training.in_host_memory():
         for part in (*map(model.get_submodule, modules), model):
             fully_shard(part, mesh=mesh, reshard_after_forward=not keeps_gathered, mp_policy=policy)
     training.place_model()
     synchronise: Synchronise = model.set_requires_gradient_sync
     return synchronise
+
+
+def _check_types(model: nn.Module, modules: list[str]) -> None:
+    left = {id(p): p for p in model.parameters() if p.requires_grad}
+    for name in (*modules, ""):
+        part = model.get_submodule(name).parameters()
+        together = [left.pop(id(p)) for p in part if id(p) in left]
+        if len(types := {str(p.dtype) for p in together}) > 1:
+            raise Unsupported(
+                f"fully_shard gathers parameters of one type together, and those of "
+                f"{name or 'the model'} are of {', '.join(sorted(types))}"
+            )
 
 
 def state_dealt_out(

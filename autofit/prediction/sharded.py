@@ -1,0 +1,235 @@
+"""One rank of many, rehearsed alone: its memory in a training of any number of ranks.
+
+Torch's fake process group answers every collective at once and moves nothing, so the same training
+that real ranks run needs no sharding arithmetic here: parameters are cut, gathered and freed by
+torch itself, on the meta device. What ranks send is not counted, nor what a library of theirs
+(NCCL) takes. Ranks may differ, since shards need not be even: the one that needs most stands for
+all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autofit.errors import CannotTell
+from autofit.strategy import World
+from autofit.training.optimizers import by_name
+from autofit.training.training import Training
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_WITH_HANDLES = ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")
+_HANDLE = "_get_device_handle"
+PRIVATE_NAMES = {
+    "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
+    **{f"{_FSDP}.{module}": (_HANDLE,) for module in _WITH_HANDLES},
+    f"{_FSDP}._fully_shard": ("_get_device_from_mesh",),
+    f"{_FSDP}._fsdp_init": (_HANDLE, "_move_states_to_device"),
+    f"{_FSDP}._fsdp_param_group": (_HANDLE, "FSDPParamGroup._validate_no_meta_params"),
+    "torch.distributed": (
+        "Reducer._rebuild_buckets",
+        "Logger",
+        "Logger.set_runtime_stats_and_log",
+    ),
+    "torch.distributed.optim": ("ZeroRedundancyOptimizer._partition_parameters",),
+    "torch.nn.parallel.distributed": (
+        "DistributedDataParallel.forward",
+        "_verify_param_shape_across_processes",
+    ),
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks": ("allreduce_hook",),
+}
+"""Module -> what is used of it that torch does not promise to keep."""
+_META = torch.device("meta")
+_Run = TypeVar("_Run")
+
+
+@contextmanager
+def one_of_ranks(
+    world: World,
+    device: torch.device = _META,
+    note_sent: Callable[[torch.Tensor], object] = lambda tensor: None,
+) -> Iterator[None]:
+    """Let this process be one rank of a group that moves no data.
+
+    Enter it before what replaces parts of torch: modules of torch are imported here.
+
+    Args:
+        world: the rank, and how many there are.
+        device: what shards are on.
+        note_sent: called with each tensor that ranks add up in place.
+
+    Raises:
+        CannotTell: this torch lacks a part that is used, or the process is in a group already.
+    """
+    used = _private_parts()
+    if torch.distributed.is_initialized():
+        raise CannotTell(
+            "several ranks cannot be predicted in a process that is one of a process group: "
+            "predict before torch.distributed.init_process_group, or in another process"
+        )
+    hook = sys.excepthook  # which puts the rank before each line from now on
+    torch.distributed.init_process_group(
+        "fake", store=used["FakeStore"](), rank=world.rank, world_size=world.size
+    )
+    try:
+        with ExitStack() as stack:
+            for target, name, value in _replacements(used, device, note_sent):
+                stack.enter_context(_replaced(target, name, value))
+            yield
+    finally:
+        torch.distributed.destroy_process_group()
+        sys.excepthook = hook
+
+
+def largest_of_ranks(
+    size: int, run: Callable[[World, list[int]], _Run], need: Callable[[_Run], int]
+) -> _Run:
+    """Return the run of the rank that needs most.
+
+    Args:
+        size: how many ranks there are.
+        run: runs as a rank of the world; the first one appends further ranks that may need more.
+        need: what a run needs.
+    """
+    others: list[int] = []
+    runs = [run(World(size=size), others)]
+    runs += [run(World(rank=rank, size=size), []) for rank in dict.fromkeys(others)]
+    return max(runs, key=need)
+
+
+def ranks_unlike_the_first(training: Training) -> list[int]:
+    """Return the ranks that may hold more than the first rank, of which this is the training.
+
+    They are the last one, where shards are uneven, and the one with most of the optimizer's state
+    where whole parameters are dealt out.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor
+
+    size = training.world.size
+    ranks = []
+    parameters = [p for p in training.model.parameters() if isinstance(p, DTensor)]
+    if any(p.to_local().numel() * size != p.numel() for p in parameters):
+        ranks.append(size - 1)
+    for optimizer in by_name(training.optimizer).values():
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            dealt_out: Any = optimizer
+            shares = [
+                sum(p.nbytes for group in groups for p in group["params"])
+                for groups in dealt_out._partition_parameters()
+            ]
+            ranks += [shares.index(max(shares)), size - 1]
+    return [rank for rank in ranks if rank != 0]
+
+
+def steps_until_alike(training: Training) -> int:
+    """Return how many steps to run so that further ones repeat the last.
+
+    One more than on one device where the second lays out the buckets of gradients anew, in the
+    order in which the first made them.
+    """
+    replicated = isinstance(training.model, torch.nn.parallel.DistributedDataParallel)
+    return 3 if replicated else 2
+
+
+def _private_parts() -> dict[str, Any]:
+    """Return what is used of torch's private names, by its last name.
+
+    Raises:
+        CannotTell: this torch lacks one.
+    """
+    found: dict[str, Any] = {}
+    for module, names in PRIVATE_NAMES.items():
+        for name in names:
+            try:
+                part: Any = import_module(module)
+                for each in name.split("."):
+                    part = getattr(part, each)
+            except (ImportError, AttributeError) as error:
+                raise CannotTell(
+                    f"several ranks cannot be predicted with torch {torch.__version__}: "
+                    f"{module}.{name} is gone ({error}). Measure on the ranks themselves"
+                ) from error
+            found[name] = part
+    return found
+
+
+def _replacements(
+    used: dict[str, Any], device: torch.device, note_sent: Callable[[torch.Tensor], object]
+) -> Iterator[tuple[Any, str, Any]]:
+    for module in _WITH_HANDLES:  # of streams: torch has none for meta; the host's do nothing
+        yield sys.modules[f"{_FSDP}.{module}"], _HANDLE, lambda kind: torch.cpu
+    shards, made, groups = (
+        sys.modules[f"{_FSDP}.{name}"]
+        for name in ("_fully_shard", "_fsdp_init", "_fsdp_param_group")
+    )
+    yield shards, "_get_device_from_mesh", lambda mesh: device
+    # Everything is where it belongs: counts of steps and batches stay numbers on the host.
+    yield made, "_move_states_to_device", lambda parameters, buffers, device: None
+    yield groups.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
+
+    def all_reduce(tensor: Any, *given: Any, async_op: bool = False, **named: Any) -> _Done | None:
+        note_sent(tensor)
+        return _Done(tensor) if async_op else None
+
+    yield torch.distributed, "all_reduce", all_reduce
+    quiet = "set_runtime_stats_and_log"  # it warns that there is no clock for meta
+    yield used["Logger"], quiet, lambda self: None
+    replicas = sys.modules["torch.nn.parallel.distributed"]
+    yield replicas, "_verify_param_shape_across_processes", lambda *given: True
+
+    forward = used["DistributedDataParallel.forward"]
+    own_values_kept: Any = _OwnValuesKept
+
+    def forward_with_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._comm_hooks:  # left to itself, it takes the fake answer for an error
+            self.register_comm_hook(None, used["allreduce_hook"])
+        if torch.is_grad_enabled():
+            with torch.no_grad(), own_values_kept():  # buckets are no activations
+                self._has_rebuilt_buckets |= self.reducer._rebuild_buckets()
+        return forward(self, *args, **kwargs)
+
+    yield replicas.DistributedDataParallel, "forward", forward_with_hook
+
+
+class _OwnValuesKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Leaves values on the host that were sent to all ranks: they come back as they were."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _Done:
+    """Work that is done, with the tensor that it was given as its result."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+
+@contextmanager
+def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)

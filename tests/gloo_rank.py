@@ -1,0 +1,125 @@
+"""A rank of a training on the CPU device: what it holds at most, in each mode.
+
+    python -m tests.gloo_rank RANK RANKS FILE
+
+joins the others over gloo, which meet at that file, and prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from autofit.devices.cpu import CpuDevice
+from autofit.equivalence.strategy_context import StrategyContext
+from autofit.plan import Plan, ResolvedPlan, payloads_of
+from autofit.registry import collect_dimensions, load_strategies
+from autofit.strategy import World
+from autofit.training.builder import TrainingBuilder
+from autofit.training.workload import Workload
+from autofit.units import GIB
+
+WORDS, WIDTH = 1001, 128
+"""An odd number of words: shards of the embedding are uneven."""
+MICRO_BATCH = 4
+STEPS = 3
+REPEATS = 3
+MODES = ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + added
+
+
+class Tied(nn.Module):
+    """Repeated blocks between an embedding and a head that share their weight."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def workload() -> Workload:
+    """The same on every rank; its optimizer takes no temporaries that a CPU would not take."""
+    torch.manual_seed(0)
+    words, targets = torch.randint(0, WORDS, (2, MICRO_BATCH, 16)).unbind()
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    return Workload(
+        Tied(),
+        (words, targets),
+        loss_fn=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    )
+
+
+def cases() -> Iterator[tuple[str, Plan]]:
+    """Yield every mode with one and two micro-batches, and both ways to share their gradients."""
+    for mode in MODES:
+        for steps, accumulation in ((1, "once"), (2, "once"), (2, "each")):
+            settings = {"parallel.mode": mode, "parallel.accumulation": accumulation}
+            name = f"{mode} {steps} {accumulation}"
+            yield name, Plan(MICRO_BATCH, accumulation_steps=steps, settings=settings)
+
+
+def peak_bytes(world: World, plan: Plan) -> int:
+    """Return the most bytes that this rank holds in a few steps; it is in a group already."""
+    (strategy,) = load_strategies(["parallel"])
+    device = CpuDevice()
+    device.limit(GIB)
+    builder = TrainingBuilder(workload, device, 0, world)
+    dimensions = collect_dimensions([strategy], StrategyContext(builder, []))
+    resolved = ResolvedPlan(plan, payloads_of(dimensions, plan.settings), (strategy,))
+    batch = workload().batch(MICRO_BATCH * plan.accumulation_steps)
+    device = CpuDevice()
+    device.limit(GIB)
+    builder = TrainingBuilder(workload, device, 0, world)
+    with device.accounting(), builder.training(workload(), resolved) as training:
+        for _ in range(STEPS):
+            training.step(batch)
+        return device.read().peak_allocated_bytes
+
+
+def main(rank: int, size: int, store: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    world = World(rank, rank, size)
+    # Threads of gloo let go of what they sent at times of their own, and so only ever add.
+    found = {name: min(peak_bytes(world, plan) for _ in range(REPEATS)) for name, plan in cases()}
+    print(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

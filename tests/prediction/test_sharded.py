@@ -1,0 +1,358 @@
+"""Predictions of one rank of many: held against real ranks, and of models that shard badly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit import Plan, Workload
+from autofit.errors import CannotTell, InvalidRequest, Unsupported
+from autofit.plan import Scalar
+from autofit.prediction import sharded
+from autofit.prediction.needs import NCCL_BYTES
+from autofit.prediction.predict import Prediction
+from autofit.strategy import World
+from autofit.units import MIB
+from tests.gloo_rank import MODES, Tied, cases, peak_bytes, workload
+
+ROOT = Path(__file__).parents[2]
+WORKSPACES_BYTES = 65 * MIB
+"""What cuBLAS takes on a GPU and a CPU does not: twice 32 MiB, and 1 MiB for cuBLASLt."""
+
+
+def predict(given: Workload, mode: str, ranks: int = 2, **more: Any) -> Prediction:
+    settings: dict[str, Scalar] = {"parallel.mode": mode, **more.pop("settings", {})}
+    counts = {"accumulation_steps": more.pop("steps", 1), "world_size": ranks}
+    plan = Plan(more.pop("micro_batch", 4), settings=settings, **counts)
+    return autofit.predict(given, plan=plan, gpu="H100", **more)
+
+
+def of_model(model: nn.Module, batch: torch.Tensor, **more: Any) -> Workload:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = model(batch).float().pow(2).mean()
+        return mean
+
+    return Workload(model, batch, loss_fn=loss, **more)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """The peaks of two real ranks: of each case, the larger one."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.gloo_rank", str(rank), "2", str(store)],
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            stack.callback(rank.kill)
+        ended = [rank.communicate(timeout=500) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ended[0][1] + ended[1][1]
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+    return {name: max(first[name], second[name]) for name in first}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two ranks that train in turn on few cores
+@pytest.mark.parametrize(("name", "plan"), [pytest.param(*case, id=case[0]) for case in cases()])
+def test_a_rank_alone_holds_what_two_ranks_hold(
+    name: str, plan: Plan, on_two_ranks: dict[str, int]
+) -> None:
+    """On the same device, that of a CPU: only the group is another."""
+    peaks = []
+    for rank in range(2):
+        world = World(rank, rank, 2)
+        with sharded.one_of_ranks(world, torch.device("cpu")):
+            peaks.append(peak_bytes(world, plan))
+    assert max(peaks) == pytest.approx(on_two_ranks[name], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two ranks that train in turn on few cores
+@pytest.mark.parametrize(("name", "plan"), [pytest.param(*case, id=case[0]) for case in cases()])
+def test_a_prediction_holds_what_two_ranks_hold(
+    name: str, plan: Plan, on_two_ranks: dict[str, int]
+) -> None:
+    """On the meta device in place of a GPU, less what its libraries take there."""
+    found = autofit.predict(workload(), plan=replace(plan, world_size=2), gpu="H100")
+    assert found.peak_allocated_bytes - WORKSPACES_BYTES == pytest.approx(
+        on_two_ranks[name], rel=1e-2
+    )
+    kinds = {kind: size for kind, size in found.breakdown.items() if kind != "non_torch"}
+    assert sum(kinds.values()) == found.peak_allocated_bytes
+
+
+def test_what_is_sharded_is_held_in_shares() -> None:
+    found = {ranks: predict(workload(), "fsdp2", ranks).breakdown for ranks in (2, 64)}
+    whole = predict(workload(), "ddp", 64).breakdown
+    for kind in ("weights", "optimizer_state"):
+        assert found[2][kind] == pytest.approx(whole[kind] / 2, rel=0.02)
+        # 64 ranks: small parameters are rounded up to blocks of the allocator
+        assert whole[kind] / 64 < found[64][kind] < whole[kind] / 16
+    assert whole["gradients"] == pytest.approx(2 * whole["weights"], rel=0.01), "and the buckets"
+
+
+def test_sharing_gradients_once_holds_them_whole_meanwhile() -> None:
+    once, each = (
+        predict(workload(), "fsdp2", 64, steps=2, settings={"parallel.accumulation": value})
+        for value in ("once", "each")
+    )
+    whole = sum(parameter.nbytes for parameter in Tied().parameters())
+    held = once.breakdown["gradients"] - each.breakdown["gradients"]
+    assert once.peak_allocated_bytes > each.peak_allocated_bytes + whole / 4
+    assert held > whole / 2
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = (5000, 4000, 3000, 3000, 3000)
+        self.parts = nn.ParameterList(torch.ones(1, size) for size in self.sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = [
+            nn.functional.linear(x.expand(-1, size), part)
+            for size, part in zip(self.sizes, self.parts, strict=True)
+        ]
+        return torch.cat(wide, 1)
+
+
+def test_the_state_that_is_dealt_out_is_that_of_the_rank_with_most() -> None:
+    """Whole parameters: the second of two ranks holds 4 + 3 + 3 thousand, the first 5 + 3."""
+    found = predict(of_model(Uneven(), torch.randn(4, 1)), "zero1")
+    assert found.breakdown["optimizer_state"] == pytest.approx(2 * 4 * 10_000, rel=0.05)
+
+
+class Normed(nn.Module):
+    """Batch normalization with its counts, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)) for _ in range(2)]
+        self.layers = nn.Sequential(*layers)
+        self.register_buffer("scale", torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.layers(x).mean() * self.scale
+        return scaled
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        parts = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+        self.blocks = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            run: Any = partial(torch.utils.checkpoint.checkpoint, block, use_reentrant=False)
+            x = run(x) if self.by_hand else block(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: nn.Linear(513, 511), id="a layer of odd size"),
+        pytest.param(
+            lambda: nn.Sequential(nn.Linear(513, 3), nn.Linear(3, 5)), id="fewer rows than ranks"
+        ),
+        pytest.param(lambda: nn.Sequential(nn.Linear(513, 8), nn.LayerNorm(8)), id="no repeats"),
+    ],
+)
+def test_models_that_divide_badly(model: Callable[[], nn.Module], mode: str) -> None:
+    built = model()
+    ranks = 2 if mode == "zero1" else 4
+    found = predict(of_model(built, torch.randn(4, 513)), mode, ranks)
+    whole = sum(max(parameter.nbytes, 512) for parameter in built.parameters())
+    assert 0 < found.breakdown["weights"] <= whole + 512 * 4
+    if mode.startswith("fsdp2"):
+        assert found.breakdown["weights"] < 0.75 * whole
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_and_counts_of_batches(mode: str) -> None:
+    found = predict(of_model(Normed(), torch.randn(4, 3, 16, 16)), mode, steps=2)
+    assert found.breakdown["weights"] > 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_what_is_checkpointed_is_gathered_again(mode: str) -> None:
+    batch = torch.randn(512, 64)
+    units = {"units": [f"blocks.{index}" for index in range(6)], "state": []}
+    plain, by_hand = (
+        predict(of_model(Checkpointed(by_hand=flag), batch), mode, micro_batch=512)
+        for flag in (False, True)
+    )
+    by_plan = predict(
+        of_model(Checkpointed(by_hand=False), batch),
+        mode,
+        micro_batch=512,
+        settings={"checkpointing.level": 1},
+        payloads={"checkpointing.level": units},
+    )
+    assert by_hand.peak_allocated_bytes < plain.peak_allocated_bytes - 3 * 512 * 256 * 4
+    assert by_plan.peak_allocated_bytes == pytest.approx(by_hand.peak_allocated_bytes, rel=0.01)
+
+
+def test_sending_in_bfloat16() -> None:
+    """It takes copies of the gradients, and of what is gathered it makes half as much."""
+    settings = {"parallel.communication": "bfloat16"}
+    plain, short = (
+        {mode: predict(workload(), mode, settings=more) for mode in ("ddp", "fsdp2_keep")}
+        for more in ({}, settings)
+    )
+    assert short["ddp"].required_bytes > plain["ddp"].required_bytes
+    weights = {kind: found["fsdp2_keep"].breakdown for kind, found in (("a", plain), ("b", short))}
+    assert weights["b"]["weights"] == weights["a"]["weights"], "the shards stay as they are"
+    assert short["fsdp2_keep"].peak_allocated_bytes != plain["fsdp2_keep"].peak_allocated_bytes
+
+
+def test_a_rank_is_one_of_the_plans_ranks_and_shares_its_batch() -> None:
+    found = autofit.predict(
+        workload(), plan=Plan(4, accumulation_steps=2, global_batch=512, world_size=64), gpu="L4"
+    )
+    assert str(found).startswith("4 x 2 on each of 64 ranks, ")
+    assert found.plan.settings["parallel.mode"] == "ddp"
+    assert autofit.predict(workload(), gpu="L4", world_size=2).plan.samples_per_step == 8
+
+
+def test_nccl_is_said_to_be_unknown_and_leaves_room() -> None:
+    found = predict(workload(), "fsdp2")
+    high = found.interval[1]
+    assert "NCCL                not known, 0 counted" in str(found)
+    assert found.fits(high - 1) is False
+    assert found.fits(high) is None
+    assert found.fits(high + NCCL_BYTES - 1) is None
+    assert found.fits(high + NCCL_BYTES) is True
+    alone = autofit.predict(workload(), gpu="H100", method="rehearse")
+    assert "NCCL" not in str(alone)
+    assert alone.fits(alone.interval[1]) is True
+
+
+def test_a_verdict_says_what_decides() -> None:
+    checked = partial(autofit.check, workload(), gpu="L4", world_size=2)
+    verdict = checked(vram_budget="1GiB")
+    assert verdict.fits is None
+    assert "NCCL, not known: leave 2.00 GiB for it" in str(verdict)
+    assert "not known, 0 counted" in verdict.explain()
+    assert checked(vram_budget="4GiB").fits is True
+    assert checked(vram_budget="128MiB").fits is False
+
+
+def test_cards_for_ranks_have_no_times() -> None:
+    plan = Plan(4, settings={"parallel.mode": "fsdp2", "precision.dtype": "as_is"}, world_size=8)
+    table = autofit.cards(workload(), gpus=["L4", "1GiB"], plan=plan, strategies=[])
+    fits = {card.gpu: card.fits[0] for card in table.cards}
+    assert fits["L4"].fits is True
+    assert [fit.fits for name, fit in fits.items() if name != "L4"] == [None]
+    assert all(fit.relative_time is None for fit in fits.values())
+    assert "NCCL: not known, 0 counted" in str(table)
+    assert fits["L4"].largest is not None
+    assert fits["L4"].largest.world_size == 8
+
+
+def test_the_largest_micro_batch_fits_with_room_for_nccl() -> None:
+    found = predict(workload(), "fsdp2", 8)
+    budget = found.interval[1] + NCCL_BYTES + 64 * MIB
+    largest = found.largest_micro_batch_within(budget)
+    assert largest is not None
+    assert largest > 4
+    assert predict(workload(), "fsdp2", 8, micro_batch=largest).fits(budget) is True
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number from 1"),
+        ({"world_size": 4, "plan": Plan(4, world_size=2)}, "the plan is of 2 ranks"),
+        ({"world_size": 2, "method": "emulate"}, "runs one GPU alone"),
+        (
+            {"world_size": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
+            "a global batch of 6 samples cannot be shared by 8 ranks",
+        ),
+        ({"plan": Plan(4, settings={"parallel.mode": "ddp"})}, "parallel.mode"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(ask: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        autofit.predict(workload(), gpu="L4", **ask)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp2"])
+def test_a_live_optimizer_is_refused_where_parameters_are_replaced(mode: str) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = of_model(model, torch.randn(4, 8), optimizer=optimizer)
+    assert predict(given, "ddp").required_bytes > 0
+    with pytest.raises(Unsupported, match="optimizer= as a function of the parameters"):
+        predict(given, mode)
+
+
+def test_parameters_of_several_types_are_not_gathered_together() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh(), nn.LayerNorm(8))
+    given = of_model(model, torch.randn(4, 8, dtype=torch.float64))
+    with pytest.raises(
+        Unsupported, match=r"those of the model are of torch.float32, torch.float64"
+    ):
+        predict(given, "fsdp2")
+
+
+def test_every_private_name_of_torch_is_there() -> None:
+    """This torch can be predicted for; where a name is gone, see the next test."""
+    names = [name for names in sharded.PRIVATE_NAMES.values() for name in names]
+    assert len(names) > 10
+    assert set(sharded._private_parts()) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module, names in sharded.PRIVATE_NAMES.items() for name in names],
+)
+def test_without_a_private_name_nothing_is_told(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "PRIVATE_NAMES", {module: (f"{name}_gone",)})
+    with pytest.raises(CannotTell, match=f"{module}.{name}_gone is gone"):
+        predict(workload(), "ddp")
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    hook, resize = sys.excepthook, torch.UntypedStorage.resize_
+    forward, all_reduce = nn.parallel.DistributedDataParallel.forward, torch.distributed.all_reduce
+    predict(workload(), "ddp")
+    assert not torch.distributed.is_initialized()
+    assert (sys.excepthook, torch.UntypedStorage.resize_) == (hook, resize)
+    assert nn.parallel.DistributedDataParallel.forward is forward
+    assert torch.distributed.all_reduce is all_reduce
+
+
+def test_a_process_of_another_group_cannot_tell() -> None:
+    with (
+        sharded.one_of_ranks(World(size=2)),
+        pytest.raises(CannotTell, match=r"before torch\.distributed\.init_process_group"),
+    ):
+        predict(workload(), "ddp")
+    assert predict(workload(), "ddp").required_bytes > 0
