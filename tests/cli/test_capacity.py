@@ -144,7 +144,8 @@ def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.json"
     searched = ["search", target, "--device", "cpu", "--vram-budget", "512MiB"]
     quickly = ["--max-probes", "1", "--strategies", "precision", "--isolation", "inprocess"]
-    assert run(*searched, *quickly, "--out", str(path))[0] == 0
+    ran = CliRunner().invoke(app, [*searched, *quickly, "--out", str(path)])
+    assert ran.exit_code == 0, (ran.output, ran.exception)
     return path
 
 
