@@ -6,7 +6,7 @@ without temporaries. The optimizer, its hyperparameters and its state stay the s
 the flags of its groups change, as `foreach=` and `fused=` would set them where it is made.
 
 What an update costs depends on no other setting, so it is measured before the search: an
-implementation that saves next to nothing is not offered, and costs no probes.
+implementation that saves next to nothing, or raises, is not offered, and costs no probes.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class OptimizerImplementation:
         """Return the implementations that the optimizer has on this device, found by stepping it.
 
         Without "foreach" where torch would not choose it itself: there (on a CPU) its functions
-        loop over the tensors. Without what saves neither time nor temporaries, except on the meta
-        device, where that cannot be measured.
+        loop over the tensors. Without what raises, or saves neither time nor temporaries, except
+        on the meta device, where that cannot be measured.
         """
         found: Mapping[str, Sequence[str]] = context.profile(_found, 1)
-        if found and context.device.type != "meta" and "for_loop" not in found:
+        if found and context.device.type != "meta":
             samples = min(_SAMPLES, context.samples_per_step)
             micro_batches = context.samples_per_step / samples
             tried = list(found)
@@ -194,20 +194,22 @@ def _worth_it(
 ) -> tuple[dict[str, Sequence[str]], dict[str, str]]:
     """Return what saves enough of a step with so many micro-batches; all where that is hidden.
 
-    And why others cannot be stepped by: only a real step has gradients that they may refuse.
+    Where "for_loop" is found, steps are by lists, whose temporaries all others save: there time
+    does not decide. And return why others raise: only a real step has gradients that they refuse.
     """
     training.step(batch)  # makes the optimizer's state
     plain_s, step_s = _timed(training, batch)
     if not plain_s:  # the user's own train_step updates by itself
         return dict(found), {}
     least_s = WORTH * (plain_s + micro_batches * (step_s - plain_s))
+    saves_bytes = "for_loop" in found
     worth: dict[str, Sequence[str]] = {}
     raised: dict[str, str] = {}
     for value, names in found.items():
         optimizers = [each for name, each in _named(training) if name in names]
         try:
             with implemented(optimizers, value):
-                if plain_s - _timed(training, batch)[0] > least_s:
+                if plain_s - _timed(training, batch)[0] > least_s or saves_bytes:
                     worth[value] = names
         except torch.OutOfMemoryError:
             raise

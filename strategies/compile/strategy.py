@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -332,8 +333,8 @@ class _Notes:
             yield f"compile: {left_out} graphs could not become CUDA graphs, and run as they are"
         for reason, times in list(breaks.items())[:_MOST_REASONS]:
             yield f"compile: graph break ({times} x): {_line(reason)}"
-        for reason in again[:_MOST_REASONS]:
-            yield f"compile: compiled again since {_line(reason)}"
+        for reason, times in _causes(again)[:_MOST_REASONS]:
+            yield f"compile: compiled again ({times} x) since {_line(reason)}"
 
 
 @dataclass(frozen=True)
@@ -358,6 +359,19 @@ def _counted() -> _Counted:
 
 def _added(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {key: n - before.get(key, 0) for key, n in now.items() if n > before.get(key, 0)}
+
+
+def _causes(reasons: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the first reason of each cause, and how many have it.
+
+    A counter that a forward keeps is another value, and another reason, each time. They have the
+    guard's line of code in common, which dynamo writes behind it, or else all but the numbers.
+    """
+    alike: dict[str, list[str]] = {}
+    for reason in reasons:
+        guard, _, line = reason.partition("\n")[0].partition("(HINT")[0].strip().partition("# ")
+        alike.setdefault(line or re.sub(r"\d+", "", guard), []).append(reason)
+    return [(first, 1 + len(others)) for first, *others in alike.values()]
 
 
 def _line(reason: str) -> str:

@@ -278,6 +278,33 @@ def test_graph_breaks_are_counted_and_named() -> None:
     assert (trial.measurement.start_up_s or 0) > 0
 
 
+class Counting(Model):
+    """Keeps the number of its calls, which dynamo takes for a constant."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.slow
+def test_recompilations_are_counted_and_their_cause_named_once() -> None:
+    def counting() -> Workload:
+        return Workload(Counting(), torch.randn(4, 8))
+
+    builder = TrainingBuilder(counting, CpuDevice(), 0)
+    with builder.training(counting(), PLAN) as training:
+        for _ in range(4):
+            training.step(counting().batch(4))
+        notes = training.notes()
+    assert notes[0] == "compile: 4 graphs, 0 graph breaks, 3 recompilations"
+    assert len(notes) == 2, notes
+    cause = notes[1]
+    assert cause.startswith("compile: compiled again (3 x) since ")
+    assert "self.calls += 1" in cause
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("spawned_workers")  # torch reads CXX when its compiler is imported
 def test_a_compiler_that_fails_makes_a_plan_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:

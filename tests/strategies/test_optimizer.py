@@ -44,6 +44,16 @@ def offered(optimizer: Any, device: str = "cpu", **given: Any) -> list[Any]:
     return list(IMPLEMENTATION.dimensions(context)[SETTING].values)
 
 
+def found_on_a_gpu(optimizer: Any) -> list[Any]:
+    """Return what a dry run offers, where nothing is left out for its time."""
+    from autofit.devices.gpus import find_gpu
+    from autofit.prediction.offered import meta_dimensions
+
+    plain = {SETTING: "as_is"}
+    found = meta_dimensions(IMPLEMENTATION, plain, workload(optimizer), find_gpu("H200"))
+    return list(found[SETTING].values)
+
+
 def test_what_saves_time_is_offered_and_nothing_that_is_in_use() -> None:
     assert offered(adamw) == ["as_is", "fused"]
     assert offered(partial(adamw, foreach=True)) == ["as_is", "for_loop", "fused"]
@@ -66,6 +76,11 @@ def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
     ]
 
 
+def test_what_saves_the_temporaries_of_lists_need_not_save_time() -> None:
+    by_lists = partial(adamw, foreach=True)
+    assert offered(by_lists, global_batch=2**16) == ["as_is", "for_loop", "fused"]
+
+
 class SparseFirst(nn.Module):
     """An embedding with sparse gradients, which fused kernels refuse, before many layers."""
 
@@ -78,14 +93,95 @@ class SparseFirst(nn.Module):
         return output
 
 
-def test_an_implementation_that_raises_on_real_gradients_is_left_out_alone() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "values"),
+    [
+        (torch.optim.SGD, ["as_is"]),
+        (partial(torch.optim.SGD, foreach=True), ["as_is", "for_loop"]),
+    ],
+)
+def test_an_implementation_that_raises_on_real_gradients_is_left_out_alone(
+    optimizer: Any, values: list[str]
+) -> None:
     context = PlainContext(
-        lambda: Workload(SparseFirst, torch.randn(2, WIDTH), optimizer=torch.optim.SGD)
+        lambda: Workload(SparseFirst, torch.randn(2, WIDTH), optimizer=optimizer)
     )
-    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is"]
+    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == values
     (note,) = context.notes
     assert note.startswith("optimizer.implementation: fused left out, since a step with it raised")
     assert "sparse" in note
+
+
+class OneAtATime(nn.Module):
+    """Has room for one sample only."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("for one sample only")
+        output: torch.Tensor = self.layers(x)
+        return output
+
+
+class Hungry(torch.optim.AdamW):
+    """Has no room for a fused step of real gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group["fused"] and any(p.grad is not None and p.grad.any() for p in group["params"]):
+                raise torch.OutOfMemoryError("not fused")
+        return super().step(closure)
+
+
+def test_without_room_to_time_them_all_are_offered() -> None:
+    """They may fit in smaller micro-batches; running out of memory is no fault of theirs."""
+    for model, optimizer in ((OneAtATime, adamw), (nn.Sequential, Hungry)):
+
+        def made(model: Any = model) -> nn.Module:
+            wrapped: nn.Module = model(make_model())
+            return wrapped
+
+        batch = torch.randn(2, WIDTH)
+        context = PlainContext(lambda: Workload(made, batch, optimizer=optimizer))  # noqa: B023  # run here
+        assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is", "fused"]
+        assert context.notes == []
+
+
+class Quantized(nn.Module):
+    """A frozen weight of integers, smaller than others, which no optimizer can update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+        self.layers = make_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x * self.codes[0])
+        return output
+
+
+def test_frozen_parameters_are_not_stepped_to_find_implementations() -> None:
+    context = PlainContext(lambda: Workload(Quantized, torch.randn(2, WIDTH), optimizer=adamw))
+    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is", "fused"]
+
+
+class Decaying(torch.optim.AdamW):
+    """Works on lists after the update, however that is made."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            torch._foreach_mul_([p for p in group["params"] if p.grad is not None], 0.999)
+        return loss
+
+
+def test_lists_after_a_fused_update_leave_it_fused() -> None:
+    assert found_on_a_gpu(partial(Decaying, fused=True)) == ["as_is", "foreach"]
 
 
 class Ignoring(torch.optim.SGD):
@@ -100,11 +196,7 @@ class Ignoring(torch.optim.SGD):
 
 
 def test_flags_that_an_optimizer_ignores_are_no_choice() -> None:
-    from autofit.devices.gpus import find_gpu
-    from autofit.prediction.offered import meta_dimensions
-
-    found = meta_dimensions(IMPLEMENTATION, {SETTING: "as_is"}, workload(Ignoring), find_gpu("L4"))
-    assert list(found[SETTING].values) == ["as_is"]  # there nothing is left out for its time
+    assert found_on_a_gpu(Ignoring) == ["as_is"]
 
 
 def test_what_a_train_step_updates_by_itself_is_offered_unmeasured() -> None:
@@ -129,12 +221,7 @@ def test_what_a_train_step_updates_by_itself_is_offered_unmeasured() -> None:
 def test_in_a_dry_run_of_a_gpu_all_that_cuda_has_is_offered(
     optimizer: Any, values: list[str]
 ) -> None:
-    from autofit.devices.gpus import find_gpu
-    from autofit.prediction.offered import meta_dimensions
-
-    plain = {SETTING: "as_is"}
-    found = meta_dimensions(IMPLEMENTATION, plain, workload(optimizer), find_gpu("H200"))
-    assert list(found[SETTING].values) == values
+    assert found_on_a_gpu(optimizer) == values
 
 
 def training(value: str, optimizer: Any) -> Training:
