@@ -153,6 +153,19 @@ def test_blocks_that_repeat_may_be_compiled_alone_for_less() -> None:
     assert lines[-1] == "    model.get_submodule(name).compile(dynamic=False)"
 
 
+@pytest.mark.parametrize(
+    ("region", "names"), [("model", [""]), ("blocks", [f"blocks.{number}" for number in range(4)])]
+)
+def test_only_the_chosen_region_is_compiled(region: str, names: list[str]) -> None:
+    chosen = {MODE: "default", REGION: region}
+    payloads = payloads_of(COMPILE.dimensions(PlainContext(of_blocks)), chosen)
+    resolved = ResolvedPlan(Plan(32, settings=chosen), payloads, (COMPILE,))
+    with TrainingBuilder(of_blocks, CpuDevice(), 0).training(of_blocks(), resolved) as training:
+        modules = dict(training.model.named_modules())
+        assert [n for n, m in modules.items() if "_compiled_call_impl" in vars(m)] == names
+    assert not any("_compiled_call_impl" in vars(module) for module in modules.values())
+
+
 def test_a_memory_budget_is_for_steps_that_draw_nothing() -> None:
     context = PlainContext(of_blocks)
     assert list(COMPILE.dimensions(context)[BUDGET].values) == [1.0, 0.5]

@@ -149,6 +149,22 @@ def test_parameters_and_what_is_small_or_a_part_stay() -> None:
     assert not is_moved(model.weight.detach())
 
 
+def test_a_forward_moves_its_activations_and_leaves_parameters_and_small_tensors() -> None:
+    wide = 256  # a weight is larger than what is worth moving
+    model = nn.Sequential(nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide))
+    pack, unpack = offload._packing(offload._Host(), model)
+    is_moved: dict[Any, set[bool]] = {}
+
+    def noted(tensor: torch.Tensor) -> Any:
+        saved = pack(tensor)
+        is_moved.setdefault(tensor.shape, set()).add(not isinstance(saved.value, torch.Tensor))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
+        model(torch.randn(SAMPLES, wide))[:1].exp().sum().backward()
+    assert is_moved == {(SAMPLES, wide): {True}, (wide, wide): {False}, (1, wide): {False}}
+
+
 def doubled_in_place(layer: nn.Linear, given: torch.Tensor) -> torch.Tensor:
     output: torch.Tensor = layer(given).tanh()
     output[:8].mul_(2)  # tanh saved its output
