@@ -7,6 +7,7 @@ cached, so keep the object for several decisions after the same probes.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,8 +31,8 @@ from autofit.planning.line_prior import MEMORY_PRIOR, PREDICTED_TIME_PRIOR, TIME
 from autofit.planning.search_spec import MemoryLine, SearchSpec
 
 DRAWS = 160
-MEMORY_ERROR = 0.02
-"""Standard deviation of the log of the bytes that a probe holds, around the variant's line."""
+_MEMORY_ERROR = 0.02
+"""Least standard deviation of the log of held bytes, around the line of the variant."""
 
 _REGIMES = [
     (odds * others, Freedom(power, uneven, max(fixed, factor), factor))
@@ -304,7 +305,15 @@ class Posterior:
     def memory_limit(self) -> Array:
         """(draws, variants): the micro-batch at which a noisy probe just fits the budget."""
         noise = np.random.default_rng(self.seed + 2).standard_normal((DRAWS, 1))
-        return self.memory.x_at(self.spec.vram_budget_bytes * np.exp(MEMORY_ERROR * noise))
+        budget = self.spec.vram_budget_bytes
+        return self.memory.x_at(budget * np.exp(self.memory_error(budget) * noise))
+
+    def memory_error(self, held_bytes: float) -> float:
+        """Return the standard deviation of the log of what a probe holds, around its line.
+
+        Where little is held, that of what whole segments round up: uniform within one.
+        """
+        return max(_MEMORY_ERROR, self.spec.segment_bytes / math.sqrt(12) / held_bytes)
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""
@@ -371,12 +380,14 @@ class Posterior:
             if trial.plan in refuted and outcome is Outcome.OK:
                 continue
             if outcome in (Outcome.OK, Outcome.OVER_BUDGET) and held:
-                points.append(Point(variant, x, float(held), MEMORY_ERROR))
+                points.append(Point(variant, x, float(held), self.memory_error(held)))
             elif outcome.about_memory and not trial.measurement.contended:
                 budget = float(self.spec.vram_budget_bytes)
-                points.append(Point(variant, x, budget, MEMORY_ERROR, at_least=True))
+                points.append(Point(variant, x, budget, self.memory_error(budget), at_least=True))
             elif outcome.about_memory and held:  # other processes used part of the budget
-                points.append(Point(variant, x, float(held), MEMORY_ERROR, at_least=True))
+                points.append(
+                    Point(variant, x, float(held), self.memory_error(held), at_least=True)
+                )
         return points
 
     @cached_property

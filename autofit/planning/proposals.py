@@ -24,7 +24,7 @@ from autofit.planning.curves import MULTIPLES
 from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
-from autofit.planning.posterior import MEMORY_ERROR, Posterior
+from autofit.planning.posterior import Posterior
 
 Mask: TypeAlias = NDArray[np.bool_]
 Proposal: TypeAlias = tuple[float, Plan]
@@ -41,8 +41,9 @@ SMALLEST_FACTOR = 0.25
 """The cost's factor while no more than the smallest micro-batch is known to fit: there is much to
 gain from the next, and nothing yet tells fixed bytes from those of a sample."""
 
-CEILING_MARGIN = 0.8 * MEMORY_ERROR
-"""The log margin below the budget at a ceiling: about 80 % of its probes then fit."""
+CEILING_MARGIN = 0.8
+"""The log margin below the budget at a ceiling, in standard deviations of what a probe holds: about
+80 % of its probes then fit."""
 
 MAX_STEP = 4
 MAX_STEP_WITH_LINES = 16
@@ -79,7 +80,8 @@ def leading(posterior: Posterior) -> Trial | None:
 
 def ceilings(posterior: Posterior) -> MicroBatches:
     """(draws, variants): the largest micro-batch with room to spare; 0 if there is none."""
-    budget = posterior.spec.vram_budget_bytes * math.exp(-CEILING_MARGIN)
+    budget = float(posterior.spec.vram_budget_bytes)
+    budget *= math.exp(-CEILING_MARGIN * posterior.memory_error(budget))
     return posterior.sizes.down(np.minimum(posterior.memory.x_at(budget), posterior.bound))
 
 
@@ -145,7 +147,8 @@ def _opened(posterior: Posterior, reached: Array, log_speeds: Array, sizes: Micr
     reached = np.where(np.isfinite(reached), reached, _HOPELESS)
     speeds = np.where(sizes >= 1, log_speeds, 0.0)
     held = np.log(posterior.memory.value_at(np.maximum(sizes, 1)))
-    change = _explained_deviation(reached, (speeds, posterior.typical_noise), (held, MEMORY_ERROR))
+    error = posterior.memory_error(posterior.spec.vram_budget_bytes)
+    change = _explained_deviation(reached, (speeds, posterior.typical_noise), (held, error))
     return _knowledge_gradient(reached.mean(axis=0), change)
 
 

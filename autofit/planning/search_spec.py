@@ -52,6 +52,7 @@ _SPEC: Shape = {
     "even_split?": FLAG,
     "world_size?": COUNT,
     "vram_budget_bytes": COUNT,
+    "segment_bytes?": AMOUNT,
     "seed": AMOUNT,
     "identity": Table(TEXT),
     "predicted_lines": _PAIRS,
@@ -106,6 +107,8 @@ class SearchSpec:
             a number); 0, exact, where it is missing. Of equally fast plans the most exact wins.
         train_samples: what the training will take, so that the start of costly variants counts;
             None: unknown. Like the effort, not part of what a study belongs to.
+        segment_bytes: the pieces in which the device's allocator takes memory, so that what a plan
+            holds lies up to one above its line; 0: any number of bytes.
     """
 
     space: Space
@@ -117,6 +120,7 @@ class SearchSpec:
     effort: Effort = Effort.NORMAL
     numerics: Mapping[str, int] = field(default_factory=dict)
     train_samples: int | None = None
+    segment_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -127,6 +131,7 @@ class SearchSpec:
             **({"world_size": self.space.world_size} if self.space.world_size > 1 else {}),
             "fixed": dict(self.space.fixed),
             "vram_budget_bytes": self.vram_budget_bytes,
+            "segment_bytes": self.segment_bytes,
             "seed": self.seed,
             "identity": dict(self.identity),
             "predicted_lines": _written(self.predicted_lines),
@@ -161,6 +166,7 @@ class SearchSpec:
             effort=Effort(data.get("effort", Effort.NORMAL)),
             numerics=data.get("numerics", {}),
             train_samples=data.get("train_samples"),
+            segment_bytes=data.get("segment_bytes", 0),
         )
 
 

@@ -16,6 +16,7 @@ from optuna.samplers import BaseSampler
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
 from autofit.measurement import Trial
+from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
@@ -226,6 +227,7 @@ def search(
                                 lines,
                                 times,
                                 numerics=_numerics_of(space, chosen),
+                                segment_bytes=LARGE_SEGMENT_BYTES,
                             )
                         try:
                             result = run_search(
