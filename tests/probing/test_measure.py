@@ -17,6 +17,7 @@ from autofit.probing.measure import (
     HORIZON_STEPS,
     MOST_TIMED_STEPS,
     Growth,
+    _Steps,
     bytes_per_step,
     enough_steps,
     growth_over,
@@ -284,3 +285,11 @@ def test_a_kept_number_is_no_leak() -> None:
     number = Growth(512, collectable=False)
     assert not number.is_leak(512 * HORIZON_STEPS)
     assert number.is_leak(512 * HORIZON_STEPS - 1)
+
+
+def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
+    """Of four micro-batches two are run, so that a step of the warm-up takes half the time."""
+    steps = _Steps(times_s=[0.4, 0.2, 9.0], warm_up_s=21.0, warm_up_steps=5)
+    assert steps.start_up_s(scale=2.0) == pytest.approx(21.0 - 5 * 0.2)
+    assert _Steps(times_s=[1.0], warm_up_s=2.0, warm_up_steps=3).start_up_s(scale=1.0) == 0.0
+    assert _Steps(warm_up_s=2.0, warm_up_steps=1).start_up_s(scale=1.0) is None
