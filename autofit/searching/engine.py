@@ -202,14 +202,19 @@ class _Search:
             raise result.nothing_fits(self._posterior, self._trials)
         baseline = self._baseline
         assert baseline is not None  # it is the first probe
+        has_compared = confirmation.next_turn(self._posterior) is None
+        because = stop.because
+        if stop.may_probe and not has_compared:
+            limit = self._allowance.comparison_limit(self._trials)
+            because += f", and its final comparison because {limit}" if limit != because else ""
         return SearchResult(
             self._spec,
             self._trials,
             best,
             baseline,
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
-            stop.because,
-            comparison_ended=confirmation.next_turn(self._posterior) is None,
+            because,
+            comparison_ended=has_compared,
             with_more_time=stop.with_more_time,
             may_probe=stop.may_probe,
         )

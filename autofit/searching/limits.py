@@ -91,10 +91,14 @@ class Allowance:
             return None
         left = self.probes_left(trials)
         if left is not None and left <= self._probes_kept(trials):
-            return f"max_probes={self.max_probes} was reached"
+            return self._probes_are_over
         if self.time_is_short(trials, self.seconds_kept(trials, start_s)):
             return self.time_is_over
         return None
+
+    def comparison_limit(self, trials: Sequence[Trial]) -> str:
+        """Return what ended a final comparison that did not come to its own end."""
+        return self._probes_are_over if self.probes_left(trials) == 0 else self.time_is_over
 
     def _probes_kept(self, trials: Sequence[Trial]) -> int:
         """Return the probes that are kept back for the final comparison.
@@ -116,6 +120,10 @@ class Allowance:
             self.seconds_left,
             self.probes_left(trials),
         )
+
+    @property
+    def _probes_are_over(self) -> str:
+        return f"max_probes={self.max_probes} was reached"
 
     @property
     def time_is_over(self) -> str:

@@ -9,6 +9,7 @@ import torch
 
 import autofit
 from autofit.errors import WorkerFailed
+from autofit.measurement import Role
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import run_search
@@ -46,6 +47,26 @@ def test_more_time_is_asked_for_where_the_timeout_ended_the_search(
     assert result.stopped_because == "the timeout of 100 s was reached"
     assert result.with_more_time is not None
     assert result.with_more_time not in {trial.plan for trial in result.trials}
+
+
+def test_a_comparison_that_the_timeout_ended_is_told_apart_from_the_search(
+    device: SimulatedDevice,
+) -> None:
+    whole = run_search(device.prober(), device.spec())
+    searched = sum(trial.role is not Role.CONFIRMED for trial in whole.trials)
+    prober = device.prober()
+    cut = run_search(
+        prober,
+        device.spec(),
+        timeout_s=1e6,
+        clock=lambda: 0.0 if len(prober.probed) <= searched else 1e6,
+        began=0.0,
+    )
+    assert not cut.comparison_ended
+    assert cut.stopped_because == (
+        f"{whole.stopped_because}, and its final comparison because the timeout of 1e+06 s was "
+        "reached"
+    )
 
 
 class _Gone:
