@@ -1,40 +1,42 @@
-"""Predictions of peak memory by others, against the trainings that were recorded on an H200.
+"""Predictions of peak memory by others, against recorded trainings and an emulated card.
 
-torch's MemTracker runs two steps of each recorded loop on fake tensors; the formulas see the model
-alone. accelerate's estimator and DeepSpeed's ZeRO-2 formula on one GPU know no activations, as
-their sources say (accelerate/commands/estimate.py, deepspeed/runtime/zero/stage_1_and_2.py); "the
-usual formula" is 16 bytes a parameter plus twice the bytes of what the leaf modules return, as
-torchinfo counts activations. FSDPMemTracker takes models of FSDP alone, and so none of these.
+The first truth is 30 trainings recorded on an H200; the second is what PyTorch's allocator took on
+an emulated H200 in the newest results of `emulation_models`, for models of torchvision, timm,
+transformers and diffusers. That card is autofit's own, so its rows there are of the rehearsal only.
 
-    python -m autofit.emulation --no-values -- python -m benchmarks.versus_predictions [--json FILE]
+    python -m autofit.emulation --no-values -- python -m benchmarks.versus_predictions GUESSES.jsonl
 
-Rows of autofit are those of `prediction_accuracy` and `emulated_predictions`, from their newest
-results. Seconds are of processor time.
+A guess that GUESSES.jsonl has is not made again; `--table` prints what it has. Models come in an
+order that is shuffled once, so that a run that is ended has a sample of them. Rows of autofit are
+those of `prediction_accuracy`, `emulated_predictions` and `emulation_models`, from their results.
+Seconds are of processor time. The estimators are those of `benchmarks.estimators`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from benchmarks.traces.recorded import RecordedTraining, recorded_trainings
+from benchmarks.emulated_models import MODELS
+from benchmarks.emulation_cases import OPTIMIZERS, Case, build
+from benchmarks.emulation_models import Result, read
+from benchmarks.estimators import ESTIMATORS, Subject, to
+from benchmarks.traces.recorded import recorded_trainings
 from benchmarks.traces.trainings import TRAININGS, Training
 
 RESULTS = Path(__file__).with_name("results")
-STEPS = 2
+RECORDED, CARD = "recorded on an H200", "models on the emulated card"
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,15 @@ class Guess:
     """One estimator on one training.
 
     Attributes:
+        truth: `RECORDED` or `CARD`.
         estimator, training: names.
-        allocated_error: of peak allocated, as a share of the recorded one; None: it refused.
+        allocated_error: of peak allocated, as a share of the true one; None: it refused.
         required_error: of the smallest limit under which the training ran.
         seconds: of processor time.
         refused: why there is no number.
     """
 
+    truth: str
     estimator: str
     training: str
     allocated_error: float | None
@@ -57,92 +61,114 @@ class Guess:
     refused: str | None = None
 
 
-def tracked(training: Training) -> float:
-    """Return the peak that torch's MemTracker sees in two steps on fake tensors."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with torch.device("cuda"):
+@dataclass(frozen=True)
+class Task:
+    """A training with the bytes that it took."""
+
+    truth: str
+    name: str
+    subject: Subject
+    allocated_bytes: int
+    required_bytes: int
+
+
+def recorded_subject(training: Training) -> Subject:
+    """Return a recorded training as a plain loop."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
             model = training.make()
-        if training.pure is None and not training.channels_last:
-            # Converts nothing, and fake parameters cannot pass through it (torch 2.11).
-            vars(model)["to"] = lambda *given, **named: model
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with tracker:
-            steps = replace(training, make=lambda: model).steps("cuda")
-            for _ in range(STEPS):
-                next(steps)
-                tracker.reset_mod_stats()
-            steps.close()  # type: ignore[attr-defined]  # a generator
-        peaks = tracker.get_tracker_snapshot("peak")
-    totals = [int(its["Total"]) for device, its in peaks.items() if device.type == "cuda"]
-    return float(sum(totals))
+        model.to(training.pure)
+        if training.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch lacks it
+        return model
 
+    def batch(device: str) -> Any:
+        its = training.batch(device)
+        if not training.channels_last:
+            return its
+        return [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in its]
 
-def on_meta(training: Training) -> tuple[nn.Module, int]:
-    """Return the model on the meta device, and how many parameters it has."""
-    with torch.device("meta"):
-        model = training.make()
-    return model, sum(p.numel() for p in model.parameters())
-
-
-def accelerate_formula(training: Training) -> float:
-    """Return four copies of the weights in float32: weights, gradients and Adam's two states."""
-    return 16.0 * on_meta(training)[1]
-
-
-def deepspeed_formula(training: Training) -> float:
-    """Return ZeRO-2's 2 N + 18 N bytes on one GPU."""
-    return 20.0 * on_meta(training)[1]
-
-
-def usual_formula(training: Training) -> float:
-    """Return 16 bytes a parameter, and twice what leaf modules return in a forward."""
-    model, parameters = on_meta(training)
-    returned = 0
-
-    def add(module: nn.Module, given: Any, output: Any) -> None:
-        nonlocal returned
-        returned += sum(t.nbytes for t in tree_leaves(output) if isinstance(t, Tensor))
-
-    for module in model.modules():
-        if not list(module.children()):
-            module.register_forward_hook(add)
-    with torch.device("meta"):
-        model(*training.batch("meta"))
-    return 16.0 * parameters + 2.0 * returned
-
-
-ESTIMATORS: dict[str, Callable[[Training], float]] = {
-    "torch MemTracker, fake tensors": tracked,
-    "the usual formula": usual_formula,
-    "accelerate estimate-memory": accelerate_formula,
-    "DeepSpeed ZeRO-2 formula": deepspeed_formula,
-}
-
-
-def guessed(name: str, recorded: RecordedTraining) -> Guess:
-    """Ask one estimator about one training."""
-    began = time.process_time()
-    try:
-        told = ESTIMATORS[name](TRAININGS[recorded.name])
-    except Exception as error:  # of any kind: it is what its user would meet
-        why = f"{type(error).__name__}: {error}"[:160]
-        return Guess(name, recorded.name, None, None, time.process_time() - began, why)
-    return Guess(
-        name,
-        recorded.name,
-        told / recorded.peak_allocated_bytes - 1,
-        told / recorded.smallest_limit_bytes - 1,
-        time.process_time() - began,
+    return Subject(
+        make,
+        batch,
+        lambda model, batch: model(*batch),
+        training._optimizer,
+        training.autocast,
+        training.clipped,
+        training.accumulation_steps,
     )
 
 
-def own(results: Path, pattern: str, name: str, seconds: str) -> Iterator[Guess]:
-    """Yield what a benchmark of autofit's own predictions found, from its newest file."""
-    newest = max(results.glob(pattern))
-    for row in json.loads(newest.read_text())["trainings"]:
+def card_subject(case: Case) -> Subject:
+    """Return a training of `emulation_models` as a plain loop."""
+    model = MODELS[case.model]
+    autocast = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(case.precision)
+    return Subject(
+        partial(build, case),
+        lambda device: to(model.batch(), device),
+        model.loss_fn or (lambda model, batch: model(**batch).loss),
+        OPTIMIZERS[case.optimizer],
+        autocast,
+    )
+
+
+def on_card() -> list[Result]:
+    """Return the cases that trained on the emulated card, from the newest results."""
+    found = [
+        each for each in read(max(RESULTS.glob("*-emulation-models-again.jsonl"))) if each.emulated
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def tasks() -> Iterator[Task]:
+    """Yield what is estimated."""
+    for each in recorded_trainings():
+        subject = recorded_subject(TRAININGS[each.name])
+        yield Task(
+            RECORDED, each.name, subject, each.peak_allocated_bytes, each.smallest_limit_bytes
+        )
+    for result in on_card():
+        assert result.emulated is not None  # on_card leaves those out
+        taken = result.emulated.allocated, result.emulated.required
+        yield Task(CARD, result.case.name, card_subject(result.case), *taken)
+
+
+def guessed(name: str, task: Task) -> Guess:
+    """Ask one estimator about one training."""
+    torch.manual_seed(0)
+    began = time.process_time()
+    told, why = None, None
+    try:
+        told = ESTIMATORS[name](task.subject)
+    except Exception as error:  # of any kind: it is what its user would meet
+        why = f"{type(error).__name__}: {error}"[:160]
+    seconds = time.process_time() - began
+    if told is None:
+        return Guess(task.truth, name, task.name, None, None, seconds, why)
+    errors = told / task.allocated_bytes - 1, told / task.required_bytes - 1
+    return Guess(task.truth, name, task.name, *errors, seconds)
+
+
+def own() -> Iterator[Guess]:
+    """Yield what benchmarks of autofit's own predictions found."""
+    for pattern, name, seconds in (
+        ("*prediction-accuracy.json", "autofit, rehearsal", "seconds"),
+        ("*emulated-predictions.json", "autofit, emulation", "cpu_s"),
+    ):
+        for row in json.loads(max(RESULTS.glob(pattern)).read_text())["trainings"]:
+            errors = row.get("allocated_error"), row["required_error"]
+            yield Guess(RECORDED, name, row["name"], *errors, row[seconds])
+    for each in on_card():
         yield Guess(
-            name, row["name"], row.get("allocated_error"), row["required_error"], row[seconds]
+            CARD,
+            "autofit, rehearsal",
+            each.case.name,
+            each.error("allocated"),
+            each.error("required"),
+            each.rehearsal_s,
+            each.refused or (None if each.rehearsed else each.failed),
         )
 
 
@@ -160,32 +186,48 @@ def line(name: str, its: Sequence[Guess]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def table(guesses: Sequence[Guess]) -> Iterator[str]:
+    """Yield a table for each truth, of the trainings that every estimator was asked about."""
+    for truth in (RECORDED, CARD):
+        its = [guess for guess in guesses if guess.truth == truth]
+        asked: dict[str, set[str]] = {}
+        for guess in its:
+            asked.setdefault(guess.estimator, set()).add(guess.training)
+        if not set(ESTIMATORS) <= set(asked):
+            continue
+        common = set.intersection(*asked.values())
+        yield f"{truth[0].upper()}{truth[1:]}:"
+        yield ""
+        yield (
+            "| estimator | trainings | refused | allocated: median | 90th | "
+            "required: median | 90th | seconds |"
+        )
+        yield "|" + "---|" * 8
+        names = sorted(asked, key=lambda name: (not name.startswith("autofit"), name))
+        for name in names:
+            yield line(name, [g for g in its if g.estimator == name and g.training in common])
+        yield ""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table, and write every guess to a file."""
+    """Write guesses to a file, and print tables of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("guesses", type=Path, help="a file of one JSON object a line")
+    parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     given = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not given.table and not torch.cuda.is_available():
         parser.error("no GPU: run it under `python -m autofit.emulation --no-values --`")
-    rows = {
-        "autofit, rehearsal": list(
-            own(RESULTS, "*prediction-accuracy.json", "autofit, rehearsal", "seconds")
-        ),
-        "autofit, emulation": list(
-            own(RESULTS, "*emulated-predictions.json", "autofit, emulation", "cpu_s")
-        ),
-    }
-    recorded = list(recorded_trainings())
-    print("| estimator | trainings | refused | allocated: median | 90th |", end="")
-    print(" required: median | 90th | seconds |\n|" + "---|" * 8, flush=True)
-    for name in ESTIMATORS:
-        rows[name] = [guessed(name, each) for each in recorded]
-    for name, its in rows.items():
-        print(line(name, its), flush=True)
-    if given.json:
-        told = {"date": str(date.today()), "torch": torch.__version__}
-        guesses = [asdict(guess) for its in rows.values() for guess in its]
-        given.json.write_text(json.dumps(told | {"guesses": guesses}, indent=1) + "\n")
+    lines = given.guesses.read_text().splitlines() if given.guesses.exists() else []
+    found = [Guess(**json.loads(line)) for line in lines]
+    done = {(guess.truth, guess.estimator, guess.training) for guess in found}
+    if not given.table:
+        with given.guesses.open("a") as file:
+            for task in tasks():
+                for name in ESTIMATORS:
+                    if (task.truth, name, task.name) not in done:
+                        found.append(guessed(name, task))
+                        print(json.dumps(asdict(found[-1])), file=file, flush=True)
+    print("\n".join(table([*own(), *found])))
 
 
 if __name__ == "__main__":
