@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from autofit.probing.messages import (
     reply_from_dict,
     request_to_dict,
 )
+from autofit.probing.pulse import Watch, store_lost
 from autofit.probing.seat import Seat, result_to_text
 from autofit.probing.worker_channel import START_TIMEOUT_S
 from autofit.strategy import Strategy
@@ -52,6 +54,8 @@ GRACE_S = 0.5
 """After the first fault, the time in which the other ranks may still answer by themselves."""
 _SLACK_S = 5.0
 """After a deadline, for a seat to find out where its worker hangs, and to say so."""
+_END_S = 5.0
+"""For the store to take the last command: without one, ranks look for themselves."""
 _POLL_S = 0.005
 
 
@@ -94,7 +98,7 @@ class GroupChannel:
         seat = Seat(
             meeting, workload, strategies, device=device, seed=seed, on_stage=self._stages.put
         )
-        self._own_seat = threading.Thread(target=seat.serve, daemon=True)
+        self._own_seat = threading.Thread(target=_serve, args=(seat,), daemon=True)
         self._own_seat.start()
         try:
             self.hosts = self._hosts()
@@ -102,6 +106,8 @@ class GroupChannel:
             self._write({"do": "close"})
             self._own_seat.join()
             raise
+        others = range(1, self._size)
+        self._watch = Watch(self._store, others, dict(enumerate(self.hosts)))
 
     @property
     def pid(self) -> int | None:
@@ -157,7 +163,8 @@ class GroupChannel:
         """End all workers; the other ranks stay until `end_meeting`."""
         self._facts = None
         if self._own_seat.is_alive():
-            self._all({"do": "close"}, Deadline.after(0.0), until_fault=False)
+            with suppress(WorkerFailed):  # a rank is gone, or the store, of which own seats know
+                self._all({"do": "close"}, Deadline.after(0.0), until_fault=False)
             self._own_seat.join()
 
     def _agreed_probe(self, request: ProbeRequest, deadline: Deadline, on_stage: OnStage) -> Reply:
@@ -225,11 +232,13 @@ class GroupChannel:
         until_fault: bool,
         on_stage: OnStage = ignore_stage,
     ) -> list[dict[str, Any] | None]:
-        number = self._write({**command, "seconds": deadline.seconds_left})
         try:
+            number = self._write({**command, "seconds": deadline.seconds_left})
             return self._gather(number, deadline, until_fault=until_fault, on_stage=on_stage)
-        except BaseException:  # Ctrl-C: a rank may answer later, to nobody
+        except BaseException as error:  # Ctrl-C: a rank may answer later, to nobody
             self._facts = None
+            if _is_of_store(error):
+                raise store_lost(error) from None
             raise
 
     def _write(self, command: Mapping[str, Any]) -> int:
@@ -251,6 +260,7 @@ class GroupChannel:
                 if until_fault and first_fault is None and _tells_of_a_fault(answer):
                     first_fault = time.monotonic()
                     end = min(end, first_fault + GRACE_S)
+            self._watch.check()
             while not self._stages.empty():
                 on_stage(self._stages.get())
             time.sleep(_POLL_S)
@@ -297,7 +307,23 @@ def end_meeting(meeting: Meeting, error: BaseException | None, result: Any = Non
     """Say on every rank how the call ended: with an error, or with plain data."""
     raised = None if error is None else exception_to_dict(error, None)
     end = {"do": "end", "raised": raised, "result": result_to_text(result)}
-    _write(meeting.store(), end)
+    try:
+        _write(meeting.store(_END_S), end)
+    except RuntimeError as lost:
+        if error is None:
+            raise store_lost(lost) from None
+
+
+def _serve(seat: Seat) -> None:
+    """Serve at the leader's own seat, which ends when the store is gone, as the leader does."""
+    with suppress(WorkerFailed):
+        seat.serve()
+
+
+def _is_of_store(error: BaseException) -> bool:
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError)
 
 
 def _write(store: Store, command: Mapping[str, Any]) -> int:

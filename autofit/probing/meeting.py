@@ -42,11 +42,15 @@ class Meeting:
     port: int
     name: str
 
-    def store(self) -> Store:
-        """Return a new client of the store, which sees the keys of this meeting alone."""
+    def store(self, wait_s: float = CONNECT_S) -> Store:
+        """Return a new client of the store, which sees the keys of this meeting alone.
+
+        Args:
+            wait_s: seconds for the store to answer.
+        """
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # likewise
 
-        wait = timedelta(seconds=CONNECT_S)
+        wait = timedelta(seconds=wait_s)
         client = TCPStore(self.host, self.port, None, False, wait)
         return PrefixStore(self.name, client)
 

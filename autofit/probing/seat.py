@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed
+from autofit.errors import InvalidRequest, SearchTimedOut
 from autofit.probing.meeting import Meeting, host_name
 from autofit.probing.messages import (
     Deadline,
@@ -28,6 +28,7 @@ from autofit.probing.messages import (
     exception_to_dict,
     ignore_stage,
 )
+from autofit.probing.pulse import Watch, store_lost
 from autofit.probing.worker_channel import WorkerChannel, WorkerProcess
 from autofit.strategy import Strategy, World
 from autofit.training.workload import Workload
@@ -104,14 +105,15 @@ class Seat:
         The leader's own seat is left as soon as there are to be no workers.
 
         Raises:
-            WorkerFailed: the leader's store is gone.
+            WorkerFailed: the store is gone, or rank 0 is.
         """
         store = self._meeting.store()
         store.set(f"here/{self._rank}", host_name())
+        watch = Watch(store, () if self._rank == 0 else (0,))
         number = 0
         try:
             while True:
-                command = _next_command(store, number)
+                command = _next_command(store, number, watch)
                 if command["do"] == "end":
                     return command
                 self._obey(store, number, command)
@@ -198,14 +200,15 @@ class Seat:
         store.set(f"answer/{number}/{self._rank}", json.dumps(answer))
 
 
-def _next_command(store: Store, number: int) -> dict[str, Any]:
+def _next_command(store: Store, number: int, watch: Watch) -> dict[str, Any]:
     key = f"command/{number}"
     try:
         while not store.check([key]):  # not `wait`, in which signals wait too
+            watch.check()
             time.sleep(_LISTEN_S)
         command: dict[str, Any] = json.loads(store.get(key))
     except RuntimeError as error:
-        raise WorkerFailed(f"rank 0, which leads, cannot be reached: {error}") from None
+        raise store_lost(error) from None
     return command
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from autofit.errors import WorkerFailed
 from autofit.probing.group import end_meeting
 from autofit.probing.meeting import Meeting, meet
 from autofit.probing.prober import Target
+from autofit.probing.pulse import beating
 from autofit.probing.seat import Seat, device_of_rank, outcome_of_lead
 from autofit.strategy import Strategy, World
 from autofit.training.workload import Workload
@@ -35,7 +37,19 @@ def on_every_rank(
     """
     device = device_of_rank(target.device, world)
     meeting = meet(world)
-    if world.rank > 0:
+    with beating(meeting), _cause_before_interrupt():
+        return _done(meeting, device, workload, strategies, target, lead)
+
+
+def _done(
+    meeting: Meeting,
+    device: str | None,
+    workload: Workload,
+    strategies: Sequence[Strategy],
+    target: Target,
+    lead: Callable[[Meeting], _Result],
+) -> _Result:
+    if meeting.world.rank > 0:
         atexit.register(_wait_for_lead, meeting)
         seat = Seat(meeting, workload, strategies, device=device, seed=target.seed)
         result: _Result = outcome_of_lead(seat.serve())
@@ -50,6 +64,18 @@ def on_every_rank(
     return result
 
 
+@contextmanager
+def _cause_before_interrupt() -> Iterator[None]:
+    """Raise that a rank is lost, where torchrun's SIGTERM comes while workers are ended for it."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        cause = interrupt.__context__
+        if isinstance(cause, WorkerFailed):
+            raise cause from None
+        raise
+
+
 # torchrun ends all ranks as soon as one has failed. Rank 0 first gets to show why, and each ends
 # with its own exit code: by then there is nothing left that a signal would have to end.
 
@@ -60,13 +86,13 @@ _LEAVING_S = 5.0
 def _leave(meeting: Meeting) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError):  # the store may have gone
-        meeting.store().set("left", "")
+        meeting.store(_LEAVING_S).set("left", "")
 
 
 def _wait_for_lead(meeting: Meeting) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end = time.monotonic() + _LEAVING_S
     with suppress(RuntimeError):
-        store = meeting.store()
+        store = meeting.store(_LEAVING_S)
         while not store.check(["left"]) and time.monotonic() < end:
             time.sleep(0.02)

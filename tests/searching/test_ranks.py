@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,15 +65,50 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *command: str) -> subprocess.Popen[str]:
+def started(
+    folder: Path, *command: str, options: Sequence[str] = ("--nproc-per-node", "2")
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command],
+        [sys.executable, "-m", "torch.distributed.run", *options, *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def two_machines(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
+    """Start an agent of torchrun for each of two machines, both here; the first has the store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "test"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    agents = [started(folder, *command, options=options)]
+    while not _listens(port):
+        assert agents[0].poll() is None
+        time.sleep(0.1)
+    return [*agents, started(folder, *command, options=options)]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def tree_of(root: int) -> list[int]:
+    """Return the ids of a process and of all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+        except (OSError, ValueError, IndexError):
+            continue
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
 
 
 def ranks_of(launcher: int) -> Iterator[tuple[int, int]]:
@@ -128,3 +165,34 @@ def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(folder: Path, rank
     assert again.returncode == 0, errors
     assert "resuming" in errors
     assert json.loads(output)["search"]["probes"] <= 5
+
+
+def test_two_machines_get_the_same_report(folder: Path) -> None:
+    (folder / "search.py").write_text(SCRIPT)
+    for agent in two_machines(folder, "search.py"):
+        _, errors = agent.communicate(timeout=500)
+        assert agent.returncode == 0, errors
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["environment"]["world_size"] == 2
+    assert len(first["best"]["ranks"]) == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "without it"])
+def test_a_machine_that_goes_away_ends_the_other_in_words(folder: Path, victim: int) -> None:
+    study = folder / "study.log"
+    options = ["--vram-budget", "64MiB", "--max-probes", "5", "--study", str(study)]
+    agents = two_machines(folder, *SEARCH, *options)
+    while not (study.exists() and b"parallel.mode" in study.read_bytes()):
+        assert [agent.poll() for agent in agents] == [None, None]
+        time.sleep(0.2)
+    for pid in tree_of(agents[victim].pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _, errors = agents[1 - victim].communicate(timeout=120)
+    agents[victim].communicate(timeout=120)
+    assert agents[1 - victim].returncode == 1
+    assert "went away" in errors
+    assert "the same command resumes the search" in errors
+    again = [agent.communicate(timeout=500) for agent in two_machines(folder, *SEARCH, *options)]
+    assert sum("resuming" in errors for _, errors in again) == 1
