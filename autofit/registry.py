@@ -85,8 +85,8 @@ def load_strategies(
         named = {setting.partition(".")[0] for setting in (plan.settings if plan else ())}
         return _in_order(
             strategy
-            for strategy in loaded
-            if strategy.numerics <= allowed
+            for each in loaded
+            if (strategy := _within(each, allowed)) is not None
             and (strategy.name in named or not getattr(strategy, "by_name_only", False))
         )
     if isinstance(strategies, str):
@@ -94,14 +94,15 @@ def load_strategies(
     if not isinstance(strategies, Iterable):
         raise InvalidRequest(f"strategies must be names or Strategy objects, got {strategies!r}")
     chosen = [_by_name(one) if isinstance(one, str) else _checked(one) for one in strategies]
-    for strategy in chosen:
-        if strategy.numerics > allowed:
+    for place, strategy in enumerate(chosen):
+        if (narrowed := _within(strategy, allowed)) is None:
             raise InvalidRequest(
                 f"the strategy {strategy.name!r} has numerics="
                 f"{strategy.numerics.name.lower()!r}, which goes further than the allowed "
                 f"numerics={allowed.name.lower()!r}: leave the strategy out, or allow "
                 f"numerics={strategy.numerics.name.lower()!r}"
             )
+        chosen[place] = narrowed
     return _in_order(chosen)
 
 
@@ -252,6 +253,14 @@ def _checked(strategy: object, origin: str | None = None) -> Strategy:
     if not isinstance(strategy.numerics, Numerics):
         raise InvalidRequest(f"{who} needs numerics of autofit.Numerics, got {strategy.numerics!r}")
     return strategy
+
+
+def _within(strategy: Strategy, allowed: Numerics) -> Strategy | None:
+    """Return the strategy, or what it narrows itself to, if it goes no further than allowed."""
+    if strategy.numerics <= allowed:
+        return strategy
+    narrow = getattr(strategy, "within", None)
+    return None if narrow is None else _checked(narrow(allowed))
 
 
 def _in_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:

@@ -348,8 +348,9 @@ class Strategy(Protocol):
     """One technique, such as reduced precision, as dimensions of the search space.
 
     It may have a method `unavailable(device_type) -> str | None` that says, without a model, what
-    this machine lacks for it; `autofit doctor` shows that. With an attribute `by_name_only` that is
-    true it is used only by searches that name it.
+    this machine lacks for it; `autofit doctor` shows that. With a method `within(numerics) ->
+    Strategy` it is asked for one that goes no further, where it would go too far. With an attribute
+    `by_name_only` that is true it is used only by searches that name it.
     """
 
     name: str

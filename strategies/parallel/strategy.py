@@ -20,22 +20,36 @@ SHARDED = ("fsdp2", "fsdp2_keep")
 
 
 class Parallel:
-    """How the ranks of a data-parallel training share model, optimizer state and gradients."""
+    """How the ranks of a data-parallel training share model, optimizer state and gradients.
+
+    Args:
+        numerics: how far its values may change the arithmetic of plain `DistributedDataParallel`.
+    """
 
     name = "parallel"
     phase = Phase.PARALLEL
-    numerics = Numerics.REDUCED_PRECISION
+
+    def __init__(self, numerics: Numerics = Numerics.REDUCED_PRECISION) -> None:
+        self.numerics = numerics
+
+    def within(self, numerics: Numerics) -> Parallel:
+        """Return the strategy with the values that go no further."""
+        return Parallel(numerics)
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the modes for several ranks; {} where one device trains alone.
 
         Communication in bfloat16 is left out where the device is no GPU, or has no bfloat16.
+        Sharded gradients, and those shared after each micro-batch, are added up in another order.
         """
         if context.world.size == 1:
             return {}
+        if self.numerics < Numerics.ROUNDING:
+            return {MODE: Dimension([mode for mode in MODES if mode not in SHARDED])}
         units = {"modules": units_of(context.model)}
         types = ["as_is"]
-        if context.device.type != "cpu" and context.capabilities.bfloat16:
+        is_short = context.device.type != "cpu" and context.capabilities.bfloat16
+        if is_short and self.numerics >= Numerics.REDUCED_PRECISION:
             types.append("bfloat16")
         return {
             MODE: Dimension(MODES, payloads=dict.fromkeys(SHARDED, units)),

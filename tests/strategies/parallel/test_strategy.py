@@ -47,6 +47,25 @@ def test_plain_ddp_comes_first_and_what_is_sharded_names_its_modules() -> None:
     assert offered["parallel.accumulation"].values == ("once", "each")
 
 
+def test_ranks_share_one_training_however_little_the_arithmetic_may_change() -> None:
+    context = PlainContext(_workload, "meta", Capabilities("meta", bfloat16=True))
+    context._builder = replace(context._builder, world=World(size=2))
+    offered = {}
+    for level in ("exact", "rounding", "reduced_precision"):
+        for named in (None, ["parallel"]):
+            chosen = load_strategies(named, numerics=level, world_size=2)
+            (strategy,) = (each for each in chosen if each.name == "parallel")
+            assert strategy.numerics.name.lower() == level
+            offered[level] = {
+                name: dimension.values
+                for name, dimension in collect_dimensions([strategy], context).items()
+            }
+    assert offered["exact"] == {"parallel.mode": ("ddp", "ddp_view", "zero1")}
+    assert "fsdp2" in offered["rounding"]["parallel.mode"]
+    assert offered["rounding"]["parallel.communication"] == ("as_is",)
+    assert offered["reduced_precision"]["parallel.communication"] == ("as_is", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("device", "bfloat16", "types"),
     [
