@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from autofit.errors import Unsupported
 from autofit.plan import Dimension, Hint, Scalar
@@ -131,7 +132,10 @@ class Compile:
             raise Unsupported(f"{MODE}={mode}: {lacking}")
         modules = [training.model]
         if settings.get(REGION, MODEL) == BLOCKS:
-            modules = [training.model.get_submodule(name) for name in payloads[REGION]["modules"]]
+            model = training.model
+            if isinstance(model, DistributedDataParallel):  # the names are of what it wraps
+                model = model.module
+            modules = [model.get_submodule(name) for name in payloads[REGION]["modules"]]
         return _compiled(training, modules, mode, float(settings.get(BUDGET, 1.0)))
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:

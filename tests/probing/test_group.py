@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -136,6 +137,24 @@ def test_a_submodule_that_is_called_past_the_wrapper_is_found() -> None:
     with ranks_of(loss_fn=past_the_wrapper, loss_weight=valid) as prober:
         assert not prober.run(partial(of_ranks, mode="ddp")).equal
         assert prober.run(partial(of_ranks, mode="fsdp2")).equal  # that has no wrapper
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("ddp", r"compile: \d+ graphs"), ("fsdp2", r"compile: (\d+ graphs|nothing was compiled)")],
+)
+def test_ranks_compile_blocks_or_say_that_nothing_was(mode: str, said: str) -> None:
+    workload = Workload(Tied, padded, loss_fn=mean_over_valid, loss_weight=valid)
+    strategies = load_strategies(["parallel", "compile"])
+    settings = {"parallel.mode": mode, "compile.mode": "default", "compile.region": "blocks"}
+    payloads = {**UNITS, "compile.region": UNITS["parallel.mode"]}
+    request = ProbeRequest(
+        ResolvedPlan(Plan(4, settings=settings, world_size=2), payloads, strategies)
+    )
+    with local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB")) as prober:
+        seen = prober.probe(request).measurement
+    assert seen.outcome is Outcome.OK, seen.detail
+    assert any(re.match(said, note) for note in seen.notes), seen.notes
 
 
 def test_what_single_ranks_do_is_named_and_the_next_probe_works() -> None:
