@@ -59,7 +59,7 @@ def meet(world: World, environment: Mapping[str, str] = os.environ) -> Meeting:
     """Return the meeting of this call; every rank must call it as often.
 
     Raises:
-        InvalidRequest: the environment does not say where the ranks meet.
+        InvalidRequest: the environment does not say where the ranks meet, or nothing answers there.
     """
     global _times_met, _served
     try:
@@ -73,10 +73,28 @@ def meet(world: World, environment: Mapping[str, str] = os.environ) -> Meeting:
     meeting = Meeting(world, host, port, f"autofit/{_times_met}")
     is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world.rank == 0 and not is_served and _served is None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # likewise
-
-        _served = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)
+        _served = _serve(host, port)
+    try:
+        meeting.store(CONNECT_S)
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"there are {world.size} ranks, and rank {world.rank} cannot reach {host}:{port} "
+            "(MASTER_ADDR and MASTER_PORT), where they meet: start them with torchrun, and make "
+            f"the same call on every rank ({error})"
+        ) from None
     return meeting
+
+
+def _serve(host: str, port: int) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports no name
+
+    try:
+        return TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"rank 0 cannot serve {host}:{port} (MASTER_ADDR and MASTER_PORT), where the ranks "
+            f"meet: choose a free port of its machine ({error})"
+        ) from None
 
 
 def host_name() -> str:
