@@ -38,7 +38,7 @@ def table(date: str, told: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---:|"
     for row in told["rows"]:
         answer = row["found"].get("answer")
-        words = "none: it raised an error"
+        words = f"none: {row['found'].get('error')}"
         if answer:
             steps = answer["accumulation_steps"] or 1
             words = f"{answer['micro_batch']}{f' x {steps}' if steps > 1 else ''}"
