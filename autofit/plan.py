@@ -298,6 +298,8 @@ class Plan:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
         if self.world_size > 1:
             split += f" on each of {self.world_size} ranks"
+            if self.samples_per_step % (self.accumulation_steps * self.world_size):
+                split += f" ({self.samples_per_step} samples in all)"
         return ", ".join([split, *(f"{name}={value}" for name, value in self.settings.items())])
 
 

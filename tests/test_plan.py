@@ -200,3 +200,8 @@ def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
 def test_plans_of_one_device_have_the_json_of_before() -> None:
     assert "world_size" not in Plan(4).to_dict()
     assert Plan(4, world_size=2).samples_per_step == 8
+
+
+def test_uneven_shares_are_said_with_the_samples_of_all_ranks() -> None:
+    assert str(Plan.split(8, 2, world_size=4)) == "2 x 1 on each of 4 ranks"
+    assert str(Plan.split(6, 2, world_size=4)) == "2 x 1 on each of 4 ranks (6 samples in all)"

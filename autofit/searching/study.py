@@ -38,7 +38,7 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
     """Return in words how a part of a search's identity differs."""
     if part == "workload" and stored and here and (names := differing_parts(stored, here)):
         return f"another workload: its {', '.join(names)} differ"
-    return f"{part}: {stored} there, {here} here"
+    return f"{part}: {stored or 'none'} there, {here or 'none'} here"
 
 
 def _as_in(spec: SearchSpec, stored: SearchSpec) -> SearchSpec:

@@ -209,6 +209,8 @@ def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_pa
         store.begin(device.spec())
     with pytest.raises(StudyRefused, match="workload: simulated there, other here"):
         Store.open(path, {"workload": "other"})
+    with pytest.raises(StudyRefused, match="ranks: none there, 2 here"):
+        Store.open(path, {**IDENTITY, "ranks": "2"})
     with Store.open(path, IDENTITY) as store:
         assert store.spec is not None
         assert store.spec.to_dict() == device.spec().to_dict()
