@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Trial
+from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.planning.curves import Point
 from autofit.planning.least_squares import Array
@@ -142,7 +142,8 @@ class Noise:
         probes: of a search; those without step times are left out.
 
     Attributes:
-        repeated: the timed probes of each plan that was timed more than once.
+        repeated: the timed probes of each plan that was timed more than once, in the search or in
+            the final comparison. That runs steps in full: its blocks repeat one another alone.
     """
 
     def __init__(self, probes: Sequence[Trial]) -> None:
@@ -150,11 +151,13 @@ class Noise:
         self._usual = _scatter_of_similar(
             [(seconds_of(trial), scatter_of_steps(trial)) for trial in timed]
         )
-        by_plan: dict[Plan, list[Trial]] = {}
+        alike: dict[tuple[Plan, bool], list[Trial]] = {}
         for trial in timed:
-            by_plan.setdefault(trial.plan, []).append(trial)
-        self.repeated = [trials for trials in by_plan.values() if len(trials) > 1]
-        self._excess = self._excess_of_repeated()
+            alike.setdefault((trial.plan, trial.role is Role.CONFIRMED), []).append(trial)
+        self.repeated = [trials for trials in alike.values() if len(trials) > 1]
+        in_search = self._excess_of(compared=False, believed=1.0)
+        in_comparison = self._excess_of(compared=True, believed=in_search)
+        self._excess = {False: in_search, True: in_comparison}
 
     def of(self, trial: Trial) -> float:
         """Return the standard deviation of the log of a probe's step time, had it been repeated.
@@ -164,13 +167,21 @@ class Noise:
         disturbed says nothing about the others. Where repeated probes of a plan differ by more than
         the median, that is so much larger; where by less, both are so much smaller.
         """
-        own = scatter_of_steps(trial) * min(1.0, self._excess)
-        return max(own, self._usual[seconds_of(trial)] * self._excess)
+        excess = self._excess[trial.role is Role.CONFIRMED]
+        own = scatter_of_steps(trial) * min(1.0, excess)
+        return max(own, self._usual[seconds_of(trial)] * excess)
 
-    def _excess_of_repeated(self) -> float:
-        """The factor by which probes scatter more than their steps, 1 until a plan was repeated."""
-        squares, degrees = 1.0, 1
+    def _excess_of(self, *, compared: bool, believed: float) -> float:
+        """Return the factor by which probes scatter more than their steps.
+
+        Args:
+            compared: of the final comparison's probes; else, of the search's.
+            believed: the factor until a plan was repeated; it counts as one repetition.
+        """
+        squares, degrees = believed**2, 1
         for trials in self.repeated:
+            if (trials[0].role is Role.CONFIRMED) is not compared:
+                continue
             logs = [math.log(seconds_of(trial)) for trial in trials]
             noise = statistics.fmean(self._usual[seconds_of(trial)] for trial in trials)
             squares += statistics.variance(logs) * (len(logs) - 1) / noise**2

@@ -148,6 +148,20 @@ def test_the_baseline_has_more_turns_where_only_noise_makes_it_a_tie(
     assert min(compared.count(fast), compared.count(near)) <= 1
 
 
+def test_blocks_that_repeat_tell_plans_apart_that_the_search_could_not(
+    device: SimulatedDevice,
+) -> None:
+    """The probes of a search are shortened, and may scatter by far more than whole blocks."""
+    plain, other = device.space.baseline, Plan(4, settings=HALF)
+    searched = _trials((BASELINE, plain, 100, 2), *((SEARCH, other, ms, 1) for ms in (120, 160)))
+    blocks = [*((CONFIRMED, other, ms, 1) for ms in (100, 98, 101, 99))]
+    blocks += [(CONFIRMED, plain, ms, 2) for ms in (120, 114, 119, 120)]
+    assert _best(device, _noisy([*searched, *_trials(*blocks)], 0.14)) == other
+    apart = [*((CONFIRMED, other, ms, 1) for ms in (100, 130, 80, 99))]
+    apart += [(CONFIRMED, plain, ms, 2) for ms in (120, 95, 140, 120)]
+    assert _best(device, _noisy([*searched, *_trials(*apart)], 0.14)) == plain
+
+
 def test_rivals_have_no_further_turn_that_is_expected_to_gain_too_little(
     device: SimulatedDevice,
 ) -> None:
