@@ -311,9 +311,11 @@ class Posterior:
     def memory_error(self, held_bytes: float) -> float:
         """Return the standard deviation of the log of what a probe holds, around its line.
 
-        Where little is held, that of what whole segments round up: uniform within one.
+        Where little is held, that of what whole segments round up: uniform within one, or within
+        all that is held.
         """
-        return max(_MEMORY_ERROR, self.spec.segment_bytes / math.sqrt(12) / held_bytes)
+        segment_bytes = min(self.spec.segment_bytes, held_bytes)
+        return max(_MEMORY_ERROR, segment_bytes / math.sqrt(12) / held_bytes)
 
     def oom_risk(self, plan: Plan) -> float:
         """Return the probability that a probe of the plan runs out of memory."""

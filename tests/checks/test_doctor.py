@@ -41,7 +41,7 @@ def test_a_machine_that_can_search_is_told_so(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(before, torch.get_rng_state())
 
     installed = registry._installed()
-    monkeypatch.setattr(registry, "_installed", lambda: {"broken": broken} | installed)
+    monkeypatch.setattr(registry, "_installed", lambda *groups: {"broken": broken} | installed)
     diagnosis = diagnose("cpu")
     assert not diagnosis.can_search
     assert "broken cannot be used" in found(diagnosis, "strategies").found

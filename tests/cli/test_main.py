@@ -699,7 +699,7 @@ def test_a_plug_in_that_cannot_be_loaded_hides_no_other(
 ) -> None:
     broken = EntryPoint("broken", "there.is:none", registry.GROUP)
     installed = registry._installed()
-    monkeypatch.setattr(registry, "_installed", lambda: {"broken": broken} | installed)
+    monkeypatch.setattr(registry, "_installed", lambda *groups: {"broken": broken} | installed)
     ran = here("strategies")
     assert ran.code == 2
     assert "precision" in ran.out
