@@ -40,8 +40,10 @@ def test_a_machine_that_can_search_is_told_so(monkeypatch: pytest.MonkeyPatch) -
     assert all(str(finding) in str(diagnosis) for finding in diagnosis.findings)
     assert torch.equal(before, torch.get_rng_state())
 
-    installed = registry._installed()
-    monkeypatch.setattr(registry, "_installed", lambda *groups: {"broken": broken} | installed)
+    installed = registry._installed
+    monkeypatch.setattr(
+        registry, "_installed", lambda *groups: {"broken": broken} | installed(*groups)
+    )
     diagnosis = diagnose("cpu")
     assert not diagnosis.can_search
     assert "broken cannot be used" in found(diagnosis, "strategies").found

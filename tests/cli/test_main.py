@@ -698,8 +698,10 @@ def test_a_plug_in_that_cannot_be_loaded_hides_no_other(
     here: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = EntryPoint("broken", "there.is:none", registry.GROUP)
-    installed = registry._installed()
-    monkeypatch.setattr(registry, "_installed", lambda *groups: {"broken": broken} | installed)
+    installed = registry._installed
+    monkeypatch.setattr(
+        registry, "_installed", lambda *groups: {"broken": broken} | installed(*groups)
+    )
     ran = here("strategies")
     assert ran.code == 2
     assert "precision" in ran.out
