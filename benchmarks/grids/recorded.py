@@ -143,7 +143,8 @@ class GridWorld:
 
     def _times(self) -> dict[VariantKey, TimeLine]:
         written = json.loads(ROOFLINE.read_text())["lines"][self.name]
-        return {variant_key(settings): (fixed, each) for settings, (fixed, each) in written}
+        lines = {variant_key(settings): (fixed, each) for settings, (fixed, each) in written}
+        return {variant: line for variant, line in lines.items() if variant in self.rows}
 
     def _lines(self) -> dict[VariantKey, MemoryLine]:
         draw = random.Random(f"lines/{self.seed}")
