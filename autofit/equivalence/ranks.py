@@ -3,18 +3,29 @@
 One accumulation of a few samples that are shared unevenly, compared on every rank with the same
 accumulation that this rank runs alone over all of them, before any wrapper is around the model. The
 worst rank decides. It finds what torch does not report: parameters that are not synchronized since
-the loss calls a submodule past the wrapper, since they are replaced after it, or since one rank
-does not use them, and losses that are a mean over something else than they are weighted by.
+the loss calls a submodule past the wrapper or since they are replaced after it, and losses that are
+a mean over something else than they are weighted by. Parameters that not all ranks use are found
+before, where each rank runs alone: such ranks cannot share gradients without waiting for one
+another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from autofit.equivalence.gradients import compare_passes
+from autofit.equivalence.gradients import accumulated, compare_passes
 from autofit.errors import InvalidRequest, release_exception
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, payloads_of, settings_of
+from autofit.plan import (
+    Dimension,
+    Plan,
+    ResolvedPlan,
+    Scalar,
+    payloads_of,
+    settings_of,
+    split_evenly,
+)
 from autofit.strategy import Comparison, Phase, Strategy
+from autofit.training.batch import Batch, pieces
 from autofit.training.builder import TrainingBuilder
 from autofit.training.ranks import Ranks
 
@@ -25,6 +36,51 @@ _EACH = 3
 def shared_evenly_or_not(ranks: int) -> int:
     """Return a number of samples that so many ranks cannot share evenly."""
     return _EACH * ranks - 1
+
+
+def unused_parameters(builder: TrainingBuilder) -> dict[str, frozenset[int]]:
+    """Return the trainable parameters that get no gradient, each with the ranks where that is so.
+
+    Each rank runs its share of a few samples alone, in the modes in which its modules are and with
+    random numbers of its own, as it will train. Every rank of the builder's world calls this. Empty
+    where a rank's run raises: the baseline's probe will meet the same fault and report it.
+    """
+    ranks, workload = Ranks(builder.world, builder.device.torch_device), builder.fresh_workload()
+    if workload.train_step is not None:
+        return {}
+    own: Sequence[str] | None = None
+    try:
+        batch = workload.batch(shared_evenly_or_not(builder.world.size))
+    except Exception as error:
+        release_exception(error)
+        batch = None
+    batch = ranks.of_first(batch)
+    try:
+        own = None if batch is None else _unused_alone(builder, batch)
+    except Exception as error:
+        release_exception(error)
+    finally:
+        builder.reclaim_or_not()
+    by_rank: list[Sequence[str] | None] = ranks.objects(own)
+    if None in by_rank:
+        return {}
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank or ())
+    return {
+        name: frozenset(rank for rank, of_rank in enumerate(by_rank) if name in (of_rank or ()))
+        for name in names
+    }
+
+
+def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
+    world, workload = builder.world, builder.fresh_workload()
+    sizes = split_evenly(shared_evenly_or_not(world.size), world.size)
+    shares = pieces(batch, sizes, workload.batched_places)
+    share = next(each for rank, each in enumerate(shares) if rank == world.rank)
+    builder.reclaim()
+    with builder.training(workload, ResolvedPlan(Plan(sizes[world.rank]))) as training:
+        trained = [name for name, p in training.model.named_parameters() if p.requires_grad]
+        seen = accumulated(training, share, seed=builder.seed + world.rank, calm=False)
+    return [name for name in trained if name not in seen.gradients]
 
 
 def compare_ranks(
@@ -69,29 +125,21 @@ def without_unequal(
         own = settings_of(strategy.name, dimensions)
         if strategy.phase is not Phase.PARALLEL or not own:
             continue
-        refused: dict[str, dict[Scalar, str]] = {}
-        for name, value, settings in _one_at_a_time(own):
-            why = _why_not(builder, strategy, settings, payloads_of(own, settings))
-            if why is not None:
-                refused.setdefault(name, {})[value] = f"{name}={value} {why}"
-        for name, words in refused.items():
-            notes += words.values()
-            left = [value for value in own[name].values if value not in words]
+        for at, name in enumerate(own):
+            plain = {other: dimension.values[0] for other, dimension in own.items()}
+            refused = {}
+            for value in own[name].values[min(at, 1) :]:  # all first values together once
+                settings = {**plain, name: value}
+                why = _why_not(builder, strategy, settings, payloads_of(own, settings))
+                if why is not None:
+                    refused[value] = f"{name}={value} {why}"
+            notes += refused.values()
+            left = [value for value in own[name].values if value not in refused]
             if not left:
-                first = next(iter(words.values()))
+                first = next(iter(refused.values()))
                 raise InvalidRequest(f"no value of {name} trains what one process does: {first}")
-            checked[name] = _with_values(own[name], left)
+            own[name] = checked[name] = _with_values(own[name], left)
     return checked, notes
-
-
-def _one_at_a_time(
-    own: Mapping[str, Dimension],
-) -> Iterator[tuple[str, Scalar, dict[str, Scalar]]]:
-    """Yield each value beside the first values of the other settings; all first ones once."""
-    plain = {name: dimension.values[0] for name, dimension in own.items()}
-    for at, (name, dimension) in enumerate(own.items()):
-        for value in dimension.values if at == 0 else dimension.values[1:]:
-            yield name, value, {**plain, name: value}
 
 
 def _why_not(
@@ -115,8 +163,8 @@ def _why_not(
     return (
         f"was set aside: the gradients of the ranks differ from one process's by "
         f"{found.gradient:.1%}{where}. Is every module called through the model that the loss is "
-        "given, and does every rank use the same parameters? Where the loss is a mean over "
-        "something other than samples, give loss_weight"
+        "given, and is no parameter replaced? Where the loss is a mean over something other than "
+        "samples, give loss_weight"
     )
 
 

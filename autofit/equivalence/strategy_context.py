@@ -59,6 +59,16 @@ class StrategyContext:
         """The ranks that train together."""
         return self._builder.world
 
+    @cached_property
+    def unused_parameters(self) -> Mapping[str, frozenset[int]]:
+        """The parameters without a gradient; see `autofit.strategy.Context.unused_parameters`."""
+        if self.world.size == 1 or self.device.type == "meta":
+            return {}
+        from autofit.equivalence.ranks import unused_parameters  # most searches are of one device
+
+        self.close()  # a large model fits on the device once
+        return unused_parameters(self._builder)
+
     @property
     def model(self) -> torch.nn.Module:
         """A copy of the user's model; another one after `profile`, stepped by `compare`."""

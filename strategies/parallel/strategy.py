@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from autofit.errors import Unsupported
+from autofit.errors import InvalidRequest, Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .units import units_of
+from .unused import check_used_alike, why_not_replicated
 from .wrapping import replicated, sharded, state_dealt_out
 
 MODE, ACCUMULATION = "parallel.mode", "parallel.accumulation"
@@ -41,21 +42,41 @@ class Parallel:
 
         Communication in bfloat16 is left out where the device is no GPU, or has no bfloat16.
         Sharded gradients, and those shared after each micro-batch, are added up in another order.
+        Modes that wait for every parameter's gradient are left out where the loss does not use all.
+
+        Raises:
+            InvalidRequest: the ranks use different parameters, or none of the modes is left.
         """
         if context.world.size == 1:
             return {}
+        modes = self._modes(context)
         if self.numerics < Numerics.ROUNDING:
-            return {MODE: Dimension([mode for mode in MODES if mode not in SHARDED])}
+            return {MODE: Dimension(modes)}
         units = {"modules": units_of(context.model)}
         types = ["as_is"]
         is_short = context.device.type != "cpu" and context.capabilities.bfloat16
         if is_short and self.numerics >= Numerics.REDUCED_PRECISION:
             types.append("bfloat16")
         return {
-            MODE: Dimension(MODES, payloads=dict.fromkeys(SHARDED, units)),
+            MODE: Dimension(modes, payloads=dict.fromkeys(SHARDED, units)),
             ACCUMULATION: Dimension(["once", "each"]),
             COMMUNICATION: Dimension(types),
         }
+
+    def _modes(self, context: Context) -> list[str]:
+        unused = context.unused_parameters
+        check_used_alike(unused, context.world.size)
+        allowed = [m for m in MODES if m not in SHARDED or self.numerics >= Numerics.ROUNDING]
+        left = [mode for mode in allowed if mode in SHARDED or not unused]
+        if not left:
+            raise InvalidRequest(
+                f"no value of {MODE} can train this: {why_not_replicated(unused)}. With "
+                'numerics="rounding" there are modes that shard the model and need no such gradient'
+            )
+        if left_out := [mode for mode in allowed if mode not in left]:
+            why = why_not_replicated(unused)
+            context.note(f"{MODE}: {', '.join(left_out)} set aside: {why}")
+        return left
 
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]

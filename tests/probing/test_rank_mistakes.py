@@ -1,0 +1,147 @@
+"""The usual mistakes of trainings on several ranks, as the survey of two gloo ranks names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from autofit.errors import InvalidRequest
+from autofit.measurement import Outcome
+from autofit.plan import Plan
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Prober, Target
+from autofit.registry import load_strategies, resolve
+from autofit.strategy import Numerics
+from autofit.testing.local_ranks import local_ranks
+from autofit.training.workload import Workload
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+IGNORED = -100
+DDP, SHARDED = ("ddp", "ddp_view", "zero1"), ("fsdp2", "fsdp2_keep")
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers, and a side branch that `uses_side` decides on."""
+
+    def __init__(self, side: str) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.branch = nn.ModuleDict({"side": nn.Linear(16, 16)})
+        self.out = nn.Linear(16, 8)
+        self.side = side
+
+    def uses_side(self, x: torch.Tensor) -> bool:
+        return {
+            "always": True,
+            "never": False,
+            "rank 1": dist.is_initialized() and dist.get_rank() == 1,
+            "some samples": bool((x[:, 0] > 0.5).any()),
+        }[self.side]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.into(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        if self.uses_side(x):
+            hidden = hidden + self.branch["side"](hidden)
+        logits: torch.Tensor = self.out(hidden)
+        return logits
+
+
+def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs, the first with a feature above 0.5, and classes of which some are ignored."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.rand(samples, 8, generator=generator) / 2
+    inputs[0, 0] = 1.0
+    targets = torch.randint(0, 8, (samples,), generator=generator)
+    targets[1::4] = IGNORED
+    return inputs, targets
+
+
+def mean_over_valid(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=IGNORED)
+
+
+def valid(batch: Any) -> float:
+    return float((batch[1] != IGNORED).sum())
+
+
+def past_the_wrapper(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mean_over_valid(getattr(model, "module", model), batch)
+
+
+def float_after_wrapping(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mean_over_valid(model.float(), batch)
+
+
+def ranks_of(side: str = "always", numerics: str = "rounding", **given: Any) -> Any:
+    dtype = given.pop("dtype", torch.float32)
+    made = {"loss_fn": mean_over_valid, "loss_weight": valid, **given}
+    workload = Workload(lambda: Net(side).to(dtype), batch_of, **made)
+    strategies = load_strategies(["parallel"], numerics=Numerics.parse(numerics), world_size=2)
+    return local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB"))
+
+
+def probed(prober: Prober, mode: str) -> Any:
+    space = prober.survey().space()
+    settings = space.complete({"parallel.mode": mode})
+    resolved = resolve(Plan(2, world_size=2, settings=settings), space, prober.strategies)
+    return prober.probe(ProbeRequest(resolved)).measurement
+
+
+@pytest.mark.parametrize(("side", "lacking"), [("rank 1", 0), ("some samples", 1)])
+def test_a_parameter_that_one_rank_alone_uses_is_named(side: str, lacking: int) -> None:
+    with ranks_of(side) as prober, pytest.raises(InvalidRequest) as caught:
+        prober.survey()
+    said = str(caught.value)
+    assert f"rank {lacking} gets no gradient" in said
+    assert "branch.side.weight, branch.side.bias (of branch.side)" in said
+    assert "find_unused_parameters" in said
+
+
+def test_a_parameter_that_no_rank_uses_leaves_the_modes_that_shard() -> None:
+    with ranks_of("never") as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == SHARDED
+        (note,) = (note for note in survey.notes if "set aside" in note)
+        assert note.startswith("parallel.mode: ddp, ddp_view, zero1 set aside")
+        assert "branch.side.weight, branch.side.bias (of branch.side)" in note
+        assert probed(prober, "fsdp2").outcome is Outcome.OK
+
+
+def test_without_a_mode_that_shards_such_a_parameter_is_refused() -> None:
+    with ranks_of("never", "exact") as prober:
+        with pytest.raises(InvalidRequest, match=r"branch\.side\.weight.*numerics=\"rounding\""):
+            prober.survey()
+
+
+def test_a_mean_of_means_is_said_to_need_a_weight() -> None:
+    with ranks_of(loss_weight=None) as prober, pytest.raises(InvalidRequest) as caught:
+        prober.survey()
+    assert "differ from one process's by" in str(caught.value)
+    assert "loss_weight" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_fn": past_the_wrapper},
+        {"loss_fn": float_after_wrapping, "dtype": torch.bfloat16},
+    ],
+    ids=["past the wrapper", "float after wrapping"],
+)
+def test_gradients_that_are_not_shared_set_their_modes_aside(given: Any) -> None:
+    with ranks_of(**given) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == SHARDED
+        notes = [note for note in survey.notes if "set aside" in note]
+        assert [note.partition(" ")[0] for note in notes] == [f"parallel.mode={m}" for m in DDP]
+        assert all("most of all in" in note for note in notes)
+        assert probed(prober, "fsdp2").outcome is Outcome.OK
