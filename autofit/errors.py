@@ -85,10 +85,11 @@ class WorkerFailed(AutofitError):
 class Unsupported(AutofitError):
     """The model or the device cannot run with these settings.
 
-    What a strategy raises while it is applied or in a step; it ends a probe as `unsupported`.
+    What a strategy raises while it is applied or in a step; it ends a probe as `unsupported`. Of
+    several ranks, a strategy that shares their training raises it on all or on none.
     """
 
-    exit_code = 3
+    exit_code = 2
 
 
 class CannotTell(AutofitError):

@@ -187,8 +187,9 @@ class Context(Protocol):
     def unused_parameters(self) -> Mapping[str, frozenset[int]]:
         """Names of parameters that require gradients -> the ranks on which they get none.
 
-        As a few samples show that the ranks share; every rank gets the same answer. Empty where one
-        device trains alone, on the meta device, and where a `train_step` hides the gradients.
+        As a few samples show that the ranks share; every rank gets the same answer. Empty where
+        this process trains with no other one, on the meta device, and where a `train_step` hides
+        the gradients.
         """
 
     def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:

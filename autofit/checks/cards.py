@@ -16,7 +16,7 @@ from typing import Any
 from autofit.checks.card_table import Card, Cards, Fit
 from autofit.devices.gpus import Gpu, answers_alike, find_gpu, known_gpus
 from autofit.devices.request import budget_bytes, check_budget
-from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
+from autofit.errors import CannotTell, InvalidRequest, Unsupported, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction.dry_run import traced_sizes
 from autofit.prediction.methods import NCCL_UNKNOWN, plan_of_ranks
@@ -73,6 +73,7 @@ def cards(
     Raises:
         InvalidRequest: an argument is not valid, or there is no such GPU.
         CannotTell: no variant can be predicted; the message names the user's line.
+        Unsupported: no variant can run with these settings.
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
@@ -132,7 +133,7 @@ class _Table:
     ) -> None:
         self.asked = asked
         self.notes: dict[str, None] = {}
-        self.failure: CannotTell | None = None
+        self.failure: CannotTell | Unsupported | None = None
         self._workload, self._vram_budget, self._payloads = workload, vram_budget, payloads
         self._varied = {strategy.name for strategy in varied}
         self._strategies = strategies_of(asked, varied, varied)
@@ -224,7 +225,7 @@ class _Table:
         plan = replace(self.asked, settings=here.shown(settings, self.asked.settings))
         try:
             need = self._need(plan, here)
-        except CannotTell as error:
+        except (CannotTell, Unsupported) as error:
             self.failure = self.failure or error
             return Fit(plan, detail=str(error))
         fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(here.budget))

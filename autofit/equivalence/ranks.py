@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autofit.equivalence.gradients import accumulated, compare_passes
-from autofit.errors import InvalidRequest, release_exception
+from autofit.errors import InvalidRequest, Unsupported, release_exception
 from autofit.plan import (
     Dimension,
     Plan,
@@ -151,6 +151,9 @@ def _why_not(
     """Return why the settings are set aside; None: they train what one process does."""
     try:
         found = compare_ranks(builder, settings, payloads, strategy)
+    except Unsupported as error:  # on every rank
+        release_exception(error)
+        return f"was set aside: {error}"
     except Exception as error:
         # Its ranks may have parted ways: whoever asked replaces them all, and does not ask again
         release_exception(error)

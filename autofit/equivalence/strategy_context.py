@@ -62,7 +62,8 @@ class StrategyContext:
     @cached_property
     def unused_parameters(self) -> Mapping[str, frozenset[int]]:
         """The parameters without a gradient; see `autofit.strategy.Context.unused_parameters`."""
-        if self.world.size == 1 or self.device.type == "meta":
+        are_here = self.world.size > 1 and torch.distributed.is_initialized()
+        if not are_here or self.device.type == "meta":
             return {}
         from autofit.equivalence.ranks import unused_parameters  # most searches are of one device
 

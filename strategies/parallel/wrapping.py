@@ -101,14 +101,20 @@ def state_dealt_out(
     """Return a function of parameters that makes an optimizer with the state of a share of them.
 
     Raises (the function):
-        Unsupported: parameters of several types, or sparse ones.
+        Unsupported: fewer parameters than ranks, parameters of several types, or sparse ones.
     """
+    from torch.distributed import get_world_size
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def of_share(groups: list[dict[str, Any]], **defaults: Any) -> torch.optim.Optimizer:
         return factory([parameter for group in groups for parameter in group["params"]])
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if (count := len(parameters)) < (ranks := get_world_size()):
+            raise Unsupported(
+                f"parallel.mode=zero1 deals whole parameters out to the ranks, and {count} do not "
+                f"suffice for {ranks}: an optimizer has to have some on each rank"
+            )
         try:
             return ZeroRedundancyOptimizer(parameters, of_share)  # type: ignore[arg-type]  # any callable is called
         except ValueError as error:

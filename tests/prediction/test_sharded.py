@@ -320,6 +320,20 @@ def test_parameters_of_several_types_are_not_gathered_together() -> None:
         predict(given, "fsdp2")
 
 
+def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
+    given = of_model(nn.Linear(8, 8), torch.randn(4, 8))
+    few = r"zero1 deals whole parameters out to the ranks, and 2 do not suffice for 4"
+    plan = Plan(4, settings={"parallel.mode": "zero1"}, world_size=4)
+    with pytest.raises(Unsupported, match=few) as caught:
+        autofit.cards(given, gpus="L4", plan=plan, strategies=[])
+    assert caught.value.exit_code == 2
+    table = autofit.cards(given, gpus="L4", plan=Plan(4, world_size=4), strategies=["parallel"])
+    fits = {fit.plan.settings.get("parallel.mode", "ddp"): fit for fit in table.cards[0].fits}
+    assert fits["zero1"].detail is not None
+    assert "2 do not suffice for 4" in fits["zero1"].detail
+    assert fits["ddp_view"].fits
+
+
 def test_every_private_name_of_torch_is_there() -> None:
     """This torch can be predicted for; where a name is gone, see the next test."""
     names = [name for names in sharded.PRIVATE_NAMES.values() for name in names]

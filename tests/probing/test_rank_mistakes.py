@@ -117,9 +117,9 @@ def test_a_parameter_that_no_rank_uses_leaves_the_modes_that_shard() -> None:
 
 
 def test_without_a_mode_that_shards_such_a_parameter_is_refused() -> None:
-    with ranks_of("never", "exact") as prober:
-        with pytest.raises(InvalidRequest, match=r"branch\.side\.weight.*numerics=\"rounding\""):
-            prober.survey()
+    words = r"branch\.side\.weight.*numerics=\"rounding\""
+    with ranks_of("never", "exact") as prober, pytest.raises(InvalidRequest, match=words):
+        prober.survey()
 
 
 def test_a_mean_of_means_is_said_to_need_a_weight() -> None:
@@ -145,3 +145,16 @@ def test_gradients_that_are_not_shared_set_their_modes_aside(given: Any) -> None
         assert [note.partition(" ")[0] for note in notes] == [f"parallel.mode={m}" for m in DDP]
         assert all("most of all in" in note for note in notes)
         assert probed(prober, "fsdp2").outcome is Outcome.OK
+
+
+def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out() -> None:
+    workload = Workload(
+        lambda: nn.Linear(8, 8, bias=False), batch_of, loss_fn=mean_over_valid, loss_weight=valid
+    )
+    strategies = load_strategies(["parallel"], world_size=2)
+    with local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB")) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == ("ddp", "ddp_view", *SHARDED)
+        (note,) = (note for note in survey.notes if "set aside" in note)
+        assert note.startswith("parallel.mode=zero1 was set aside")
+        assert "1 do not suffice for 2" in note
