@@ -1,4 +1,4 @@
-"""The README's table of peers, generated from the newest results.
+"""The README's table of peers on the emulated card, generated from the newest results.
 
     python -m benchmarks.readme_numbers            write it into README.md
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +30,57 @@ def newest(results: Path = RESULTS) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
-def table(date: str, told: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of one workload, every row of it."""
-    budget = format_bytes(told["budget_bytes"])
-    yield f"`{told['workload']}` on an emulated card of {budget}, {date}:"
-    yield ""
-    yield "| tool | answer | trains within the budget | OOMs on the way |"
-    yield "|---|---|---|---:|"
-    for row in told["rows"]:
-        answer = row["found"].get("answer")
-        words = f"none: {row['found'].get('error')}"
-        if answer:
-            steps = answer["accumulation_steps"] or 1
-            words = f"{answer['micro_batch']}{f' x {steps}' if steps > 1 else ''}"
-            words += f", {answer['precision']}"
-        lives = "-" if not answer else "yes" if row["verdict"]["survives"] else "**no**"
-        precision = "" if row["precision"] == "own" or answer else f", {row['precision']}"
-        yield f"| {row['peer']}{precision} | {words} | {lives} | {row['ooms']} |"
+def keys(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each tool and precision that any of the comparisons has, once."""
+    rows = (row for _, told in results.values() for row in told["rows"])
+    yield from dict.fromkeys((row["peer"], row["precision"]) for row in rows)
+
+
+def row_of(told: Mapping[str, Any], peer: str, precision: str) -> dict[str, Any] | None:
+    """Return a tool's row of a comparison; None: it was not run there."""
+    its = (row for row in told["rows"] if (row["peer"], row["precision"]) == (peer, precision))
+    return next(its, None)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Return a tool's answer, bold where it does not train, and its OOMs."""
+    answer = row["found"].get("answer")
+    if answer is None:
+        words = f"none ({row['found'].get('error', 'unknown').partition(':')[0]})"
+    else:
+        steps = answer["accumulation_steps"] or 1
+        words = f"{answer['micro_batch']}{f' x {steps}' if steps > 1 else ''}"
+        words += f" {answer['precision']}" if row["precision"] == "own" else ""
+        words = words if lives(row) else f"**{words}**"
+    return f"{words}; {row['ooms']}"
+
+
+def lives(row: dict[str, Any]) -> bool:
+    """Return whether the tool has an answer that trains within the budget."""
+    return bool(row["verdict"] and row["verdict"]["survives"])
+
+
+def table(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table: a tool in each row, a workload in each column."""
+    heads = [
+        f"`{name}`, {format_bytes(told['budget_bytes'])}, {date}"
+        for name, (date, told) in results.items()
+    ]
+    yield f"| tool | {' | '.join(heads)} | trains | OOMs a search |"
+    yield f"|---|{'---|' * len(heads)}---|---:|"
+    for peer, precision in keys(results):
+        found = [row_of(told, peer, precision) for _, told in results.values()]
+        cells = ["not run" if row is None else cell(row) for row in found]
+        ran = [row for row in found if row is not None]
+        ooms = statistics.mean(row["ooms"] for row in ran)
+        trains = f"{sum(map(lives, ran))} of {len(ran)}"
+        name = peer if precision == "own" else f"{peer}, {precision}"
+        yield f"| {name} | {' | '.join(cells)} | {trains} | {ooms:.1f} |"
 
 
 def block(results: Path = RESULTS) -> str:
     """Return what stands between the marks."""
-    tables = ["\n".join(table(date, told)) for date, told in newest(results).values()]
-    return "\n\n".join([BEGIN, *tables, END])
+    return "\n".join([BEGIN, "", *table(newest(results)), "", END])
 
 
 def rewritten(text: str, results: Path = RESULTS) -> str:

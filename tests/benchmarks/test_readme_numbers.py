@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.readme_numbers import ROOT, newest, rewritten
+from benchmarks.readme_numbers import ROOT, cell, newest, rewritten, table
 
 
 def test_the_readme_has_the_newest_results() -> None:
@@ -14,10 +14,35 @@ def test_the_readme_has_the_newest_results() -> None:
 
 def test_every_row_stands_in_the_readme() -> None:
     """Those in which autofit loses too."""
-    text = (ROOT / "README.md").read_text()
-    rows = [row["peer"] for _, told in newest().values() for row in told["rows"]]
+    lines = (ROOT / "README.md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("| tool |"))
+    rows = [(name, row) for name, (_, told) in newest().items() for row in told["rows"]]
     assert rows
-    assert all(text.count(f"| {name}") >= rows.count(name) for name in rows)
+    for name, row in rows:
+        column = next(i for i, words in enumerate(head.split("|")) if f"`{name}`" in words)
+        tool = row["peer"] + ("" if row["precision"] == "own" else f", {row['precision']}")
+        line = next(line for line in lines if line.startswith(f"| {tool} |"))
+        assert line.split("|")[column].strip() == cell(row)
+
+
+def test_an_answer_that_does_not_train_is_bold_and_one_that_is_missing_says_why() -> None:
+    answer = {"micro_batch": 16, "accumulation_steps": 4, "precision": "bfloat16"}
+    row = {"precision": "own", "found": {"answer": answer}, "ooms": 3}
+    assert cell({**row, "verdict": {"survives": True}}) == "16 x 4 bfloat16; 3"
+    assert cell({**row, "verdict": {"survives": False}}) == "**16 x 4 bfloat16**; 3"
+    refused = {"error": "TypeError: the model wants two inputs"}
+    assert cell({**row, "found": refused, "verdict": None}) == "none (TypeError); 3"
+
+
+def test_means_leave_out_what_was_not_run() -> None:
+    row = {"peer": "one", "precision": "own", "found": {"error": "x"}, "verdict": None}
+    results = {
+        "a": ("2026-01-01", {"budget_bytes": 2**30, "rows": [{**row, "ooms": 4}]}),
+        "b": ("2026-01-01", {"budget_bytes": 2**30, "rows": [{**row, "peer": "two", "ooms": 1}]}),
+    }
+    _, _, one, two = table(results)
+    assert one == "| one | none (x); 4 | not run | 0 of 1 | 4.0 |"
+    assert two == "| two | not run | none (x); 1 | 0 of 1 | 1.0 |"
 
 
 def test_a_readme_without_marks_is_refused() -> None:
