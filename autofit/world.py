@@ -30,3 +30,19 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
             f"{given} are not whole numbers: start the ranks with torchrun, or unset these"
         ) from None
     return World(rank, local_rank, size)
+
+
+def check_ranks(world_size: int, world: World) -> None:
+    """Refuse the plan of another number of ranks than there are here.
+
+    Raises:
+        InvalidRequest: they differ.
+    """
+    if world_size == world.size:
+        return
+    whose = f"one of {world_size} ranks" if world_size > 1 else "one of a single device"
+    here = f"are {world.size}" if world.size > 1 else "is one"
+    start = "start as many with torchrun" if world_size > 1 else "start it without torchrun"
+    raise InvalidRequest(
+        f"the plan is {whose}, and here {here}: {start}, or search with those that there are"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autofit.errors import InvalidRequest
-from autofit.world import World, world_of_environment
+from autofit.world import World, check_ranks, world_of_environment
 
 
 def test_a_process_of_torchrun_is_one_of_its_ranks() -> None:
@@ -22,3 +22,17 @@ def test_without_all_of_torchruns_variables_a_process_is_alone(told: dict[str, s
 def test_a_rank_that_is_none_is_refused(rank: str) -> None:
     with pytest.raises(InvalidRequest, match=rank):
         world_of_environment({"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "here", "words"),
+    [
+        (2, 1, "one of 2 ranks, and here is one: start as many with torchrun"),
+        (2, 3, "one of 2 ranks, and here are 3: start as many with torchrun"),
+        (1, 2, "one of a single device, and here are 2: start it without torchrun"),
+    ],
+)
+def test_a_plan_of_another_number_of_ranks_is_refused(of_plan: int, here: int, words: str) -> None:
+    check_ranks(of_plan, World(size=of_plan))
+    with pytest.raises(InvalidRequest, match=words):
+        check_ranks(of_plan, World(size=here))

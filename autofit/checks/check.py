@@ -3,6 +3,9 @@
 A probe decides where there is a GPU, and a prediction where there is none: an emulation or a
 rehearsal. A verdict is True only if a probe ran within the budget, or the prediction fits with its
 margin.
+
+Under torchrun the answer is that of all ranks: they are probed together, or one of so many is
+rehearsed, by rank 0 for all.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from autofit.devices.gpus import Gpu, find_gpu
 from autofit.devices.request import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan, ResolvedPlan, check_count
 from autofit.prediction.methods import method_of_ranks, method_taken, plan_of_ranks
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
+from autofit.probing.together import on_every_rank
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
+from autofit.world import check_ranks, world_of_environment
 
 if TYPE_CHECKING:
+    from autofit.probing.meeting import Meeting
     from autofit.probing.survey import Survey
 
 METHODS = ("auto", "probe", "emulate", "rehearse")
@@ -59,9 +65,10 @@ def check(
         gpu: the GPU to predict for, as for `predict`.
         method: "probe" runs the plan on this machine's device; "emulate" and "rehearse" need none,
             see `predict`; "auto" probes if there is a GPU and `gpu` is None, and else predicts.
+            Several ranks are probed by those that torchrun started, and else rehearsed.
         device: where to probe; None: cuda if there is one.
-        strategies, payloads, calibration, world_size: as for `predict`; several ranks are
-            rehearsed, never probed.
+        strategies, payloads, calibration: as for `predict`.
+        world_size: as for `predict`; None under torchrun: its ranks.
 
     Raises:
         InvalidRequest: an argument is not valid.
@@ -72,48 +79,61 @@ def check(
     check_arguments(workload, plan, payloads)
     learned = Calibration.of(calibration)
     found = find_gpu(gpu)
-    chosen_plan = plan
-    if world_size is not None or (plan is not None and plan.world_size > 1):
-        chosen_plan = plan_of_ranks(workload, plan, world_size)
-        former = FORMER_METHODS.get(method, method)
-        method = method_of_ranks(former, chosen_plan.world_size)
-    if will_probe(method, gpu, device):
-        from autofit.probing.probe import run_one
-
-        chosen, target = load_strategies(strategies), Target(device, vram_budget)
-
-        def resolved(survey: Survey) -> ResolvedPlan:
-            return resolve(chosen_plan, survey.space_for(chosen_plan), chosen, payloads)
-
-        return _by_probe(*run_one(workload, chosen, target, resolved))
+    world = world_of_environment()
+    ranks = None if world_size is None else check_count("world_size", world_size)
+    if ranks is None and plan is not None and plan.world_size > 1:
+        ranks = plan.world_size
     method = FORMER_METHODS.get(method, method)
-    budget = budget_bytes(
-        1.0 if vram_budget is None else vram_budget,
-        total_bytes=found.total_bytes,
-        free_bytes=found.total_bytes,
-    )
-    unknown = Verdict(
-        None,
-        chosen_plan or workload.plan(),
-        method_taken(method, workload.model),
-        budget,
-        device="cuda",
-        gpu=found.name,
-        gpu_assumed=gpu is None,
-    )
-    try:
-        prediction = predict(
-            workload,
-            plan=chosen_plan,
-            gpu=gpu,
-            method=method,
-            strategies=strategies,
-            payloads=payloads,
-            calibration=learned,
+    if world.size == 1 and ranks is not None:  # there are no others here to probe with
+        method = method_of_ranks(method, ranks)
+    probes = will_probe(method, gpu, device)
+    chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
+    target = Target(device, vram_budget)
+
+    def lead(meeting: Meeting | None) -> Verdict:
+        asked, size = plan, ranks
+        if world.size > 1:
+            size = world.size
+            check_ranks(ranks or size, world)  # here, so that all ranks end alike
+        if size is not None and not (probes and plan is None):
+            asked = plan_of_ranks(workload, plan, size)
+        if probes:
+            from autofit.probing.probe import run_one
+
+            def resolved(survey: Survey) -> ResolvedPlan:
+                return resolve(asked, survey.space_for(asked), chosen, payloads)
+
+            return _by_probe(*run_one(workload, chosen, target, resolved, meeting=meeting))
+        how = method_of_ranks(method, 1 if asked is None else asked.world_size)
+        budget = budget_bytes(
+            1.0 if vram_budget is None else vram_budget,
+            total_bytes=found.total_bytes,
+            free_bytes=found.total_bytes,
         )
-    except CannotTell as error:
-        return replace(unknown, detail=str(error))
-    return _by_prediction(prediction, unknown)
+        unknown = Verdict(
+            None,
+            asked or workload.plan(),
+            method_taken(how, workload.model),
+            budget,
+            device="cuda",
+            gpu=found.name,
+            gpu_assumed=gpu is None,
+        )
+        try:
+            prediction = predict(
+                workload,
+                plan=asked,
+                gpu=gpu,
+                method=how,
+                strategies=strategies,
+                payloads=payloads,
+                calibration=learned,
+            )
+        except CannotTell as error:
+            return replace(unknown, detail=str(error))
+        return _by_prediction(prediction, unknown)
+
+    return on_every_rank(workload, chosen, target, lead)
 
 
 def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:

@@ -2,14 +2,15 @@
 
 It is a probe of N optimizer steps on the sample batch, so growth between steps, allocator retries,
 other processes and faults are watched too. On the CPU, where a step that is accounted for takes
-longer than one that is not, N steps are accounted for and then N are timed.
+longer than one that is not, N steps are accounted for and then N are timed. A plan of several ranks
+is trained by as many, and each rank's peak is compared with its own.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Trial, median_interval
 from autofit.probing.prober import Target
+from autofit.report.ranks import held_by_ranks, times_of_ranks
 from autofit.report.record import Record
 from autofit.training.fingerprint import differing_parts
 from autofit.units import format_bytes, format_seconds
+from autofit.world import check_ranks, world_of_environment
 
 if TYPE_CHECKING:
     from autofit.plan import ResolvedPlan
+    from autofit.probing.meeting import Meeting
     from autofit.probing.survey import Survey
     from autofit.strategy import Strategy
     from autofit.training.workload import Workload
@@ -96,6 +100,16 @@ class SoakResult:
 
     def __str__(self) -> str:
         measured, expected = self.measurement, self.trial.measurement
+        of_ranks = []
+        if measured.ranks and expected.ranks:
+            here, there = (
+                (held_by_ranks(each.ranks, self.vram_budget_bytes), times_of_ranks(each.ranks))
+                for each in (measured, expected)
+            )
+            of_ranks = [
+                f"{name:<15}{now} (report: {then})"
+                for name, now, then in zip(("on each rank", ""), here, there, strict=True)
+            ]
         lines = [
             f"{self.trial.plan}: {self.steps} steps",
             f"peak reserved  {format_bytes(measured.peak_reserved_bytes)}"
@@ -104,6 +118,7 @@ class SoakResult:
             f" (report: {format_seconds(expected.step_time_s)})",
             f"loss           {_number(measured.loss)}"
             f" (report, after {len(expected.step_times_s)} steps: {_number(expected.loss)})",
+            *of_ranks,
             "as the report says" if self.passed else "not as the report says:",
         ]
         return "\n".join([*lines, *(f"- {line}" for line in self.deviations)])
@@ -124,8 +139,10 @@ def soak(
 ) -> SoakResult:
     """Train the report's best plan for `steps` optimizer steps, and compare.
 
+    Under torchrun every rank makes the same call, and gets the same result.
+
     Args:
-        record: of the report; the search must be of this workload.
+        record: of the report; the search must be of this workload, with as many ranks.
         workload: of the search; its global batch is replaced by the report's.
         steps: timed optimizer steps, at least 8; warm-up steps come first.
         device: None: the report's own.
@@ -133,36 +150,45 @@ def soak(
         strategies: of the search; the installed ones are used for other names.
 
     Raises:
-        InvalidRequest: fewer than 8 steps, or the report is of another workload or device.
+        InvalidRequest: fewer than 8 steps, or the report is of another workload or device, or of
+            another number of ranks.
         DeviceUnavailable: the device does not exist, or another search is using it.
         Exception: raised by the user's own code.
     """
     from autofit.probing.probe import run_one
+    from autofit.probing.together import on_every_rank
 
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
     resolved = record.resolve_best(remembered=strategies)
     step_time_s = record.best.measurement.step_time_s
+    trained = replace(workload, global_batch=record.workload["global_batch"])
+    world = world_of_environment()
+    where = device or record.environment["device"]
+    if device is None and world.size > 1:  # the report's is rank 0's
+        where = where.partition(":")[0]
+    target = Target(where, record.vram_budget_bytes, record.search.seed, isolation)
 
     def plan_if_same(survey: Survey) -> ResolvedPlan:
         _check_same(survey, record)
         return resolved
 
-    trial, _ = run_one(
-        replace(workload, global_batch=record.workload["global_batch"]),
-        resolved.strategies,
-        Target(
-            device or record.environment["device"],
-            record.vram_budget_bytes,
-            record.search.seed,
-            isolation,
-        ),
-        plan_if_same,
-        expected_seconds=steps * step_time_s if step_time_s else None,
-        steps=steps,
-    )
-    deviations = compare(record.best.measurement, trial.measurement)
-    return SoakResult(record.best, trial.measurement, record.vram_budget_bytes, deviations)
+    def lead(meeting: Meeting | None) -> Measurement:
+        check_ranks(record.best.plan.world_size, world)  # here, so that all ranks end alike
+        trial, _ = run_one(
+            trained,
+            resolved.strategies,
+            target,
+            plan_if_same,
+            expected_seconds=steps * step_time_s if step_time_s else None,
+            steps=steps,
+            meeting=meeting,
+        )
+        return trial.measurement
+
+    measured = on_every_rank(trained, resolved.strategies, target, lead)
+    deviations = compare(record.best.measurement, measured)
+    return SoakResult(record.best, measured, record.vram_budget_bytes, deviations)
 
 
 def compare(expected: Measurement, measured: Measurement) -> tuple[str, ...]:
@@ -170,7 +196,7 @@ def compare(expected: Measurement, measured: Measurement) -> tuple[str, ...]:
     if not measured.ok:
         return (f"it ended {measured.outcome.value}: {measured.detail or 'no detail'}",)
     lines = [
-        _peak(expected, measured),
+        *_peaks(expected, measured),
         _speed(expected, measured),
         _drift(measured),
         _loss(expected, measured),
@@ -178,11 +204,16 @@ def compare(expected: Measurement, measured: Measurement) -> tuple[str, ...]:
     return tuple(line for line in lines if line is not None)
 
 
-def _peak(expected: Measurement, measured: Measurement) -> str | None:
-    before, now = expected.peak_allocated_bytes, measured.peak_allocated_bytes
-    if before is None or now is None or now <= before * (1 + PEAK_TOLERANCE):
-        return None
-    return f"peak allocated rose from {format_bytes(before)} to {format_bytes(now)}"
+def _peaks(expected: Measurement, measured: Measurement) -> Iterator[str]:
+    """Yield how the peak rose; of several ranks, how each one's own did."""
+    pairs: list[tuple[str, Any, Any]] = [("", expected, measured)]
+    if measured.ranks and len(measured.ranks) == len(expected.ranks):
+        both = zip(expected.ranks, measured.ranks, strict=True)
+        pairs = [(f"rank {rank}: ", *uses) for rank, uses in enumerate(both)]
+    for whose, then, now in pairs:
+        before, after = then.peak_allocated_bytes, now.peak_allocated_bytes
+        if before is not None and after is not None and after > before * (1 + PEAK_TOLERANCE):
+            yield f"{whose}peak allocated rose from {format_bytes(before)} to {format_bytes(after)}"
 
 
 def _speed(expected: Measurement, measured: Measurement) -> str | None:
@@ -193,8 +224,9 @@ def _speed(expected: Measurement, measured: Measurement) -> str | None:
         or not _is_slower(expected.step_times_s, measured.step_times_s)
     ):
         return None
+    slowest = f" ({times_of_ranks(measured.ranks)})" if measured.ranks else ""
     return (
-        f"the median step took {format_seconds(now)}, where the report has "
+        f"the median step took {format_seconds(now)}{slowest}, where the report has "
         f"{format_seconds(interval[0])} to {format_seconds(interval[1])}"
     )
 

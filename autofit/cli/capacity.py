@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autofit.checks.verdict import ASSUMED
-from autofit.cli.console import print_result, stdout_for_results_only
+from autofit.cli.console import leads, print_result, stdout_for_results_only
 from autofit.cli.options import (
     AccumulationSteps,
     AsJson,
@@ -35,6 +35,7 @@ from autofit.cli.options import (
 from autofit.cli.target import load_target
 from autofit.errors import CannotTell, InvalidRequest, users_code
 from autofit.units import format_bytes
+from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.checks.regression import Regression
@@ -176,6 +177,8 @@ def check(
 
     if report_file is not None and plan_file is not None:
         raise InvalidRequest("--report includes the plan of --plan: leave --plan out")
+    here = world_of_environment().size
+    ranks = world_size if world_size is not None or here == 1 else here
     plan_file = report_file or plan_file
     options = PlanOptions(
         micro_batch,
@@ -183,12 +186,12 @@ def check(
         global_batch,
         setting,
         plan_file,
-        world_size,
+        ranks,
         mode_of_ranks,
     )
     tuned = options.report if report_file is not None else None
     allowed = read_fraction(max_regression)
-    with stdout_for_results_only(), _errors_shown(target, junit_xml):
+    with stdout_for_results_only(), _errors_shown(target, junit_xml if leads() else None):
         verdict = _verdict(
             target,
             options,
@@ -202,12 +205,8 @@ def check(
         )
         has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
         regression = compare_with(verdict, against, allowed) if against and has_figure else None
-    if as_json:
-        compared = {"regression": regression.to_dict() if regression else None}
-        print_result(json.dumps(verdict.to_dict() | compared, indent=1))
-    else:
-        print_result(str(verdict) + (f"; {regression}" if regression else ""))
-    _write_forms(target, verdict, regression, junit_xml, summary)
+    if leads():
+        _show(target, verdict, regression, as_json, junit_xml, summary)
     raise typer.Exit(_exit_code(verdict, regression))
 
 
@@ -294,6 +293,8 @@ def _verdict(
     from autofit.checks.check import check as run
 
     if tuned is not None:
+        if world_of_environment().size > 1:
+            world_size = tuned.best.plan.world_size  # of one device it is refused, too
         how |= _as_tuned(tuned, **how)
     how |= options.plan_and_payloads(workload)
     with users_code():
@@ -346,15 +347,22 @@ def _gpu_of(tuned: Report) -> str | int:
         return int(tuned.record.environment["total_bytes"])
 
 
-def _write_forms(
+def _show(
     target: str,
     verdict: Verdict,
     regression: Regression | None,
+    as_json: bool,
     junit_path: Path | None,
     summary_path: Path | None,
 ) -> None:
+    """Print the verdict, and write it in the forms that a CI job shows."""
     from autofit.checks.ci_formats import junit_xml, markdown
 
+    if as_json:
+        compared = {"regression": regression.to_dict() if regression else None}
+        print_result(json.dumps(verdict.to_dict() | compared, indent=1))
+    else:
+        print_result(str(verdict) + (f"; {regression}" if regression else ""))
     page = summary_path or os.environ.get(_SUMMARY_VARIABLE)
     try:
         if junit_path is not None:

@@ -20,6 +20,7 @@ import typer.core
 
 from autofit.errors import AutofitError, InvalidRequest, is_users, mark_users, traceback_text
 from autofit.measurement import Outcome, Trial
+from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.report.report import Report
@@ -93,6 +94,11 @@ def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: 
     for path in paths:
         write(path, forms, "a comparison")
     print_result(written if as_json else changes.to_text(**style()))
+
+
+def leads() -> bool:
+    """Return whether this process shows results: alone, or the first of torchrun's ranks."""
+    return world_of_environment().rank == 0
 
 
 def style() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from autofit.cli.console import (
     exit_codes,
     export_report,
     immediate_exits_refused,
+    leads,
     print_result,
     saving,
     show_changes,
@@ -149,10 +150,9 @@ def search(
     )
     from autofit.cli.progress import ProgressLine
 
-    leads = world_of_environment().rank == 0  # of the ranks of torchrun one shows the search
     with (
         stdout_for_results_only(),
-        ProgressLine() if leads else nullcontext() as progress,
+        ProgressLine() if leads() else nullcontext() as progress,
     ):
         if progress is not None:
             progress.show_stage(f"loading {target}")
@@ -185,7 +185,7 @@ def search(
     report = replace(
         report, record=replace(report.record, workload={**report.record.workload, "target": target})
     )
-    if leads:
+    if leads():
         with saving(report, out or ()):
             show_report(report, as_json, verbose=verbose)
     if report.record.search.stopped_because == INTERRUPTED:
@@ -224,14 +224,11 @@ def probe(
             **asked,
         )
         plan = asked["plan"] or workload.plan()
-    world = world_of_environment()
-    if world.rank > 0:
-        pass
-    elif as_json:
-        print_result(json.dumps(trial_to_dict(trial), indent=1))
-    else:
-        shown = replace(trial, plan=plan.on(world.size))  # without settings that are plain anyway
-        print_result(str(shown))
+    # Without settings that are plain anyway.
+    shown = replace(trial, plan=plan.on(world_of_environment().size))
+    if leads():
+        told = json.dumps(trial_to_dict(trial), indent=1) if as_json else str(shown)
+        print_result(told)
     raise typer.Exit(exit_code(trial.measurement.outcome))
 
 
@@ -281,7 +278,10 @@ def soak(
     isolation: Isolation = "process",
     as_json: AsJson = False,
 ) -> None:
-    """Train a report's best plan for longer; exits with 1 if it deviates from the report."""
+    """Train a report's best plan for longer; exits with 1 if it deviates from the report.
+
+    A plan of several ranks: torchrun --nproc-per-node N -m autofit soak REPORT.
+    """
     from autofit.report.report import load
 
     report = load(path)
@@ -290,7 +290,8 @@ def soak(
         raise InvalidRequest(f"{path} does not name its target: give TARGET")
     with stdout_for_results_only():
         result = report.soak(load_target(searched), steps=steps, device=device, isolation=isolation)
-    print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
+    if leads():
+        print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
     if not result.passed:
         raise typer.Exit(1)
 

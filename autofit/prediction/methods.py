@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autofit.emulation.build import check_can_build
@@ -67,7 +66,7 @@ def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None)
         raise InvalidRequest(
             f"world_size={world_size}, but the plan is of {plan.world_size} ranks: leave one out"
         )
-    return replace(plan, world_size=world_size)
+    return plan.on(world_size)
 
 
 def method_of_ranks(method: str, world_size: int) -> str:

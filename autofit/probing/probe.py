@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest, hides_own_frames
+from autofit.errors import hides_own_frames
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey
+from autofit.probing.together import on_every_rank
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
@@ -69,11 +70,7 @@ def probe(
         )
         return trial
 
-    if world.size == 1:
-        return lead(None)
-    from autofit.probing.together import on_every_rank  # most probes are of one device
-
-    return on_every_rank(world, workload, chosen, target, lead)
+    return on_every_rank(workload, chosen, target, lead)
 
 
 def run_one(
@@ -101,10 +98,6 @@ def run_one(
     Raises:
         Exception: as `probe` does.
     """
-    if meeting is None and (size := world_of_environment().size) > 1:
-        raise InvalidRequest(
-            f"this runs on one device, and torchrun started {size} ranks: start it without torchrun"
-        )
     with open_prober(workload, strategies, target, meeting=meeting) as prober:
         survey = prober.survey()
         request = ProbeRequest(

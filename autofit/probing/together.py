@@ -1,4 +1,7 @@
-"""One call of autofit by several ranks: rank 0 leads, and all return or raise the same."""
+"""One call of autofit by every rank that torchrun started: rank 0 leads, all end alike.
+
+A process that is alone does the same call by itself, and loads nothing of what ranks need.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,40 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from autofit.errors import WorkerFailed
-from autofit.probing.group import end_meeting
-from autofit.probing.meeting import Meeting, meet
 from autofit.probing.prober import Target
-from autofit.probing.pulse import beating
-from autofit.probing.seat import Seat, device_of_rank, outcome_of_lead
-from autofit.strategy import Strategy, World
+from autofit.strategy import Strategy
 from autofit.training.workload import Workload
+from autofit.world import world_of_environment
+
+if TYPE_CHECKING:
+    from autofit.probing.meeting import Meeting
 
 _Result = TypeVar("_Result")
 
 
 def on_every_rank(
-    world: World,
     workload: Workload,
     strategies: Sequence[Strategy],
     target: Target,
-    lead: Callable[[Meeting], _Result],
+    lead: Callable[[Meeting | None], _Result],
 ) -> _Result:
     """Return what `lead` does on rank 0, or raise what it raises, on every rank alike.
 
     Args:
-        world: the ranks, and which of them this is.
         workload, strategies, target: of the prober that `lead` opens; the other ranks have seats.
-        lead: called with the meeting; what it returns is plain data.
+        lead: called with the meeting of the ranks, or with None where this process is alone; what
+            it returns is plain data.
     """
+    world = world_of_environment()
+    if world.size == 1:
+        return lead(None)
+    from autofit.probing.meeting import meet
+    from autofit.probing.pulse import beating
+    from autofit.probing.seat import device_of_rank
+
     device = device_of_rank(target.device, world)
     meeting = meet(world)
     with beating(meeting), _cause_before_interrupt():
@@ -47,8 +56,11 @@ def _done(
     workload: Workload,
     strategies: Sequence[Strategy],
     target: Target,
-    lead: Callable[[Meeting], _Result],
+    lead: Callable[[Meeting | None], _Result],
 ) -> _Result:
+    from autofit.probing.group import end_meeting
+    from autofit.probing.seat import Seat, outcome_of_lead
+
     if meeting.world.rank > 0:
         atexit.register(_wait_for_lead, meeting)
         seat = Seat(meeting, workload, strategies, device=device, seed=target.seed)

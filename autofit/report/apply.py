@@ -92,17 +92,12 @@ def _world_of(plan: Plan) -> World:
         InvalidRequest: they are as many as the plan was not found for, or they have no process
             group.
     """
-    from autofit.world import world_of_environment
+    from autofit.world import check_ranks, world_of_environment
 
     world = world_of_environment()
     if plan.world_size == 1:
         return ALONE
-    if world.size != plan.world_size:
-        raise InvalidRequest(
-            f"the plan is one of {plan.world_size} ranks, and here "
-            f"{'is one' if world.size == 1 else f'are {world.size}'}: start as many with torchrun, "
-            "or search with those that there are"
-        )
+    check_ranks(plan.world_size, world)
     import torch.distributed as dist
 
     if not dist.is_initialized():

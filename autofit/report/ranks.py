@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from autofit.measurement import RankUse
 from autofit.report.record import Record
 from autofit.units import counted, format_bytes, format_seconds
 
@@ -18,13 +19,24 @@ def of_ranks(record: Record) -> Iterator[str]:
         f"{counted(plan.accumulation_steps, 'accumulation step')} = "
         f"{counted(plan.samples_per_step, 'sample')}"
     )
-    if not ranks:
-        return
+    if ranks:
+        held = held_by_ranks(ranks, record.vram_budget_bytes)
+        yield f"Held on each rank: {held}; {times_of_ranks(ranks)}"
+
+
+def held_by_ranks(ranks: Sequence[RankUse], vram_budget_bytes: int) -> str:
+    """Return what the ranks held, from the least to the most, and which one that was."""
     held = [use.held_bytes for use in ranks]
+    return (
+        f"{format_bytes(min(held))} to {format_bytes(max(held))} of "
+        f"{format_bytes(vram_budget_bytes)} (rank {held.index(max(held))} most)"
+    )
+
+
+def times_of_ranks(ranks: Sequence[RankUse]) -> str:
+    """Return the ranks' own step times, from the shortest to the longest, and whose that was."""
     times = [use.step_time_s or 0.0 for use in ranks]
-    yield (
-        f"Held on each rank: {format_bytes(min(held))} to {format_bytes(max(held))} of "
-        f"{format_bytes(record.vram_budget_bytes)} (rank {held.index(max(held))} most); own step "
-        f"time {format_seconds(min(times))} to {format_seconds(max(times))} (rank "
-        f"{times.index(max(times))} slowest)"
+    return (
+        f"own step time {format_seconds(min(times))} to {format_seconds(max(times))} "
+        f"(rank {times.index(max(times))} slowest)"
     )

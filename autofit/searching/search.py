@@ -21,6 +21,7 @@ from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
+from autofit.probing.together import on_every_rank
 from autofit.registry import load_strategies, numerics_level
 from autofit.report.record import Record
 from autofit.report.report import Report
@@ -159,8 +160,8 @@ def search(
         effort=effort,
         profile=profile,
     )
-    level, world = numerics_level(numerics), world_of_environment()
-    chosen = load_strategies(strategies, numerics=level, world_size=world.size)
+    level, ranks = numerics_level(numerics), world_of_environment().size
+    chosen = load_strategies(strategies, numerics=level, world_size=ranks)
     workload = _workload(
         model,
         sample_batch,
@@ -276,12 +277,7 @@ def search(
             seconds = sum(sessions[:-1]) + allowance.elapsed_s
             return replace(record, search=replace(record.search, seconds=seconds))
 
-    if world.size == 1:
-        record = lead(None)
-    else:
-        from autofit.probing.together import on_every_rank  # most searches are of one device
-
-        record = on_every_rank(world, workload, chosen, target, lead)
+    record = on_every_rank(workload, chosen, target, lead)
     return Report(record, strategies=chosen, workload=workload)
 
 

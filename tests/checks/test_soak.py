@@ -17,7 +17,7 @@ from torch import nn
 import autofit
 from autofit.checks.soak import Endurance, compare, soak
 from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Outcome
+from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.units import GIB, MIB
 
 STEPS = 36
@@ -230,6 +230,31 @@ def test_what_differs_is_named(seen: Measurement, strayed: str | None) -> None:
     assert all(strayed is not None and strayed in line for line in lines)
 
 
+def of_two_ranks(seen: Measurement, *peaks: int) -> Measurement:
+    """Return the measurement with a first rank that is slower by half than the second."""
+    times = (0.12, 0.08)
+    return replace(
+        seen,
+        peak_allocated_bytes=max(peaks),
+        ranks=[RankUse(peak, peak, 0, time) for peak, time in zip(peaks, times, strict=True)],
+    )
+
+
+def test_each_rank_is_held_to_its_own_peak() -> None:
+    told = of_two_ranks(TOLD, 2 * GIB, GIB)
+    assert compare(told, of_two_ranks(SEEN, 2 * GIB, GIB + MIB)) == ()
+    (line,) = compare(told, of_two_ranks(SEEN, 2 * GIB, GIB + 100 * MIB))
+    assert line == "rank 1: peak allocated rose from 1.00 GiB to 1.10 GiB"
+    (line,) = compare(TOLD, of_two_ranks(SEEN, 2 * GIB, GIB))  # the ranks' own are not known
+    assert line == "peak allocated rose from 1.00 GiB to 2.00 GiB"
+
+
+def test_what_is_slower_names_the_slowest_rank() -> None:
+    slower = of_two_ranks(replace(SEEN, step_times_s=[0.12] * 20), GIB, GIB)
+    (line,) = compare(of_two_ranks(TOLD, GIB, GIB), slower)
+    assert "own step time 80.0 ms to 120 ms (rank 0 slowest)" in line
+
+
 def test_noise_is_no_slowdown() -> None:
     """Steps that scatter by a tenth: medians 8 % apart are nothing, 40 % apart are."""
     scatter = [0.88, 0.91, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.15]
@@ -260,5 +285,11 @@ def test_the_text_says_both_sides(report: autofit.Report) -> None:
     held = str(Endurance(best, SEEN, 2 * GIB, ()))
     assert "100 ms (report: 100 ms)" in held
     assert held.endswith("as the report says")
+    assert "on each rank" not in held
+    together = replace(best, measurement=of_two_ranks(TOLD, GIB, 2 * GIB))
+    both = str(Endurance(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
+    held_of_ranks = "1.00 GiB to 1.00 GiB of 4.00 GiB (rank 0 most)"
+    assert f"on each rank   {held_of_ranks} (report: 1.00 GiB to 2.00 GiB" in both
+    assert "own step time 80.0 ms to 120 ms (rank 0 slowest) (report: own" in both
     strayed = str(Endurance(best, SEEN, 2 * GIB, ("the loss rose",)))
     assert strayed.endswith("not as the report says:\n- the loss rose")

@@ -6,42 +6,16 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.torchrun import WORKLOAD, ranks_of, started, tree_of, two_machines
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-WORKLOAD = """
-import torch
-from torch import nn
-
-import autofit
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, inputs):
-        for block in self.blocks:
-            inputs = inputs + block(inputs)
-        return inputs
-
-
-def make_workload() -> autofit.Workload:
-    batch = (torch.randn(4, 32), torch.randn(4, 32))
-    return autofit.Workload(Net, batch, criterion=nn.MSELoss(), global_batch=8)
-"""
 SCRIPT = """
 import json
 import os
@@ -63,65 +37,6 @@ SEARCH += ["--strategies", "parallel"]
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(WORKLOAD)
     return tmp_path
-
-
-def started(
-    folder: Path, *command: str, options: Sequence[str] = ("--nproc-per-node", "2")
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def two_machines(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
-    """Start an agent of torchrun for each of two machines, both here; the first has the store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "test"]
-    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    agents = [started(folder, *command, options=options)]
-    while not _listens(port):
-        assert agents[0].poll() is None
-        time.sleep(0.1)
-    return [*agents, started(folder, *command, options=options)]
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def tree_of(root: int) -> list[int]:
-    """Return the ids of a process and of all that descend from it."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-        except (OSError, ValueError, IndexError):
-            continue
-    found = [root]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
-
-
-def ranks_of(launcher: int) -> Iterator[tuple[int, int]]:
-    """Yield the rank and the process id of each process that torchrun started."""
-    for entry in Path("/proc").iterdir():
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except (OSError, ValueError, IndexError):
-            continue
-        ranks = [each for each in variables if each.startswith(b"RANK=")]
-        if parent == launcher and ranks:
-            yield int(ranks[0].partition(b"=")[2]), int(entry.name)
 
 
 def test_every_rank_gets_the_same_report(folder: Path) -> None:

@@ -1,0 +1,154 @@
+"""`soak` and `check` of several ranks, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import WORKLOAD, ranks_of, started, tree_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TARGET = "train.py:make_workload"
+SCRIPT = """
+import json
+import os
+
+import autofit
+from train import make_workload
+
+result = autofit.load("r.json").soak(make_workload(), steps=8)
+with open(f"rank{os.environ['RANK']}.json", "w") as file:
+    json.dump(result.to_dict(), file)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workload beside the report of a search on two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "train.py").write_text(WORKLOAD)
+    limits = ["--vram-budget", "64MiB", "--strategies", "parallel", "--max-probes", "2"]
+    output, errors, code = run(folder, "search", TARGET, "--device", "cpu", *limits, "--json")
+    assert code == 0, errors
+    (folder / "r.json").write_text(output)
+    return folder
+
+
+def run(folder: Path, *command: str, ranks: int = 2) -> tuple[str, str, int]:
+    """Return standard output, standard error and the exit code of a command of so many ranks."""
+    options = ("--nproc-per-node", str(ranks))
+    process = started(folder, "-m", "autofit", *command, options=options)
+    output, errors = process.communicate(timeout=500)
+    return output, errors, process.returncode
+
+
+def exit_codes(errors: str) -> dict[int, int]:
+    """Return the exit code by rank, as torchrun tells those that are not 0."""
+    found = re.findall(r"rank *: (\d+) .*\n *exitcode *: (-?\d+)", errors)
+    return {int(rank): int(code) for rank, code in found}
+
+
+def test_a_soak_is_trained_by_all_ranks_and_holds_each_to_the_report(folder: Path) -> None:
+    report: dict[str, Any] = json.loads((folder / "r.json").read_text())
+    output, errors, code = run(folder, "soak", "r.json", TARGET, "--steps", "12", "--json")
+    said = json.loads(output)  # which it would not be if both ranks printed
+    assert code == (0 if said["held"] else 1), errors
+    assert said["steps"] == 12
+    assert said["plan"] == report["best"]["plan"]
+    assert said["measurement"]["outcome"] == "ok"
+    assert len(said["measurement"]["ranks"]) == 2
+    for trial in (report["best"], *report["trials"]):
+        trial["ranks"][1]["peak_allocated_bytes"] //= 2
+    (folder / "half.json").write_text(json.dumps(report))
+    output, errors, code = run(folder, "soak", "half.json", TARGET, "--steps", "8")
+    assert output.count("rank 1: peak allocated rose from") == 1
+    assert "on each rank" in output
+    assert exit_codes(errors) == {0: 1, 1: 1}
+
+
+def test_a_script_soaks_on_every_rank_alike(folder: Path) -> None:
+    (folder / "soak.py").write_text(SCRIPT)
+    process = started(folder, "soak.py")
+    _, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["measurement"]["outcome"] == "ok"
+    assert len(first["measurement"]["ranks"]) == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["soak", "r.json", TARGET],
+        ["check", TARGET, "--report", "r.json"],
+        ["check", TARGET, "--world-size", "2"],
+    ],
+    ids=["soak", "check", "asked"],
+)
+def test_a_report_of_another_number_of_ranks_is_refused(folder: Path, command: list[str]) -> None:
+    output, errors, _ = run(folder, *command, ranks=3)
+    assert output == ""
+    refused = "the plan is one of 2 ranks, and here are 3: start as many with torchrun"
+    assert errors.count(refused) == 1
+    assert exit_codes(errors) == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_report_of_ranks_is_not_soaked_by_one_process(folder: Path, run_python: Any) -> None:
+    soaked: subprocess.CompletedProcess[str] = run_python(
+        "-m", "autofit", "soak", "r.json", TARGET, cwd=folder
+    )
+    assert soaked.returncode == 2
+    assert "the plan is one of 2 ranks, and here is one" in soaked.stderr
+
+
+def test_a_check_probes_all_ranks(folder: Path) -> None:
+    here = ["--device", "cpu", "--micro-batch", "2", "--parallel", "fsdp2"]
+    output, errors, code = run(folder, "check", TARGET, *here, "--vram-budget", "64MiB", "--json")
+    verdict = json.loads(output)
+    assert code == 0, errors
+    assert (verdict["fits"], verdict["method"], verdict["device"]) == (True, "probe", "cpu")
+    assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
+    assert verdict["plan"]["settings"] == {"parallel.mode": "fsdp2"}
+    junit = folder / "capacity.xml"
+    page = ["--junit-xml", str(junit), "--vram-budget", "1MiB"]
+    output, errors, code = run(folder, "check", TARGET, *here, *page)
+    assert output.count("does not fit in 1.00 MiB") == 1
+    assert exit_codes(errors) == {0: 1, 1: 1}
+    assert junit.read_text().count("<testcase") == 1
+
+
+def test_a_check_without_a_device_predicts_one_of_the_ranks(folder: Path) -> None:
+    asked = ["--gpu", "H100", "--parallel", "fsdp2", "--micro-batch", "2", "--json"]
+    output, errors, code = run(folder, "check", TARGET, *asked)
+    verdict = json.loads(output)
+    assert code == 0, errors
+    assert (verdict["fits"], verdict["method"], verdict["gpu"]) == (True, "rehearse", "H100")
+    assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
+
+
+def test_a_rank_that_is_killed_amid_a_soak_ends_all(folder: Path) -> None:
+    process = started(folder, "-m", "autofit", "soak", "r.json", TARGET, "--steps", "1000000")
+    while len(tree_of(process.pid)) < 5:  # torchrun, two ranks, and a worker of each
+        assert process.poll() is None
+        time.sleep(0.2)
+    all_of_it = tree_of(process.pid)
+    os.kill(dict(ranks_of(process.pid))[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert output == ""
+    assert process.returncode != 0
+    left = set(all_of_it)
+    end = time.monotonic() + 60
+    while left and time.monotonic() < end:
+        left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
+        time.sleep(0.1)
+    assert not left
