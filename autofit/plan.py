@@ -57,6 +57,7 @@ DIMENSION: Shape = {
     "trial_cost_s?": NUMBER,
     "trial_costs_s?": [Maybe(NUMBER)],
     "fresh_worker?": FLAG,
+    "needs_accumulation?": FLAG,
     "addresses?": [TEXT],
 }
 """A dimension as JSON."""
@@ -228,6 +229,11 @@ class Plan:
         """Samples of each micro-batch of one optimizer step, in order; of the first rank's."""
         return self.micro_batch_sizes_of(0)
 
+    @property
+    def mean_micro_batch(self) -> float:
+        """Samples of a micro-batch, on average, on the rank with most, for which others wait."""
+        return -(-self.samples_per_step // self.world_size) / self.accumulation_steps
+
     def micro_batch_sizes_of(self, rank: int) -> tuple[int, ...]:
         """Samples of each of a rank's micro-batches of one optimizer step, in order."""
         share = split_evenly(self.samples_per_step, self.world_size)[rank]
@@ -373,6 +379,8 @@ class Dimension:
         trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
             value makes what another setting costs cheaper.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
+        needs_accumulation: with one accumulation step the other values are the same as the first,
+            so that they are tried with more alone.
         addresses: which of `BOUNDS` its values shorten; a report names the dimension where that
             takes most of a step's time.
     """
@@ -384,6 +392,7 @@ class Dimension:
     trial_cost_s: float = field(default=0.0, kw_only=True)
     trial_costs_s: Mapping[Scalar, float] = field(default_factory=dict, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
+    needs_accumulation: bool = field(default=False, kw_only=True)
     addresses: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -439,6 +448,7 @@ class Dimension:
             "trial_cost_s": self.trial_cost_s,
             "trial_costs_s": [self.trial_costs_s.get(value) for value in self.values],
             "fresh_worker": self.fresh_worker,
+            **({"needs_accumulation": True} if self.needs_accumulation else {}),
             "addresses": list(self.addresses),
         }
 
@@ -462,6 +472,7 @@ class Dimension:
             trial_cost_s=data.get("trial_cost_s", 0.0),
             trial_costs_s={value: cost for value, cost in costs if cost is not None},
             fresh_worker=data.get("fresh_worker", False),
+            needs_accumulation=data.get("needs_accumulation", False),
             addresses=[each for each in data.get("addresses", ()) if each in BOUNDS],
         )
 

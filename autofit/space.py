@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from autofit.errors import InvalidRequest
@@ -82,8 +82,29 @@ class Space:
             return None
         return self._baseline_micro_batch()
 
+    def largest_micro_batch_of(self, settings: Settings) -> int:
+        """Return the largest micro-batch of a variant's plans; 0 if it has none of its own."""
+        if not any(dimension.needs_accumulation for dimension in self._changed(settings)):
+            return self.largest_micro_batch
+        if self.global_batch is None or self.samples_per_rank is None:
+            return 0
+        half = min(self.largest_micro_batch, -(-self.samples_per_rank // 2))
+        plan = self._split(self.global_batch, self.only_micro_batch or half, {})
+        return plan.micro_batch if plan.accumulation_steps > 1 else 0
+
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
-        """Return the variant's plan with the largest possible micro-batch up to this one."""
+        """Return the variant's plan with the largest possible micro-batch up to this one.
+
+        Where that has one accumulation step, settings that need more are at their first values.
+        """
+        plan = self._plan(micro_batch, settings)
+        if plan.accumulation_steps > 1:
+            return plan
+        idle = {n: d.values[0] for n, d in self.dimensions.items() if d.needs_accumulation}
+        given = {name: value for name, value in idle.items() if name in settings}
+        return replace(plan, settings={**plan.settings, **given}) if given else plan
+
+    def _plan(self, micro_batch: int, settings: Settings) -> Plan:
         wanted = max(1, micro_batch)
         if self.max_micro_batch is not None:
             wanted = min(wanted, self.max_micro_batch)
@@ -102,8 +123,12 @@ class Space:
                 yield settings
 
     def allows(self, settings: Settings) -> bool:
-        """Return whether the `when` of every setting that is not at its first value holds."""
-        return all(dimension.allowed_with(settings) for dimension in self._changed(settings))
+        """Return whether every setting that is not at its first value may have the other one.
+
+        Its `when` holds, and if it needs accumulation, some plan accumulates.
+        """
+        fits = all(dimension.allowed_with(settings) for dimension in self._changed(settings))
+        return fits and self.largest_micro_batch_of(settings) > 0
 
     def complete(self, settings: Mapping[str, Scalar]) -> Settings:
         """Return the settings with every missing one at its first value.

@@ -141,3 +141,35 @@ def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
         assert int(sizes.down(np.array([float(wanted)]))[0]) == space.plan(wanted, {}).micro_batch
     assert space.baseline.world_size == ranks
     assert space.largest_micro_batch == -(-samples // ranks)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "largest"),
+    [
+        ({}, 0),
+        ({"global_batch": 13}, 7),
+        ({"global_batch": 13, "world_size": 2}, 4),
+        ({"global_batch": 2, "world_size": 2}, 0),
+        ({"global_batch": 15, "even_split": True}, 5),
+        ({"global_batch": 13, "max_micro_batch": 5}, 5),
+        ({"global_batch": 12, "may_resplit": False}, 4),
+        ({"global_batch": 4, "may_resplit": False}, 0),
+    ],
+)
+def test_what_needs_accumulation_is_tried_where_there_is_some(
+    geometry: dict[str, int], largest: int
+) -> None:
+    shared = Dimension(["once", "each"], needs_accumulation=True)
+    space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)  # type: ignore[arg-type]  # as above
+    assert Dimension.from_dict(json.loads(json.dumps(shared.to_dict()))) == shared
+    each = {**space.plain_settings, "parallel.accumulation": "each"}
+    assert space.largest_micro_batch_of(each) == largest
+    assert space.largest_micro_batch_of(space.plain_settings) == space.largest_micro_batch
+    tried = [v for v in space.variants() if v["parallel.accumulation"] == "each"]
+    assert len(tried) == (9 if largest else 0)
+    for size in range(1, 16):
+        plan = space.plan(size, each)
+        chosen = plan.settings["parallel.accumulation"]
+        assert chosen == ("each" if plan.accumulation_steps > 1 else "once")
+        if chosen == "each":
+            assert plan.micro_batch <= largest

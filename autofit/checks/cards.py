@@ -179,7 +179,11 @@ class _Table:
         dimensions: dict[str, Dimension] = {}
         for strategy in self._strategies:
             dimensions |= self._dimensions(strategy, gpu)
-        return Space(dimensions, self._workload.sample_batch_size)
+        asked = self.asked
+        samples = asked.samples_per_step if asked.accumulation_steps > 1 else asked.global_batch
+        return Space(
+            dimensions, self._workload.sample_batch_size, samples, world_size=asked.world_size
+        )
 
     def _dimensions(self, strategy: Strategy, gpu: Gpu) -> Mapping[str, Dimension]:
         own = settings_of(strategy.name, self.asked.settings)
@@ -219,7 +223,8 @@ class _Table:
             self._note(f"{setting} was left at {values[0]}: {why}; give it in the plan to see")
             values = values[:1]
         payloads = {value: load for value, load in dimension.payloads.items() if value in values}
-        return Dimension(values, payloads=payloads, when=dimension.when)
+        needs = dimension.needs_accumulation
+        return Dimension(values, payloads=payloads, when=dimension.when, needs_accumulation=needs)
 
     def _fit(self, settings: Settings, here: _Here) -> Fit:
         plan = replace(self.asked, settings=here.shown(settings, self.asked.settings))

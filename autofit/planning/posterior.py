@@ -83,9 +83,9 @@ class Posterior:
     @cached_property
     def bound(self) -> MicroBatches:
         """(variants): the largest micro-batch that no probe has ruled out."""
-        bounds = [self.exclusions.bound(settings) for settings in self.variants]
-        largest = self.spec.space.largest_micro_batch
-        return np.array([largest if bound is None else bound for bound in bounds])
+        most, least = self.spec.space.largest_micro_batch_of, self.exclusions.bound
+        bounds = [(most(settings), least(settings)) for settings in self.variants]
+        return np.array([own if bound is None else min(own, bound) for own, bound in bounds])
 
     @cached_property
     def usable(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -199,11 +199,12 @@ class Posterior:
         """
         size = np.maximum(micro_batches, 1)
         space = self.spec.space
-        steps = 1 if space.samples_per_rank is None else np.ceil(space.samples_per_rank / size)
-        samples = space.global_batch or size * space.world_size
-        x = np.broadcast_to(samples / steps, np.atleast_2d(size).shape)
+        share = space.samples_per_rank or size  # of the rank with most, whose time counts
+        steps = 1 if space.samples_per_rank is None else np.ceil(share / size)
+        x = np.broadcast_to(share / steps, np.atleast_2d(size).shape)
         log_x = np.log(x)
-        line = log_x - added(self.time.intercept, self.time.slope + log_x, self.time.power)
+        log_samples = np.log((space.global_batch or size * space.world_size) / steps)
+        line = log_samples - added(self.time.intercept, self.time.slope + log_x, self.time.power)
         if self._time_points:
             line = line - self.departures.at(log_x) - self.time.unevenness(x)
         line = self.over_training(line, self.start_up_s)
@@ -236,14 +237,12 @@ class Posterior:
 
     def _log_speeds_of(self, plans: Sequence[Plan]) -> Array:
         """Return (draws, plans): `log_speed` of each."""
-        points = [
-            Point(self.index(plan), plan.samples_per_step / plan.accumulation_steps, 1.0, 0.0)
-            for plan in plans
-        ]
+        points = [Point(self.index(plan), plan.mean_micro_batch, 1.0, 0.0) for plan in plans]
+        log_samples = np.log([plan.samples_per_step / plan.accumulation_steps for plan in plans])
         variants = np.array([point.variant for point in points], dtype=np.intp)
         log_x = np.log([point.x for point in points])
         departures = self.departures.of(variants, log_x)
-        log_speeds = log_x - self.time.log_values_of(points) - departures
+        log_speeds = log_samples - self.time.log_values_of(points) - departures
         return self.over_training(log_speeds, self.start_up_s[variants])
 
     @cached_property
@@ -397,7 +396,7 @@ class Posterior:
         return [
             Point(
                 self.index(trial.plan),
-                trial.plan.samples_per_step / trial.plan.accumulation_steps,
+                trial.plan.mean_micro_batch,
                 seconds_of(trial),
                 self.noise(trial),
             )

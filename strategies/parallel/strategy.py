@@ -59,7 +59,7 @@ class Parallel:
             types.append("bfloat16")
         return {
             MODE: Dimension(modes, payloads=dict.fromkeys(SHARDED, units)),
-            ACCUMULATION: Dimension(["once", "each"]),
+            ACCUMULATION: Dimension(["once", "each"], needs_accumulation=True),
             COMMUNICATION: Dimension(types),
         }
 

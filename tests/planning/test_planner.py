@@ -313,3 +313,21 @@ def test_a_drop_of_speed_below_every_measured_size_is_found() -> None:
     result = run_search(device.prober(), device.spec())
     assert 4 <= result.best.plan.micro_batch < 8
     assert device.speed(result.best.plan) >= 0.9 * device.optimum()
+
+
+def test_settings_that_need_accumulation_are_not_probed_without(make_device: MakeDevice) -> None:
+    """Though there the value would look as fast as the one that it is the same as."""
+    name = "parallel.accumulation"
+    shared = {**DIMENSIONS, name: Dimension(("once", "each"), needs_accumulation=True)}
+    plain, free, whole = (
+        run_search(device.prober(), device.spec())
+        for device in (
+            make_device(),
+            make_device(dimensions=shared),
+            make_device(dimensions=shared, global_batch=24),
+        )
+    )
+    assert all(trial.plan.settings[name] == "once" for trial in free.trials)
+    assert free.probes <= plain.probes + 2  # half as many again, were the value tried
+    each = [trial.plan for trial in whole.trials if trial.plan.settings[name] == "each"]
+    assert all(plan.accumulation_steps > 1 for plan in each)
