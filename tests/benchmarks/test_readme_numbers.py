@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.readme_numbers import ROOT, cell, newest, rewritten, table
@@ -32,6 +35,27 @@ def test_an_answer_that_does_not_train_is_bold_and_one_that_is_missing_says_why(
     assert cell({**row, "verdict": {"survives": False}}) == "**16 x 4 bfloat16**; 3"
     refused = {"error": "TypeError: the model wants two inputs"}
     assert cell({**row, "found": refused, "verdict": None}) == "none (TypeError); 3"
+
+
+def test_a_newer_row_of_a_tool_takes_the_place_of_the_older(tmp_path: Path) -> None:
+    def write(date: str, budget_bytes: int, **ooms: int) -> None:
+        rows = [{"peer": peer, "precision": "own", "ooms": each} for peer, each in ooms.items()]
+        told = {"workload": "gpt", "budget_bytes": budget_bytes, "rows": rows}
+        path = tmp_path / f"{date}-versus-emulated-gpt.json"
+        path.write_text(json.dumps({"date": date, "comparisons": [told]}))
+
+    write("2026-01-01", 2**30, one=1, two=2)
+    write("2026-01-02", 2**30, two=3, three=4)
+    date, told = newest(tmp_path)["gpt"]
+    assert date == "2026-01-02"
+    assert [(row["peer"], row["ooms"]) for row in told["rows"]] == [
+        ("one", 1),
+        ("two", 3),
+        ("three", 4),
+    ]
+    write("2026-01-03", 2**31, one=1)
+    with pytest.raises(ValueError, match="under another budget"):
+        newest(tmp_path)
 
 
 def test_means_leave_out_what_was_not_run() -> None:
