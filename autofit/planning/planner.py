@@ -71,7 +71,7 @@ def decide(
     """Return the plan to probe next, or the reason why none can be expected to win.
 
     Args:
-        posterior: of the search so far.
+        posterior: of the search so far. Plans in flight that it believes are not proposed again.
         may_repeat: whether a plan may be repeated, which tells noise from odd step times. Not where
             another sampler proposes the plans: it would never be run.
         seconds_left: costly values are tried only where that is expected to suffice; None: always.
@@ -163,6 +163,8 @@ def propose(
     found = new_plans(posterior, leader, allowed, seconds)
     if may_repeat:
         found += repeats(posterior, leader, allowed)
+    in_flight = {trial.plan for trial in posterior.in_flight}
+    found = [proposal for proposal in found if proposal[1] not in in_flight]
     if seconds is not None:
         found = _per_second(posterior, leader, found, seconds)
     worth, plan = max(found, key=lambda proposal: proposal[0], default=(-math.inf, None))
@@ -170,7 +172,8 @@ def propose(
         worth *= float(seconds[posterior.index(plan)])
     least = _least_worth(posterior, leader)
     if worth <= least and seconds is None and allowed[posterior.index(leader.plan)]:
-        worth, plan = within_gap(posterior, leader) or (worth, plan)
+        gap = within_gap(posterior, leader)
+        worth, plan = gap if gap is not None and gap[1] not in in_flight else (worth, plan)
     return plan if worth > least else None
 
 
@@ -188,6 +191,8 @@ def _surprise(posterior: Posterior) -> Plan | None:
     """Return the leading plan, to repeat it, where nothing yet tells noise from odd step times."""
     leader = leading(posterior)
     if leader is None or posterior.repeated or len(posterior.fitting) < _FEW:
+        return None
+    if any(trial.plan == leader.plan for trial in posterior.in_flight):
         return None
     return leader.plan if posterior.spread > _SURPRISE * posterior.typical_noise else None
 

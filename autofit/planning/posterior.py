@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -49,22 +49,32 @@ class Posterior:
 
     Attributes:
         spec: the specification of the search.
-        probes: the trials that were run, less accidents of an ill machine.
+        measured: the trials that were run, less accidents of an ill machine.
+        in_flight: trials that are believed, not measured; see `autofit.planning.in_flight`.
+        probes: both.
         variants: the settings of every variant; arrays have one column for each.
     """
 
-    def __init__(self, spec: SearchSpec, trials: Sequence[Trial]) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: SearchSpec, trials: Sequence[Trial], in_flight: Sequence[Trial] = ()
+    ) -> None:
+        self.spec, self.in_flight = spec, tuple(in_flight)
         self.variants: list[Settings] = list(spec.space.variants())
         self._index: dict[VariantKey, int] = {
             variant_key(settings): index for index, settings in enumerate(self.variants)
         }
-        self.probes = [t for t in trusted(trials) if t.plan.variant in self._index]
+        self.measured = [t for t in trusted(trials) if t.plan.variant in self._index]
+        self.probes = [*self.measured, *self.in_flight]
 
     def updated(self, trials: Sequence[Trial]) -> Posterior:
         """Return the posterior after those trials: this one if they hold the same probes."""
         fresh = Posterior(self.spec, trials)
         return self if fresh.probes == self.probes else fresh
+
+    @property
+    def variant_keys(self) -> Collection[VariantKey]:
+        """The variants that plans may have."""
+        return self._index.keys()
 
     def index(self, plan: Plan) -> int:
         """Return the column of the plan's variant."""

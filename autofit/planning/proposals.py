@@ -187,7 +187,8 @@ def _next_sizes(posterior: Posterior, halfway: MicroBatches) -> list[MicroBatche
     Then likewise the next lower one that suits kernels which work in tiles, unless it is much
     smaller.
     """
-    ran = [trial.plan for trial in posterior.probes if trial.measurement.step_times_s]
+    # A belief opens no larger stride.
+    ran = [trial.plan for trial in posterior.measured if trial.measurement.step_times_s]
     step = MAX_STEP_WITH_LINES if posterior.has_predicted_memory else MAX_STEP
     bound = np.minimum(halfway, step * max(plan.micro_batch for plan in ran))
     steps: list[MicroBatches] = []

@@ -84,6 +84,7 @@ _REPORT: Shape = {
         "effort?": TEXT,
         "sessions?": COUNT,
         "busy?": Maybe(TEXT),
+        "workers?": Table(AMOUNT),
     },
     "dimensions": Table(DIMENSION),
     "best": {"number": AMOUNT},
@@ -114,6 +115,8 @@ class SearchSummary:
         sessions: how often it was begun: once, and again each time that it was resumed.
         comparison_ended: whether the final comparison came to its own end.
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
+        workers: of a shared study, how many trials each worker ran, by host and process; its
+            seconds are then those in which at least one of them ran a plan.
     """
 
     probes: int
@@ -125,6 +128,7 @@ class SearchSummary:
     sessions: int = 1
     comparison_ended: bool = True
     busy: str | None = None
+    workers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -339,7 +343,11 @@ class Record:
             "environment": dict(self.environment),
             "workload": dict(self.workload),
             "vram_budget_bytes": self.vram_budget_bytes,
-            "search": vars(self.search) | {},
+            "search": {
+                name: value
+                for name, value in vars(self.search).items()
+                if name != "workers" or value
+            },
             "dimensions": {name: d.to_dict() for name, d in self.dimensions.items()},
             "calibration": dict(self.calibration),
             "best": self._trial_to_dict(self.trial(self.best_number)),

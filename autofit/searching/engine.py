@@ -44,7 +44,8 @@ from autofit.searching.study import Store
 MOST_VETOES = 50
 """Vetoed proposals in a row that end a search: its sampler has nothing else to offer."""
 
-_MOST_RETURNS = 2  # from confirming to searching, each after a leading plan that did not fit
+MOST_RETURNS = 2
+"""From confirming to searching, each after a leading plan that did not fit."""
 
 
 def run_search(
@@ -66,7 +67,7 @@ def run_search(
     Args:
         prober: runs the plans; it is not closed.
         spec: what to search.
-        store: the open study; None: in memory.
+        store: the open study; None: in memory. A `SharedStore` makes this one of several workers.
         sampler: any Optuna sampler that proposes plans; None: the planner. The plans that another
             sampler proposes are run unless they are expected not to fit.
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
@@ -92,41 +93,25 @@ def run_search(
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         opened.begin(spec)
-        search = _Search(
+        kind = Search
+        if opened.is_shared:
+            from autofit.searching.shared_search import SharedSearch  # most searches are alone
+
+            kind = SharedSearch
+        search = kind(
             prober,
-            spec,
+            opened.spec or spec,
             opened,
             None if isinstance(sampler, PlannerSampler) else sampler,
             Allowance(max_probes, timeout_s, clock, clock() if began is None else began, kept_s),
             on_event or (lambda event: None),
             may_veto=veto,
         )
-        try:
-            with interrupts_remembered() as interrupts:
-                search.interrupts = interrupts
-                stop = search.explore()
-                returns = _MOST_RETURNS
-                while not search.confirm(stop.because, may_return=returns > 0):
-                    returns -= 1
-                    stop = search.explore()
-                search.mark_ended(stop)
-        except KeyboardInterrupt:
-            if not search.has_ok_trial:
-                raise
-            stop = _Stop(INTERRUPTED, may_probe=False)
-        except (WorkerFailed, DeviceUnavailable) as lost:
-            if not search.has_ok_trial:
-                raise
-            stop = _Stop(str(lost), may_probe=False)
-        except SearchTimedOut:
-            if not search.has_ok_trial:
-                raise
-            stop = search.stop_for_time()
-        return search.result(stop)
+        return search.completed()
 
 
 @dataclass(frozen=True)
-class _Stop:
+class Stop:
     """Why no further plan is searched.
 
     Attributes:
@@ -146,7 +131,7 @@ class _MachineIll(WorkerFailed):
     """Plans, and one that ran before, ended by accidents one after the other."""
 
 
-class _Search:
+class Search:
     """The state of one call of `run_search`, whose arguments these are.
 
     The study may hold trials of other searches, now or later, so this one's own are known by what
@@ -185,11 +170,45 @@ class _Search:
         """Whether anything that fits has been measured."""
         return any(trial.ok for trial in self._trials)
 
-    def stop_for_time(self) -> _Stop:
-        """Return the end of a search that its timeout ended."""
-        return _Stop(self._allowance.time_is_over, with_more_time=self._next_without_timeout())
+    def completed(self) -> SearchResult:
+        """Search until there is a reason to stop; return the result as it stands then.
 
-    def result(self, stop: _Stop) -> SearchResult:
+        Raises:
+            Exception: as `run_search` does.
+        """
+        try:
+            with interrupts_remembered() as interrupts:
+                self.interrupts = interrupts
+                stop = self.run()
+        except KeyboardInterrupt:
+            if not self.has_ok_trial:
+                raise
+            stop = Stop(INTERRUPTED, may_probe=False)
+        except (WorkerFailed, DeviceUnavailable) as lost:
+            if not self.has_ok_trial:
+                raise
+            stop = Stop(str(lost), may_probe=False)
+        except SearchTimedOut:
+            if not self.has_ok_trial:
+                raise
+            stop = self.stop_for_time()
+        return self.result(stop)
+
+    def run(self) -> Stop:
+        """Search, then compare the leading plans; return why the search stopped."""
+        stop = self.explore()
+        returns = MOST_RETURNS
+        while not self.confirm(stop.because, may_return=returns > 0):
+            returns -= 1
+            stop = self.explore()
+        self.mark_ended(stop)
+        return stop
+
+    def stop_for_time(self) -> Stop:
+        """Return the end of a search that its timeout ended."""
+        return Stop(self._allowance.time_is_over, with_more_time=self._next_without_timeout())
+
+    def result(self, stop: Stop) -> SearchResult:
         """Return the result as it stands.
 
         Raises:
@@ -228,7 +247,7 @@ class _Search:
         decided = planner.decide(self._posterior, may_repeat=False)
         return decided if isinstance(decided, Plan) else None
 
-    def mark_ended(self, stop: _Stop) -> None:
+    def mark_ended(self, stop: Stop) -> None:
         """Note in the study that the planner came to its own end, not to that of its allowance."""
         if stop.is_exhausted and stop.with_more_time is None and self._spent() is None:
             self._store.mark_ended(stop.because)
@@ -236,7 +255,7 @@ class _Search:
     def _spent(self) -> str | None:
         return self._allowance.spent(self._trials, self._prober.start_s)
 
-    def explore(self) -> _Stop:
+    def explore(self) -> Stop:
         """Probe until there is a reason to stop; return the reason.
 
         Raises:
@@ -254,7 +273,7 @@ class _Search:
                 # where no number was asked for, the planner decides when more would be wasted.
                 if choice is None or self._allowance.max_probes is None:
                     if self._store.ended is not None:
-                        return _Stop(self._store.ended)
+                        return Stop(self._store.ended)
                     decided = planner.decide(
                         self._posterior,
                         may_repeat=choice is None,
@@ -262,19 +281,19 @@ class _Search:
                     )
                     if isinstance(decided, NothingLeft):
                         more = self._next_without_timeout()
-                        return _Stop(decided.because, choice is None, more)
+                        return Stop(decided.because, choice is None, more)
                     choice = choice or decided
                 trial = self._probe(choice, Role.SEARCH)
                 vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
                 if self._store.study.stopped:
-                    return _Stop("the sampler has offered all it can")
+                    return Stop("the sampler has offered all it can")
                 if vetoes == MOST_VETOES:
-                    return _Stop(f"{MOST_VETOES} proposals in a row could not be expected to fit")
+                    return Stop(f"{MOST_VETOES} proposals in a row could not be expected to fit")
         except SearchTimedOut:
             if not self.has_ok_trial:
                 raise self._allowance.too_short() from None
             return self.stop_for_time()
-        return _Stop(reason, with_more_time=self._next_without_timeout())
+        return Stop(reason, with_more_time=self._next_without_timeout())
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
         """Run the leading plans again, in a fresh worker, at their full accumulation.
@@ -314,8 +333,13 @@ class _Search:
         Raises:
             WorkerFailed: that ended by an accident too, or no plan has worked yet.
         """
+        plan = self._plan_to_suspect_machine()
+        if plan is not None:
+            self._probe(plan, Role.SEARCH)
+
+    def _plan_to_suspect_machine(self) -> Plan | None:
         if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
-            return
+            return None
         suspects = {pair for trial in self._accidents for pair in trial.plan.variant}
         suspects -= set(self._spec.space.baseline.variant)
         works = min(
@@ -325,7 +349,7 @@ class _Search:
         )
         if works is None:
             raise _MachineIll(_diagnosis(self._accidents))
-        self._probe(works.plan, Role.SEARCH)
+        return works.plan
 
     def _probe(self, choice: Plan | BaseSampler, role: Role) -> Trial:
         """Run a plan, or a sampler's unless it is vetoed, and store it; return the stored trial.

@@ -19,7 +19,8 @@ from autofit.measurement import Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.probing.prober import Target, open_prober
+from autofit.probing.messages import OnStage
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.together import on_every_rank
 from autofit.registry import load_strategies, numerics_level
@@ -32,12 +33,13 @@ from autofit.searching.findings import SHARE_FOR_LOADER, findings_of
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
+    SearchResult,
     difference_of,
     memory_of,
     record_of,
     with_measured_need,
 )
-from autofit.searching.study import Store
+from autofit.searching.study import DEVICE, Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -81,6 +83,7 @@ def search(
     train_steps: int | None = None,
     effort: str = "normal",
     study: str | os.PathLike[str] | None = None,
+    share: bool = False,
     sampler: BaseSampler | None = None,
     seed: int = 0,
     isolation: str = "process",
@@ -125,6 +128,8 @@ def search(
             many steps, and count with it. None: they are left out, unless `strategies` names them.
         effort: "quick", "normal" or "thorough": how small a gain is still looked for.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
+        share: let other processes that make the same call, each with a device of its own, take part
+            in this search through its study; all return one report (docs/distributed.md).
         sampler: an Optuna sampler in place of autofit's planner.
         seed: of everything random; a study that is resumed keeps that of its planner.
         isolation: "process": probes run in a worker; "inprocess": in this process, for models that
@@ -155,6 +160,7 @@ def search(
         timeout=timeout,
         train_steps=train_steps,
         study=study,
+        share=share,
         sampler=sampler,
         progress=progress,
         effort=effort,
@@ -177,6 +183,11 @@ def search(
         even_split=even_split,
         loader=loader,
     )
+    if share and ranks > 1:
+        raise InvalidRequest(
+            f"share=True is for searches of one device each, and torchrun started {ranks} "
+            "ranks: leave it out"
+        )
     target = Target(device, vram_budget, seed, isolation)
 
     def lead(meeting: Meeting | None) -> Record:
@@ -204,7 +215,10 @@ def search(
                     identity = _identity(
                         survey, workload, chosen, level, vram_budget, max_micro_batch
                     )
-                    with Store.open(study, identity, began=allowance.began) as store:
+                    if share:
+                        identity |= _identity_of_device(survey)
+                    kind = _kind_of_store(share)
+                    with kind.open(study, identity, began=allowance.began) as store:
                         spec = store.spec
                         trials = partial(getattr, store, "trials")
                         if spec is not None:
@@ -230,14 +244,15 @@ def search(
                                 numerics=_numerics_of(space, chosen),
                                 segment_bytes=LARGE_SEGMENT_BYTES,
                             )
+                        spec = replace(
+                            spec,
+                            effort=Effort(effort),
+                            train_samples=_train_samples(spec.space, train_steps),
+                        )
                         try:
                             result = run_search(
                                 prober,
-                                replace(
-                                    spec,
-                                    effort=Effort(effort),
-                                    train_samples=_train_samples(spec.space, train_steps),
-                                ),
+                                spec,
                                 store=store,
                                 sampler=sampler,
                                 max_probes=max_probes,
@@ -249,36 +264,75 @@ def search(
                         except NoFeasiblePlan as error:
                             raise with_measured_need(error, prober, spec) from None
                         sessions = store.session_seconds
-                    trials = partial(getattr, result, "trials")
-                    if survey.busy is None and survey.environment.gpu is None:
-                        survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
-                    if result.may_probe:
-                        on_stage("comparing the answer's gradients with the baseline's")
-                    difference = difference_of(prober, result)
-                    memory = memory_of(prober, result) if meeting is None else {}
-                    record = record_of(
-                        survey, result, chosen, workload, difference, memory, sessions
-                    )
-                    if result.may_probe and meeting is None:
-                        findings = findings_of(
-                            prober,
-                            result.spec,
-                            record,
-                            loader=workload.loader,
-                            trace=None if profile is None else os.path.abspath(profile),
-                            probes_left=allowance.probes_left(result.trials),
-                            on_stage=on_stage,
+                        trials = partial(getattr, result, "trials")
+                        record = store.agreed(
+                            partial(
+                                _record,
+                                result,
+                                survey,
+                                prober,
+                                workload,
+                                sessions,
+                                trace=None if profile is None else os.path.abspath(profile),
+                                probes_left=allowance.probes_left(result.trials),
+                                on_stage=on_stage,
+                                is_alone=meeting is None,
+                            )
                         )
-                        record = replace(record, findings=findings)
                     on_stage("ending the worker")
             except SearchTimedOut:
                 raise allowance.too_short() from None
             on_stage("writing the report")
+            if share:  # its seconds are those of the study
+                return record
             seconds = sum(sessions[:-1]) + allowance.elapsed_s
             return replace(record, search=replace(record.search, seconds=seconds))
 
     record = on_every_rank(workload, chosen, target, lead)
     return Report(record, strategies=chosen, workload=workload)
+
+
+def _record(
+    result: SearchResult,
+    survey: Survey,
+    prober: Prober,
+    workload: Workload,
+    sessions: Sequence[float],
+    *,
+    trace: str | None,
+    probes_left: int | None,
+    on_stage: OnStage,
+    is_alone: bool,
+) -> Record:
+    """Return the record of a result, with what is looked at after it."""
+    if survey.busy is None and survey.environment.gpu is None:
+        survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
+    if result.may_probe:
+        on_stage("comparing the answer's gradients with the baseline's")
+    difference = difference_of(prober, result)
+    memory = memory_of(prober, result) if is_alone else {}
+    chosen = tuple(prober.strategies)
+    record = record_of(survey, result, chosen, workload, difference, memory, sessions)
+    if not result.may_probe or not is_alone:
+        return record
+    findings = findings_of(
+        prober,
+        result.spec,
+        record,
+        loader=workload.loader,
+        trace=trace,
+        probes_left=probes_left,
+        on_stage=on_stage,
+    )
+    return replace(record, findings=findings)
+
+
+def _kind_of_store(share: bool) -> type[Store]:
+    if not share:
+        return Store
+    from autofit.searching.shared_study import SharedStore  # most searches are alone
+
+    return SharedStore
 
 
 @contextmanager
@@ -342,4 +396,14 @@ def _identity(
         "max_micro_batch": str(max_micro_batch),
         **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
         **({"costly settings": ",".join(costly)} if costly else {}),
+    }
+
+
+def _identity_of_device(survey: Survey) -> dict[str, str]:
+    """Return the parts of a shared study's identity that make times comparable."""
+    environment = survey.environment
+    return {
+        DEVICE: environment.gpu or environment.device,
+        "driver": str(environment.driver),
+        "torch": environment.torch,
     }

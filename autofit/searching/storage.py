@@ -1,7 +1,8 @@
 """Opening a study where the user keeps it: in memory, in a file, or in a database.
 
-Promises: one search at a time has a study, except in memory; a study that cannot be opened is
-refused, with the cause on one line; everything that was opened is closed by the caller's stack.
+Promises: one search at a time has a study, or several that share it, except in memory; a study that
+cannot be opened is refused, with the cause on one line; everything that was opened is closed by the
+caller's stack.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import socket
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import IO, Any
 
 import optuna
 import sqlalchemy.exc
-from optuna.exceptions import DuplicatedStudyError, StorageInternalError
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
@@ -34,6 +36,9 @@ _TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
 
 _CLAIM_PREFIX = "autofit_claim_"
 _CLAIM_TRIES, _CLAIM_PAUSE_S = 4, 0.5
+BEAT_S, GRACE_S = 10, 60
+"""Seconds between the signs of life of a shared study's worker, and without one until it counts as
+gone."""
 _SILENT_S = 3600.0  # a search on another host that asked for no plan in this time has ended
 
 
@@ -52,7 +57,7 @@ class AskTellStudy(optuna.Study):
 
 
 def open_study(
-    name: str, study: str | os.PathLike[str] | None, held: ExitStack
+    name: str, study: str | os.PathLike[str] | None, held: ExitStack, *, share: bool = False
 ) -> tuple[AskTellStudy, Claim | None]:
     """Open a study, or make it if there is none.
 
@@ -60,20 +65,21 @@ def open_study(
         name: of the study in messages: the path or URL, if there is one.
         study: a file path, an Optuna storage URL, or None for memory.
         held: closes everything that was opened.
+        share: let other searches that do so in, too.
 
     Returns:
         The study; and for a database, which has no lock, the claim that keeps other searches out.
 
     Raises:
-        StudyRefused: it cannot be opened, or another search has it.
+        StudyRefused: it cannot be opened or shared, or another search has it.
     """
     storage: BaseStorage
     if study is None:
         storage = InMemoryStorage()
     elif "://" not in name:
-        storage = _open_file(name, held)
+        storage = _open_file(name, held, share=share)
     else:
-        storage = _open_database(name, held)
+        storage = _open_database(name, held, share=share)
     with _opening(name):
         optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
@@ -81,7 +87,7 @@ def open_study(
         opened = AskTellStudy(_STUDY_NAME, storage)
         if not isinstance(storage, RDBStorage):
             return opened, None
-        claim = Claim(opened, name)
+        claim = Claim(opened, name, share=share)
         held.callback(claim.give_up)
         claim.take()
         return opened, claim
@@ -115,25 +121,45 @@ def _opening(name: str) -> Iterator[None]:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _open_database(url: str, held: ExitStack) -> RDBStorage:
+def _open_database(url: str, held: ExitStack, *, share: bool) -> RDBStorage:
+    if share and url.startswith("sqlite"):
+        raise StudyRefused(
+            f"a study in SQLite cannot be shared ({url}): workers on other hosts could not be told "
+            "apart from it. Give a path, a journal file for workers on one host, or the URL of a "
+            "database server such as PostgreSQL"
+        )
     with _opening(url):
-        storage = _database(url)
+        storage = _database(url, keeps_heartbeat=share)
     held.callback(storage.engine.dispose)  # or its file stays open until garbage is collected
     held.callback(storage.remove_session)
     return storage
 
 
-def _database(url: str) -> RDBStorage:
+def _database(url: str, *, keeps_heartbeat: bool) -> RDBStorage:
+    def connected() -> RDBStorage:
+        if not keeps_heartbeat:
+            return RDBStorage(url)
+        with unremarked_experiments():
+            return RDBStorage(url, heartbeat_interval=BEAT_S, grace_period=GRACE_S)
+
     # Of two processes that create the tables at once, one fails, and finds them created.
     for _ in range(_TABLES_TRIES):
         with suppress(sqlalchemy.exc.DatabaseError):
-            return RDBStorage(url)
+            return connected()
         time.sleep(_TABLES_PAUSE_S)
-    return RDBStorage(url)
+    return connected()
 
 
-def _open_file(name: str, held: ExitStack) -> JournalStorage:
-    """Open an Optuna journal exclusively.
+@contextmanager
+def unremarked_experiments() -> Iterator[None]:
+    """Leave out the warning that Optuna's heartbeat may change; the pinned one is tested."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        yield
+
+
+def _open_file(name: str, held: ExitStack, *, share: bool) -> JournalStorage:
+    """Open an Optuna journal, exclusively unless it is shared.
 
     Two locks protect it. `flock` is held for as long as the search runs and ends with its process,
     however that ends: a second search is refused at once. Optuna's own lock, a link beside the
@@ -143,7 +169,9 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
     path = Path(name).expanduser().absolute()
     write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
     try:
-        _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
+        _cut_torn_line(path, held.enter_context(_locked(path, share=share)), write_lock)
+        if share:  # a journal that only one search writes is mended when it is opened
+            write_lock = _MendingLock(str(path), grace_period=_STALE_LOCK_S)
         with replaying(path):
             return JournalStorage(JournalFileBackend(str(path), write_lock))
     except StudyRefused:
@@ -156,18 +184,42 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
+def _locked(path: Path, *, share: bool) -> Iterator[IO[bytes]]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")  # reading may not end
     with open(path, "ab+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StudyRefused(
                 f"another search is using the study {path}: wait for it to end, or give this one "
-                "a study of its own"
+                f"a study of its own{_how_to_share(share)}"
             ) from None
         yield file
+
+
+def _how_to_share(share: bool) -> str:
+    """Return what a refused search has to do to join the other one."""
+    if share:
+        return "; it does not share its study: start it with --share too"
+    return "; if that one shares its study, add --share (share=True) to join it"
+
+
+class _MendingLock(JournalFileSymlinkLock):
+    """Optuna's lock; who gets it cuts off what a writer that was killed left of a line.
+
+    Else the next line would continue that one, and nobody could read past the two.
+    """
+
+    def acquire(self) -> bool:
+        """Wait for the lock, then mend the file."""
+        acquired = super().acquire()
+        with suppress(OSError), open(self._lock_target_file, "rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end and file.seek(end - 1) and file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        return acquired
 
 
 def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLock) -> None:
@@ -254,10 +306,11 @@ class Claim:
     Args:
         study: the study.
         name: of the study in messages.
+        share: tolerate the claims of other searches that do so.
     """
 
-    def __init__(self, study: optuna.Study, name: str) -> None:
-        self._study, self._name = study, name
+    def __init__(self, study: optuna.Study, name: str, *, share: bool = False) -> None:
+        self._study, self._name, self._share = study, name, share
         self._key = f"{_CLAIM_PREFIX}{uuid.uuid4().hex}"
         self._is_written = False
 
@@ -282,7 +335,7 @@ class Claim:
         raise StudyRefused(
             f"process {rival['pid']} on {rival['host']} is using the study {self._name} (last seen "
             f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or give this search a "
-            "study of its own"
+            f"study of its own{_how_to_share(self._share)}"
         )
 
     def renew(self) -> None:
@@ -297,7 +350,8 @@ class Claim:
                 "heard of for long: resume it when that one has ended"
             )
         self._is_written = True
-        self._study.set_user_attr(self._key, this_process() | {"seen": time.time()})
+        claim = this_process() | {"seen": time.time(), "share": self._share}
+        self._study.set_user_attr(self._key, claim)
 
     def give_up(self) -> None:
         """Let other searches use the study."""
@@ -317,7 +371,10 @@ class Claim:
         return {
             key: claim
             for key, claim in self._study.user_attrs.items()
-            if key.startswith(_CLAIM_PREFIX) and key != self._key and claim is not None
+            if key.startswith(_CLAIM_PREFIX)
+            and key != self._key
+            and claim is not None
+            and not (self._share and claim.get("share"))
         }
 
 
@@ -346,9 +403,15 @@ def is_live(claim: Mapping[str, Any]) -> bool:
     On another host, or in another container, that is unknown; a claim renewed within the last hour
     then counts as live.
     """
+    runs = runs_here(claim)
+    return _silence_s(claim) < _SILENT_S if runs is None else runs
+
+
+def runs_here(claim: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of `this_process` runs; None: it is elsewhere, so unknown."""
     pid = claim["pid"]
     if any(claim.get(name) != value for name, value in _whereabouts().items()):
-        return _silence_s(claim) < _SILENT_S
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

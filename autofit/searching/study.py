@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import optuna
 import sqlalchemy.exc
@@ -30,14 +30,24 @@ from autofit.searching.storage import AskTellStudy, Claim, cause_of, decoding, o
 from autofit.shapes import NUMBER, TEXT, Maybe, check_shape
 from autofit.training.fingerprint import differing_parts
 
+if TYPE_CHECKING:
+    from autofit.report.record import Record
+
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
+
+
+DEVICE = "device"
+ONLY_SHARED = frozenset({DEVICE, "driver", "torch"})
+"""Parts of the identity that matter to a study as long as it is shared."""
 
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
     """Return in words how a part of a search's identity differs."""
     if part == "workload" and stored and here and (names := differing_parts(stored, here)):
         return f"another workload: its {', '.join(names)} differ"
+    if part == DEVICE and stored and here:
+        return f"times of an {stored} and an {here} cannot be compared: give it its own study"
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
 
 
@@ -53,7 +63,10 @@ class Store:
         study: the Optuna study; its `stopped` is true once a sampler has nothing else to propose.
         name: of the study in messages.
         spec: the specification that the study was made for; None until `begin`.
+        is_shared: whether several searches may use the study at once.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -92,7 +105,7 @@ class Store:
         """
         name = "in memory" if study is None else os.fspath(study)
         with ExitStack() as held:
-            opened, claim = open_study(name, study, held)
+            opened, claim = open_study(name, study, held, share=cls.is_shared)
             store = cls(opened, name, claim, held, began)
             store._held = held.pop_all()
         with ExitStack() as closed_on_error:
@@ -196,9 +209,17 @@ class Store:
         assert self.spec is not None, "begin() comes before the first trial"
         with self._writing():
             stored = trial_codec.record(self.study, asked, trial, self.spec)
-            # With every trial, so that a session that is killed counts up to its last one.
-            self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
+            self._note_seconds()
         return stored
+
+    def _note_seconds(self) -> None:
+        """Store the session's seconds: with every trial, so that a killed one counts up to that."""
+        self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
+
+    def agreed(self, described: Callable[[], Record]) -> Record:
+        """Return the record of the search, after which the study belongs to others again."""
+        self.close()
+        return described()
 
     def close(self) -> None:
         """Let other searches use the study."""
@@ -225,7 +246,9 @@ class Store:
             return
         stored = self.spec.identity
         parts = sorted(
-            part for part in {*stored, *identity} if stored.get(part) != identity.get(part)
+            part
+            for part in {*stored, *identity} - (frozenset() if self.is_shared else ONLY_SHARED)
+            if stored.get(part) != identity.get(part)
         )
         if parts:
             changes = "; ".join(

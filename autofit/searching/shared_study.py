@@ -1,0 +1,407 @@
+"""A study that several workers use at once: numbers, turns, and what each of them publishes.
+
+Promises: no two workers decide from the same knowledge, so that no plan is run twice by accident;
+what a worker had recorded outlives it, and what it had not holds nobody up.
+
+The order is that of the bakery algorithm (Lamport, "A new solution of Dijkstra's concurrent
+programming problem", 1974), and the storage deals out its tickets: the numbers of trials. A worker
+draws a number, waits until every unfinished trial of a lower number has published what it runs or
+has ended, looks at the study, and publishes its own plan in one attribute. Who finds nothing to do
+at its turn withdraws: its trial is FAIL, without a record. Nobody holds a number while it waits for
+anything else, since that would hold up all higher ones.
+
+In: an Optuna study. Out: `Situation`s of `autofit.searching.sharing`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from autofit.errors import StudyRefused
+from autofit.measurement import Role, Trial
+from autofit.plan import PLAN, Plan
+from autofit.planning.search_spec import SearchSpec
+from autofit.report.record import Record
+from autofit.searching import trial_codec
+from autofit.searching.liveness import Workers, backend_of
+from autofit.searching.sampler import PlannerSampler
+from autofit.searching.sharing import Flight, Run, Situation
+from autofit.searching.storage import (
+    BEAT_S,
+    AskTellStudy,
+    Claim,
+    decoding,
+    replaying,
+    unremarked_experiments,
+)
+from autofit.searching.study import Store
+from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, check_shape
+from autofit.units import counted
+
+_WORKER, _PUBLISHED = "autofit_worker", "autofit_published"
+_REPORT = "autofit_report"
+_CLOSING = "closing"
+_PUBLICATION = {
+    "role": TEXT,
+    "plan": Maybe(PLAN),
+    "because": Maybe(TEXT),
+    "is_exhausted": FLAG,
+}
+_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
+_IDLE_GRACES = 2  # graces without anything in flight until a confirmer is not waited for
+
+
+class SharedStore(Store):
+    """An open study that other workers may have opened, too."""
+
+    is_shared = True
+
+    def __init__(
+        self,
+        study: AskTellStudy,
+        name: str,
+        claim: Claim | None,
+        held: ExitStack,
+        began: float | None = None,
+    ) -> None:
+        super().__init__(study, name, claim, held, began)
+        self.workers = Workers(study)
+        self._turn = ExitStack()
+        self._ticket: optuna.Trial | None = None
+        self._is_recorded = False
+        self._poll_s = _POLL_S
+        self._last: Situation | None = None
+        self._quiet_since = self._next_stale_s = time.monotonic()
+
+    def _close_abandoned_trials(self) -> None:
+        with self._writing():
+            self.workers.join()
+        self._held.callback(self.workers.leave)
+        self._bury()
+
+    def begin(self, spec: SearchSpec) -> None:
+        """Write the specification of a new study; that of one which has begun holds for all.
+
+        Raises:
+            StudyRefused: others search it with another effort or length of the training; it cannot
+                be written.
+        """
+        if self.spec is None or _own_wishes(self.spec) != _own_wishes(spec):
+            with self.turn():
+                while self.look().undecided:
+                    self.pause()
+                with self._writing(), decoding(self.name):
+                    if trial_codec.SPEC in self.study.user_attrs:
+                        self.spec = trial_codec.spec_of(self.study)
+                self._begin(spec)
+
+    def _begin(self, spec: SearchSpec) -> None:
+        stored = self.spec
+        if stored is not None:
+            entries = self._entries()
+            there = set(entries) - self.workers.absent(entries) - {self.workers.key}
+            if there and _own_wishes(stored) != _own_wishes(spec):
+                raise StudyRefused(
+                    f"{counted(len(there), 'other worker')} of the study {self.name} search with "
+                    f"effort {stored.effort.value!r} and {stored.train_samples or 'unknown'} "
+                    f"training samples, here {spec.effort.value!r} and "
+                    f"{spec.train_samples or 'unknown'}: give the same effort and train_steps, or "
+                    "wait for them to end"
+                )
+            effort, train_samples = _own_wishes(spec)
+            spec = replace(stored, effort=effort, train_samples=train_samples)
+        super().begin(spec)
+
+    def compare_anew(self, trials: tuple[Trial, ...]) -> tuple[Trial, ...]:
+        """Return the trials as they are: whose turn it is decides that (`Run.is_anew`)."""
+        return trials
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Draw a number, and withdraw at the end unless a trial was recorded under it."""
+        with ExitStack() as held:
+            held.callback(self._withdraw)
+            with self._writing():
+                if self._claim is not None:
+                    self._claim.renew()
+                self._ticket = self._draw()
+                self.workers.trial_id = self._ticket._trial_id
+                self.workers.beat_trial()
+            yield
+
+    def keep_turn(self, turn: ExitStack) -> None:
+        """Hold a turn until the report is written, or the study closed."""
+        self._turn = turn
+
+    def look(self) -> Situation:
+        """Return the situation, after ending the trials of workers that are gone.
+
+        Raises:
+            StudyRefused: the study is damaged, or cannot be written.
+        """
+        entries, absent = self._bury()
+        with replaying(self.name):
+            frozen = self.study.get_trials(deepcopy=False)
+            attrs = self.study.user_attrs
+        with decoding(self.name):
+            compared_from = attrs.get(trial_codec.COMPARED_FROM, 0)
+            trials = trial_codec.trials_in(frozen, compared_from)
+            seen = self._seen(frozen, trials, compared_from)
+            last = trials[-1].number if trials else -1
+            others = [
+                entry
+                for key, entry in entries.items()
+                if key not in absent and key != self.workers.key
+            ]
+            situation = replace(
+                seen,
+                others_search=any(entry["searches"] for entry in others),
+                is_closed=_report_in(attrs).get("until") == last,
+                ended=self.ended,
+            )
+        if situation != self._last:
+            self._last, self._quiet_since, self._poll_s = situation, time.monotonic(), _POLL_S
+        quiet_s = time.monotonic() - self._quiet_since
+        is_gone = situation.confirmer in absent or quiet_s > _IDLE_GRACES * self.workers.grace_s
+        return replace(situation, is_confirmer_gone=is_gone)
+
+    def _seen(
+        self, frozen: Sequence[FrozenTrial], trials: tuple[Trial, ...], compared_from: int
+    ) -> Situation:
+        """Return what the trials tell of the situation."""
+        situation = Situation(self.workers.key, trials)
+        own = None if self._ticket is None else self._ticket.number
+        in_flight: list[Flight] = []
+        undecided: list[int] = []
+        counted_ones = {trial.number for trial in trials}
+        for trial in frozen:
+            if trial.number == own:
+                continue
+            runs = trial.state == TrialState.RUNNING
+            published = trial.user_attrs.get(_PUBLISHED)
+            if published is None:
+                if runs and (own is None or trial.number < own):
+                    undecided.append(trial.number)
+                continue
+            check_shape(published, _PUBLICATION, "a published plan")
+            worker = str(trial.user_attrs.get(_WORKER))
+            is_closing = published["role"] == _CLOSING
+            role = None if is_closing else Role(published["role"])
+            if runs:
+                plan = None if is_closing else Plan.from_dict(published["plan"])
+                in_flight.append(Flight(trial.number, worker, plan, role))
+            is_of_comparison = role is Role.CONFIRMED and trial.number >= compared_from
+            if is_of_comparison and (runs or trial.number in counted_ones):
+                because = situation.stopped_because or published["because"]
+                was_exhausted = situation.was_exhausted or published["is_exhausted"]
+                situation = replace(
+                    situation,
+                    confirmer=worker,
+                    stopped_because=because,
+                    was_exhausted=was_exhausted,
+                )
+        return replace(situation, in_flight=tuple(in_flight), undecided=tuple(undecided))
+
+    def pause(self) -> None:
+        """Wait a little for a change; the longer, the longer there was none."""
+        time.sleep(self._poll_s)
+        self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
+
+    def publish(self, step: Run | None) -> None:
+        """Tell the others what this worker runs under its number; None: it writes the report."""
+        ticket = self._drawn()
+        assert self.spec is not None, "begin() comes before the first turn"
+        with self._writing():
+            if step is None:
+                ticket.set_user_attr(_PUBLISHED, _publication(_CLOSING))
+                return
+            if step.is_anew:
+                self.study.set_user_attr(trial_codec.COMPARED_FROM, ticket.number)
+            ticket.set_user_attr(
+                _PUBLISHED,
+                _publication(step.role.value, step.plan, step.because, step.is_exhausted),
+            )
+            self.study.sampler = PlannerSampler(step.plan)
+            for name, each in trial_codec.distributions(self.spec.space).items():
+                if isinstance(each, CategoricalDistribution):
+                    ticket.suggest_categorical(name, each.choices)
+                elif isinstance(each, IntDistribution):
+                    ticket.suggest_int(name, each.low, each.high, log=each.log)
+
+    @contextmanager
+    def asking(self, choice: Plan | optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
+        """Yield the trial whose plan was published."""
+        yield self._drawn()
+
+    def record(self, asked: optuna.Trial, trial: Trial) -> Trial:
+        """Store a finished trial; one that others took for lost is dropped."""
+        try:
+            stored = super().record(asked, trial)
+        except StudyRefused as refused:
+            if not isinstance(refused.__cause__, UpdateFinishedTrialError):
+                raise
+            stored = replace(trial, number=asked.number)
+        except ValueError:  # Optuna's, where it was ended just before it was told
+            stored = replace(trial, number=asked.number)
+        self._is_recorded = True
+        return stored
+
+    def agreed(self, described: Callable[[], Record]) -> Record:
+        """Return the report of all workers: write it where that is this one's part, else read it.
+
+        A worker that left before the end returns its own.
+        """
+        written = None if self._ticket is not None else self._report()
+        if written is not None:
+            return Record.from_dict(written)
+        record, workers = described(), self.probes_of_workers
+        record = replace(
+            record,
+            search=replace(
+                record.search, seconds=self.seconds, sessions=max(1, len(workers)), workers=workers
+            ),
+        )
+        if self._ticket is not None:
+            self._write_report(record.to_dict())
+        return record
+
+    def _write_report(self, report: Mapping[str, Any]) -> None:
+        trials = self.trials
+        with self._writing():
+            until = trials[-1].number if trials else 0
+            self.study.set_user_attr(_REPORT, {"until": until, "report": dict(report)})
+        self._turn.close()
+
+    def _report(self) -> Mapping[str, Any] | None:
+        """Return the report of the present trials; None: it is not written."""
+        with replaying(self.name), decoding(self.name):
+            written, trials = _report_in(self.study.user_attrs), self.trials
+        until = trials[-1].number if trials else -1
+        report: Mapping[str, Any] | None = written.get("report")
+        return report if written.get("until") == until else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which at least one worker ran a plan."""
+        spans = [
+            (trial.datetime_start.timestamp(), trial.datetime_complete.timestamp())
+            for trial in self._recorded()
+            if trial.datetime_start is not None and trial.datetime_complete is not None
+        ]
+        total, reached = 0.0, 0.0
+        for start, end in sorted(spans):
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return total
+
+    @property
+    def probes_of_workers(self) -> dict[str, int]:
+        """How many trials each worker recorded, by its name."""
+        entries, counts = self._entries(), dict[str, int]()
+        for trial in self._recorded():
+            entry = entries.get(str(trial.user_attrs.get(_WORKER)))
+            name = "unshared" if entry is None else str(entry["name"])
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def close(self) -> None:
+        """Give up a turn that is held, and say that this worker has left."""
+        with suppress(StudyRefused):  # it is ended by the others
+            self._turn.close()
+        super().close()
+
+    def _note_seconds(self) -> None:
+        """Do nothing: what each worker ran tells how long all took."""
+
+    def _recorded(self) -> list[FrozenTrial]:
+        numbers = {trial.number for trial in self.trials}
+        with replaying(self.name):
+            frozen = self.study.get_trials(deepcopy=False)
+        return [trial for trial in frozen if trial.number in numbers]
+
+    def _drawn(self) -> optuna.Trial:
+        assert self._ticket is not None, "turn() comes before what is done at it"
+        return self._ticket
+
+    def _draw(self) -> optuna.Trial:
+        """Return a new trial that bears its worker's key from the first instant.
+
+        `Study.ask` would write the two one after the other, and a worker may be killed in between.
+        """
+        study = self.study
+        template = create_trial(state=TrialState.RUNNING, user_attrs={_WORKER: self.workers.key})
+        trial_id = study._storage.create_new_trial(study._study_id, template_trial=template)
+        return optuna.Trial(study, trial_id)
+
+    def _withdraw(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        is_recorded, self._is_recorded = self._is_recorded, False
+        self.workers.trial_id = None
+        if ticket is not None and not is_recorded:
+            self._end(ticket.number, None, TrialState.FAIL)
+
+    def _bury(self) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str]]:
+        """End the trials of workers that are gone; return the entries, and the keys of those."""
+        with self._writing(), replaying(self.name):
+            self._fail_stale_trials()
+            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        entries = self._entries()  # after the trials: a worker joins before it draws a number
+        absent = self.workers.absent(entries)
+        for trial in running:
+            worker = trial.user_attrs.get(_WORKER)
+            if worker in absent or worker not in entries:
+                with decoding(self.name):
+                    value, state = trial_codec.end_of(trial)
+                self._end(trial.number, value, state)
+        return entries, absent
+
+    def _fail_stale_trials(self) -> None:
+        """Let Optuna end those without a heartbeat, where the storage keeps one."""
+        if self._next_stale_s > time.monotonic():
+            return
+        self._next_stale_s = time.monotonic() + BEAT_S
+        if isinstance(backend_of(self.study), optuna.storages.RDBStorage):
+            with unremarked_experiments():
+                optuna.storages.fail_stale_trials(self.study)
+
+    def _end(self, number: int, value: float | None, state: TrialState) -> None:
+        # Another worker may have ended it meanwhile: ValueError, where it had before this call.
+        with self._writing(), suppress(UpdateFinishedTrialError, ValueError):
+            self.study.tell(number, value, state)
+
+    def _entries(self) -> Mapping[str, Mapping[str, Any]]:
+        with replaying(self.name):
+            attrs = self.study.user_attrs
+        with decoding(self.name):
+            return self.workers.entries(attrs)
+
+
+def _publication(
+    role: str, plan: Plan | None = None, because: str | None = None, is_exhausted: bool = False
+) -> dict[str, Any]:
+    return {
+        "role": role,
+        "plan": None if plan is None else plan.to_dict(),
+        "because": because,
+        "is_exhausted": is_exhausted,
+    }
+
+
+def _own_wishes(spec: SearchSpec) -> tuple[Any, int | None]:
+    """Return what a search of a study may choose for itself."""
+    return spec.effort, spec.train_samples
+
+
+def _report_in(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+    written = attrs.get(_REPORT, {})
+    check_shape(written, {"until?": Maybe(AMOUNT), "report?": {}}, "the report")
+    return written  # type: ignore[no-any-return]  # Optuna's attributes have no type

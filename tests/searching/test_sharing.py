@@ -1,0 +1,564 @@
+"""A shared study: whose turn it is, what is believed of plans in flight, and who is gone."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import InMemoryStorage
+from optuna.trial import TrialState
+
+import autofit
+from autofit.errors import InvalidRequest, StudyRefused
+from autofit.measurement import Outcome, Role, Trial
+from autofit.plan import Dimension, Plan
+from autofit.planning import planner
+from autofit.planning.in_flight import believing
+from autofit.planning.planner import NothingLeft
+from autofit.planning.posterior import Posterior
+from autofit.searching.engine import run_search
+from autofit.searching.liveness import Workers
+from autofit.searching.shared_study import SharedStore
+from autofit.searching.sharing import (
+    Close,
+    Flight,
+    Leave,
+    Limits,
+    Read,
+    Run,
+    Situation,
+    Wait,
+    next_step,
+)
+from autofit.searching.storage import this_process
+from autofit.searching.study import Store
+from tests.shared_workers import OneWorker, searched_together
+from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
+
+PRECISIONS = {"precision.dtype": Dimension(("as_is", "bfloat16"))}
+STOPPED = "no plan left is expected to gain enough"
+
+
+@pytest.fixture
+def small(make_device: MakeDevice) -> SimulatedDevice:
+    """Two variants, so that decisions are quick."""
+    return make_device(dimensions=PRECISIONS)
+
+
+def measured(device: SimulatedDevice, plans: list[Plan]) -> tuple[Trial, ...]:
+    """Trials of plans, without noise; the first is the baseline."""
+    return tuple(
+        make_trial(
+            number,
+            plan,
+            step_times_s=[device.step_time(plan)] * 3,
+            peak_allocated_bytes=round(device.memory(plan)),
+            peak_reserved_bytes=round(device.memory(plan)),
+            non_torch_bytes=0,
+        )
+        for number, plan in enumerate(plans)
+    )
+
+
+# What is believed of plans in flight
+
+
+def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None:
+    posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
+    in_flight: list[Plan] = []
+    for _ in range(4):
+        decided = planner.decide(believing(posterior, in_flight))
+        assert isinstance(decided, Plan)
+        assert decided not in in_flight
+        in_flight.append(decided)
+
+
+def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
+    """Of 4 samples measured the next are at most 16, whatever is believed of 16."""
+    device = make_device(dimensions={})
+    larger = device.space.plan(16, {})
+    posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
+    believed = believing(posterior, [larger])
+    assert believed.largest.tolist() == [16]
+    decided = planner.decide(believed)
+    assert isinstance(decided, NothingLeft) or decided.micro_batch <= 16
+    both = Posterior(device.spec(), measured(device, [device.space.baseline, larger]))
+    after = planner.decide(both)
+    assert isinstance(after, Plan)
+    assert after.micro_batch > 16
+
+
+def test_while_nothing_fits_workers_try_different_variants(make_device: MakeDevice) -> None:
+    device = make_device()
+    failed = (make_trial(0, device.space.baseline, Outcome.OOM),)
+    posterior = Posterior(device.spec(), failed)
+    first = planner.decide(posterior)
+    assert isinstance(first, Plan)
+    second = planner.decide(believing(posterior, [first]))
+    assert isinstance(second, Plan)
+    assert second.variant != first.variant
+
+
+# Whose turn it is: pure
+
+
+def limits(decided: Plan | NothingLeft, spent: str | None = None) -> Limits:
+    return Limits(lambda trials: spent, lambda trials: True, lambda posterior: decided)
+
+
+NOTHING = NothingLeft(STOPPED)
+
+
+def test_the_baseline_comes_first_and_alone(small: SimulatedDevice) -> None:
+    posterior, baseline = Posterior(small.spec(), ()), small.space.baseline
+    first = next_step(Situation("me"), posterior, limits(NOTHING))
+    assert first == Run(baseline, Role.BASELINE)
+    flying = Situation("me", in_flight=(Flight(0, "other", baseline, Role.BASELINE),))
+    assert next_step(flying, posterior, limits(NOTHING)) == Wait()
+
+
+def test_probes_in_flight_count_and_end_before_the_comparison(small: SimulatedDevice) -> None:
+    trials = measured(small, [small.space.baseline])
+    posterior = Posterior(small.spec(), trials)
+    plan = small.space.plan(8, small.space.plain_settings)
+    flying = Situation("me", trials, (Flight(1, "other", plan, Role.SEARCH),))
+    counts: list[int] = []
+
+    def spent(of: Any) -> str | None:
+        counts.append(len(of))
+        return None
+
+    step = next_step(flying, posterior, replace(limits(NOTHING), spent=spent))
+    assert counts == [2]
+    assert step == Wait()
+    alone = next_step(replace(flying, in_flight=()), posterior, limits(NOTHING))
+    assert alone == Run(small.space.baseline, Role.CONFIRMED, STOPPED, is_exhausted=True)
+
+
+def test_one_worker_confirms_until_it_is_gone(small: SimulatedDevice) -> None:
+    fast = small.space.plan(8, {"precision.dtype": "bfloat16"})
+    trials = measured(small, [small.space.baseline, fast, fast])
+    trials = (*trials[:2], replace(trials[2], role=Role.CONFIRMED))
+    posterior = Posterior(small.spec(), trials)
+    seen = Situation("me", trials, confirmer="me", stopped_because=STOPPED, was_exhausted=True)
+    mine = next_step(seen, posterior, limits(NOTHING))
+    assert mine == Run(small.space.baseline, Role.CONFIRMED, STOPPED, is_exhausted=True)
+    others = replace(seen, confirmer="other")
+    assert next_step(others, posterior, limits(NOTHING)) == Wait()
+    gone = replace(others, is_confirmer_gone=True)
+    taken_over = next_step(gone, posterior, limits(NOTHING))
+    assert isinstance(taken_over, Run)
+    assert taken_over.is_anew, "the other device's blocks cannot be compared"
+    assert taken_over.plan == fast
+
+
+def test_a_worker_whose_own_limits_are_reached_waits_while_others_search(
+    small: SimulatedDevice,
+) -> None:
+    trials = measured(small, [small.space.baseline])
+    posterior = Posterior(small.spec(), trials)
+    spent = limits(small.space.plan(8, small.space.plain_settings), spent="over")
+    alone = next_step(Situation("me", trials), posterior, spent)
+    assert alone == Run(small.space.baseline, Role.CONFIRMED, "over")
+    together = Situation("me", trials, others_search=True)
+    assert next_step(together, posterior, spent) == Wait(is_spent=True)
+    late = replace(spent, is_out_of_time=True)
+    assert next_step(together, posterior, late) == Leave()
+
+
+def test_a_report_that_is_written_is_read_unless_there_is_more_to_do(
+    small: SimulatedDevice,
+) -> None:
+    baseline = small.space.baseline
+    trials = measured(small, [baseline, baseline])
+    trials = (trials[0], replace(trials[1], role=Role.CONFIRMED))
+    posterior = Posterior(small.spec(), trials)
+    closed = Situation("me", trials, confirmer="other", stopped_because="over", is_closed=True)
+    more = small.space.plan(8, small.space.plain_settings)
+    assert next_step(closed, posterior, limits(more, spent="over")) == Read()
+    assert next_step(closed, posterior, limits(more)) == Run(more, Role.SEARCH, is_anew=True)
+    ended = replace(closed, ended=STOPPED)
+    assert next_step(ended, posterior, limits(more)) == Read()
+
+
+def test_nothing_that_fits_is_compared_by_nobody(small: SimulatedDevice) -> None:
+    trials = (make_trial(0, small.space.baseline, Outcome.OOM),)
+    situation = Situation("me", trials)
+    step = next_step(situation, Posterior(small.spec(), trials), limits(NOTHING))
+    assert step == Leave(STOPPED)
+
+
+def test_the_end_of_the_comparison_closes_the_search(small: SimulatedDevice) -> None:
+    baseline = small.space.baseline
+    trials = measured(small, [baseline, baseline, baseline])
+    trials = (trials[0], *(replace(trial, role=Role.CONFIRMED) for trial in trials[1:]))
+    situation = Situation("me", trials, confirmer="me", stopped_because=STOPPED, was_exhausted=True)
+    step = next_step(situation, Posterior(small.spec(), trials), limits(NOTHING))
+    assert step == Close(STOPPED, is_exhausted=True)
+
+
+# Workers in a random order
+
+
+def check_agreement(workers: list[OneWorker]) -> None:
+    ended = [worker for worker in workers if worker.record is not None]
+    assert ended
+    records = [worker.record.to_dict() for worker in ended if worker.record is not None]
+    assert all(record == records[0] for record in records)
+    assert records[0]["created"] in {worker.store.workers.key for worker in workers}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_in_any_order_run_no_plan_at_once_and_agree(
+    small: SimulatedDevice, seed: int
+) -> None:
+    def make(storage: InMemoryStorage) -> OneWorker:
+        return OneWorker(storage, small.spec(), small.prober())
+
+    order = random.Random(seed)
+    workers = searched_together(make, 2 + seed % 3, order)
+    check_agreement(workers)
+    best = workers[0].result
+    assert best is not None
+    assert small.speed(best.best.plan) > 0.98 * small.optimum()
+    compared = {
+        worker.store.workers.name
+        for worker in workers
+        if any(request.full_accumulation for request in worker.prober.probed)
+    }
+    assert len(compared) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_that_are_lost_hold_up_nobody(small: SimulatedDevice, seed: int) -> None:
+    def make(storage: InMemoryStorage) -> OneWorker:
+        return OneWorker(storage, small.spec(), small.prober())
+
+    workers = searched_together(make, 3, random.Random(100 + seed), lost=2)
+    check_agreement(workers)
+    assert workers[2].record is not None
+    running = workers[2].store.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    assert running == []
+
+
+def test_one_worker_decides_as_a_search_alone(device: SimulatedDevice, tmp_path: Path) -> None:
+    alone = run_search(device.prober(), device.spec())
+    with SharedStore.open(tmp_path / "study.journal", IDENTITY) as store:
+        shared = run_search(device.prober(), device.spec(), store=store)
+    assert [(t.role, t.plan) for t in shared.trials] == [(t.role, t.plan) for t in alone.trials]
+    assert shared.best.plan == alone.best.plan
+    assert shared.stopped_because == alone.stopped_because
+
+
+def test_max_probes_holds_for_all_workers_together(small: SimulatedDevice) -> None:
+    def make(storage: InMemoryStorage) -> OneWorker:
+        return OneWorker(storage, small.spec(), small.prober(), max_probes=5)
+
+    for seed in range(3):
+        workers = searched_together(make, 3, random.Random(seed))
+        assert len(workers[0].store.trials) == 5
+        check_agreement(workers)
+
+
+# Who is gone
+
+
+def test_a_worker_is_gone_when_its_counter_stands_still_on_the_observers_clock() -> None:
+    import optuna
+
+    now = 0.0
+    study = optuna.create_study()
+    workers = Workers(study, grace_s=60.0, clock=lambda: now)
+    elsewhere = this_process() | {
+        "host": "elsewhere", "name": "e", "searches": True, "has_left": False, "beats": 3,
+    }  # fmt: skip
+    assert workers.absent({"other": elsewhere}) == frozenset()
+    now = 59.0
+    assert workers.absent({"other": elsewhere}) == frozenset()
+    now = 61.0
+    assert workers.absent({"other": elsewhere}) == {"other"}
+    assert workers.absent({"other": elsewhere | {"beats": 4}}) == frozenset()
+    assert workers.absent({"other": elsewhere | {"beats": 5, "has_left": True}}) == {"other"}
+
+
+def test_a_worker_whose_process_ended_on_this_host_is_gone_at_once() -> None:
+    import optuna
+
+    workers = Workers(optuna.create_study())
+    here = this_process() | {"name": "h", "searches": True, "has_left": False, "beats": 1}
+    assert workers.absent({"other": here}) == frozenset()
+    assert workers.absent({"other": here | {"started": 1}}) == {"other"}
+
+
+def test_a_worker_that_was_taken_for_gone_drops_its_trial_and_goes_on(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    with SharedStore.open(tmp_path / "study.journal", IDENTITY) as store:
+        prober = small.prober()
+        probe = prober.probe
+
+        def ended_by_others(request: Any) -> Any:
+            if len(prober.probed) == 2:
+                running = store.study.get_trials(states=(TrialState.RUNNING,))
+                store.study.tell(running[0].number, state=TrialState.FAIL)
+            return probe(request)
+
+        prober.probe = ended_by_others  # type: ignore[method-assign]  # as at this moment
+        result = run_search(prober, small.spec(), store=store)
+    assert result.comparison_ended
+    assert len(prober.probed) == result.probes + 1
+
+
+# Studies
+
+
+@pytest.mark.parametrize("first", ["shared", "alone"])
+def test_a_search_that_does_not_share_keeps_others_out(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "study.journal"
+    kinds: dict[str, type[Store]] = {"shared": SharedStore, "alone": Store}
+    second = kinds["alone" if first == "shared" else "shared"]
+    with (
+        kinds[first].open(path, IDENTITY),
+        pytest.raises(StudyRefused, match=r"add --share|start it with --share"),
+    ):
+        second.open(path, IDENTITY)
+    with SharedStore.open(path, IDENTITY), SharedStore.open(path, IDENTITY):
+        pass
+
+
+def test_what_a_killed_writer_left_of_a_line_is_cut_off(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    with SharedStore.open(path, IDENTITY) as store:
+        store.begin(small.spec())
+        with SharedStore.open(path, IDENTITY) as other:
+            with path.open("ab") as file:
+                file.write(b'{"op_code":8,"worker_id":"x","trial')
+            other.begin(small.spec())
+            result = run_search(small.prober(), small.spec(), store=other)
+        assert [trial.number for trial in store.trials] == [t.number for t in result.trials]
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+def test_sqlite_is_not_shared(tmp_path: Path) -> None:
+    with pytest.raises(StudyRefused, match="in SQLite cannot be shared"):
+        SharedStore.open(f"sqlite:///{tmp_path / 'study.db'}", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({}, "needs study="), ({"study": "x", "sampler": True}, "planned by autofit")],
+)
+def test_a_share_of_nothing_is_refused(given: dict[str, Any], message: str) -> None:
+    import optuna
+    import torch
+
+    if "sampler" in given:
+        given = given | {"sampler": optuna.samplers.RandomSampler()}
+    with pytest.raises(InvalidRequest, match=message):
+        autofit.search(torch.nn.Linear(1, 1), torch.ones(1, 1), share=True, **given)
+
+
+def test_another_effort_beside_others_is_refused(small: SimulatedDevice, tmp_path: Path) -> None:
+    path = tmp_path / "study.journal"
+    from autofit.planning.search_spec import Effort
+
+    quick = replace(small.spec(), effort=Effort.QUICK)
+    with SharedStore.open(path, IDENTITY) as store:
+        store.begin(small.spec())
+        with (
+            SharedStore.open(path, IDENTITY) as other,
+            pytest.raises(StudyRefused, match=r"1 other worker of the study .* effort 'normal'"),
+        ):
+            other.begin(quick)
+    with SharedStore.open(path, IDENTITY) as later:
+        later.begin(quick)
+        assert later.spec is not None
+        assert later.spec.effort is Effort.QUICK
+
+
+def test_cards_that_differ_are_refused(small: SimulatedDevice, tmp_path: Path) -> None:
+    path, of_l4 = tmp_path / "study.journal", {**IDENTITY, "device": "NVIDIA L4"}
+    with SharedStore.open(path, of_l4) as store:
+        store.begin(replace(small.spec(), identity=of_l4))
+        with pytest.raises(StudyRefused, match="NVIDIA L4 and an NVIDIA H100 cannot be compared"):
+            SharedStore.open(path, {**IDENTITY, "device": "NVIDIA H100"})
+    with Store.open(path, IDENTITY) as alone:  # as before it was shared
+        assert alone.spec is not None
+
+
+# Processes
+
+_WORKER = """
+import os, random, signal, sys, time
+sys.path[:0] = {path!r}
+import optuna
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+from autofit.measurement import Role
+from autofit.plan import Dimension
+from autofit.searching import shared_search
+from autofit.searching.engine import run_search
+from autofit.searching.shared_study import SharedStore
+from autofit.space import Space
+from tests.shared_workers import make_record
+from tests.simulated import IDENTITY, SimulatedDevice
+
+dies_at = {dies_at!r}
+
+def die(moment):
+    if moment == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Dying(shared_search.SharedSearch):
+    def moments(self):
+        for moment in super().moments():
+            die(moment.name)
+            if moment.name == "RECORDED":
+                print(max(t.number for t in self._store.trials), flush=True)
+            yield moment
+
+    def _take(self, step):
+        die(step.role.value)
+        super()._take(step)
+
+shared_search.SharedSearch = Dying
+precisions = {{"precision.dtype": Dimension(("as_is", "bfloat16"))}}
+device = SimulatedDevice(Space(precisions, sample_batch_size=4))
+prober = device.prober()
+probe = prober.probe
+
+def slow(request):
+    time.sleep({probe_s})
+    if len(prober.probed) == 1:
+        die("probing")
+    return probe(request)
+
+prober.probe = slow
+with SharedStore.open({study!r}, IDENTITY) as store:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    result = run_search(prober, device.spec(), store=store)
+    def described():
+        die("closing")
+        return make_record(result, str(os.getpid()))
+    record = store.agreed(described)
+import json
+print(json.dumps(record.to_dict()), flush=True)
+"""
+
+
+@pytest.fixture
+def start(python: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
+    """Start a worker on a study, which may kill itself at a moment."""
+
+    def child(study: str, dies_at: str = "", probe_s: float = 0.3) -> subprocess.Popen[str]:
+        code = textwrap.dedent(_WORKER).format(
+            path=sys.path, study=study, dies_at=dies_at, probe_s=probe_s
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return python("-c", code, text=True, forks_workers=False, **pipes)
+
+    return child
+
+
+def check_that_killed_workers_lose_only_what_they_ran(
+    start: Any, study: str, deaths: tuple[str, ...]
+) -> None:
+    """All but one of the workers die, and the last one ends the search.
+
+    At the end of the search, where one worker has something to do, it waits for the others to die.
+    """
+    workers = [start(study, dies_at) for dies_at in (*deaths, "")]
+    for worker in workers:
+        assert worker.stdout.readline() == "ready\n", worker.communicate()[1]
+    for worker in workers[:-1]:
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+    if set(deaths) <= {"confirmed", "closing"}:
+        for worker in workers[:-1]:
+            worker.wait(timeout=240)
+    workers[-1].stdin.write("\n")
+    told = [worker.communicate(timeout=240) for worker in workers]
+    assert workers[-1].returncode == 0, told[-1][1]
+    *_, written = told[-1][0].splitlines()
+    record = json.loads(written)
+    numbers = [trial["number"] for trial in record["trials"]]
+    recorded = set()
+    for worker, (out, errors) in zip(workers[:-1], told[:-1], strict=True):
+        assert worker.returncode == -signal.SIGKILL, errors
+        recorded |= {int(line) for line in out.splitlines()}
+    assert recorded <= set(numbers)
+    with SharedStore.open(study, IDENTITY) as store:
+        trials = store.study.get_trials(deepcopy=False)
+        assert all(trial.state.is_finished() for trial in trials)
+        lost = [
+            trial
+            for trial in trials
+            if trial.user_attrs.get("autofit_published") and trial.number not in numbers
+        ]
+        closings = [t for t in lost if t.user_attrs["autofit_published"]["role"] == "closing"]
+        assert len(lost) - len(closings) <= len(deaths)
+    assert record["search"]["comparison_ended"] or record["best"]["role"] == "confirmed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [("DREW", "PUBLISHED"), ("probing", "RECORDED"), ("confirmed", "confirmed"), ("closing",)],
+)
+def test_killed_workers_lose_at_most_what_they_were_running(
+    tmp_path: Path, start: Any, deaths: tuple[str, ...]
+) -> None:
+    check_that_killed_workers_lose_only_what_they_ran(
+        start, str(tmp_path / "study.journal"), deaths
+    )
+
+
+_TARGET = """
+import torch
+from torch import nn
+import autofit
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    return autofit.Workload(model, (torch.randn(8, 16), torch.randn(8, 4)), criterion=nn.MSELoss())
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_on_one_study_write_the_same_report(
+    tmp_path: Path, python: Callable[..., subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "train.py").write_text(_TARGET)
+    options = "--device cpu --vram-budget 32MiB --strategies precision --max-probes 8 --share"
+    reports = [tmp_path / f"{number}.json" for number in range(2)]
+    workers = [
+        python(
+            *("-m", "autofit", "search", "train.py:make", *options.split(" ")),
+            *("--study", "search.log", "--out", str(report)),
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for report in reports
+    ]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=240)
+        assert worker.returncode == 0, errors
+    first, second = (report.read_text() for report in reports)
+    assert first == second
+    search = json.loads(first)["search"]
+    assert sum(search["workers"].values()) == search["probes"] == 8
