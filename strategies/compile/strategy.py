@@ -8,9 +8,10 @@ memory of its own, and "max-autotune-no-cudagraphs" times several kernels for ea
 convolution, which takes longest. On a CPU inductor has neither.
 
 `compile.region` is "model", or "blocks": what repeats in the model is compiled once for all of its
-kind, which takes less time and leaves the rest as it is. `compile.memory_budget` is the share of
-the activations that the partitioner may keep for the backward, and computes again beyond that (1.0:
-as it likes): under compile it stands in for the levels of checkpointing.
+kind, which takes less time and leaves the rest as it is; of several ranks, under
+`DistributedDataParallel` alone. `compile.memory_budget` is the share of the activations that the
+partitioner may keep for the backward, and computes again beyond that (1.0: as it likes): under
+compile it stands in for the levels of checkpointing.
 
 A compilation takes many seconds and depends on every other setting and on the micro-batch, so each
 value says what trying it costs. What it did is in the notes of the measurement: how many graphs,
@@ -55,6 +56,9 @@ _BUDGETS: dict[Scalar, Hint] = {0.5: Hint(bytes_per_sample=0.75, seconds_per_sam
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
 """Units that are checkpointed one by one break the model's call up: under compile the partitioner
 chooses what is kept."""
+_REPLICATED = {"parallel.mode": ("ddp", "ddp_view", "zero1")}
+"""The modes of several ranks under which blocks are compiled. `fully_shard` hooks into the calls of
+blocks; in a run on gloo with torch 2.13 nothing of them was compiled."""
 _SAMPLES = 2
 _CPU_COST_S = (15.0, 0.07)
 _CUDA_COST_S = (10.0, 0.03)
@@ -146,9 +150,11 @@ class Compile:
         options = "" if mode == DEFAULT else f"mode={mode!r}, "
         lines = ["import torch", f"model = torch.compile(model, {options}dynamic=False)"]
         if settings.get(REGION, MODEL) == BLOCKS:
+            payload = payloads[REGION]
+            model = "model.module" if payload.get("replicated") else "model"
             lines = [
-                f"for name in {payloads[REGION]['modules']}:",
-                f"    model.get_submodule(name).compile({options}dynamic=False)",
+                f"for name in {payload['modules']}:",
+                f"    {model}.get_submodule(name).compile({options}dynamic=False)",
             ]
         if (budget := settings.get(BUDGET, 1.0)) != 1.0:
             lines = [
@@ -178,10 +184,15 @@ def _regions(context: Context, step: PlainStep) -> Dimension:
     saved_s = _cost_s(context, step.operators) - _cost_s(context, step.operators_of_blocks)
     if len(step.blocks) < 2 or saved_s < _LEAST_SAVED * _cost_s(context, step.operators):
         return Dimension([MODEL])
+    payload: dict[str, Any] = {"modules": step.blocks}
+    when: dict[str, Sequence[Scalar | None]] = {MODE: (DEFAULT,)}
+    if context.world.size > 1:
+        when |= _REPLICATED
+        payload["replicated"] = True
     return Dimension(
         [MODEL, BLOCKS],
-        when={MODE: (DEFAULT,)},
-        payloads={BLOCKS: {"modules": step.blocks}},
+        when=when,
+        payloads={BLOCKS: payload},
         trial_costs_s={BLOCKS: -saved_s},
         addresses=("memory traffic", "launches"),
     )

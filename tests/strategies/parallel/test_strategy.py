@@ -116,6 +116,53 @@ def test_it_writes_what_a_user_would(settings: dict[str, Scalar], wanted: str) -
     assert any(wanted in line for line in lines)
 
 
+PASTED = """
+import torch
+from torch import nn
+
+from autofit.plan import Plan, ResolvedPlan
+from autofit.registry import load_strategies
+from autofit.searching.result import paste_lines
+
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+for mode in {modes}:
+    settings = {{"parallel.mode": mode, "parallel.accumulation": "once", **{settings}}}
+    strategies = load_strategies(["parallel", "compile"], world_size=2)
+    resolved = ResolvedPlan(Plan(2, settings=settings, world_size=2), {payloads}, strategies)
+    blocks = [nn.Sequential(nn.Linear(8, 8)) for _ in range(2)]
+    model = plain = nn.Sequential(nn.Linear(4, 8), *blocks)
+    exec("\\n".join(paste_lines(resolved)))
+    compiled = [name for name, part in plain.named_modules() if part._compiled_call_impl]
+    print(mode, type(model).__name__, compiled)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_what_it_writes_runs_also_with_blocks_that_are_compiled(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)))
+    context = PlainContext(lambda: Workload(blocks, torch.randn(4, 8)))
+    context._builder = replace(context._builder, world=World(size=2))
+    (compiler,) = load_strategies(["compile"])
+    region = compiler.dimensions(context)["compile.region"]
+    assert "fsdp2" not in (region.when or {})["parallel.mode"]
+    named = {"parallel.mode": {"modules": ["1", "2"]}}
+    whole = {**region.payloads["blocks"], "modules": ["1", "2"]}
+    chosen = {"compile.mode": "default", "compile.region": "blocks"}
+    for modes, settings, payloads in (
+        (("ddp", "ddp_view", "zero1"), chosen, {**named, "compile.region": whole}),
+        (("fsdp2", "fsdp2_keep"), {}, named),
+    ):
+        script = PASTED.format(modes=modes, settings=settings, payloads=payloads)
+        done = run_python("-c", script)
+        assert done.returncode == 0, done.stderr
+        wrapped = "FSDPSequential" if not settings else "DistributedDataParallel"
+        compiled = ["1", "2"] if settings else []
+        assert done.stdout.splitlines() == [f"{mode} {wrapped} {compiled}" for mode in modes]
+
+
 def test_sharing_after_each_micro_batch_needs_no_line() -> None:
     lines = STRATEGY.describe({"parallel.mode": "ddp", "parallel.accumulation": "each"}, {})
     assert not any("is_last" in line for line in lines)
