@@ -123,6 +123,8 @@ def searched_together(
     left = {worker.store.workers.key: order.randrange(2, 60) for worker in everybody[:lost]}
     for worker in everybody:
         worker.lose(left)
+    # What one worker has computed of the same trials serves all: it follows from them alone.
+    posterior, decided = everybody[0].search._posterior, everybody[0].search._decided
     active = list(everybody)
     for _ in range(_MOST_MOMENTS):
         if not active:
@@ -131,7 +133,9 @@ def searched_together(
         key = worker.store.workers.key
         if key in left:
             left[key] -= 1
+        worker.search._posterior, worker.search._decided = posterior, decided
         moment = worker.step()
+        posterior, decided = worker.search._posterior, worker.search._decided
         if moment is Moment.PUBLISHED:
             check_no_plan_runs_twice(worker.store.study)
         if moment is None or left.get(key) == 0:

@@ -26,7 +26,7 @@ from autofit.planning.in_flight import believing
 from autofit.planning.planner import NothingLeft
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
-from autofit.searching.liveness import Workers
+from autofit.searching.liveness import Workers, backend_of
 from autofit.searching.shared_study import SharedStore
 from autofit.searching.sharing import (
     Close,
@@ -523,6 +523,57 @@ def test_killed_workers_lose_at_most_what_they_were_running(
     check_that_killed_workers_lose_only_what_they_ran(
         start, str(tmp_path / "study.journal"), deaths
     )
+
+
+# A database
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", [("DREW", "PUBLISHED", "probing"), ("confirmed",), ("closing",)])
+def test_killed_workers_on_a_database_lose_at_most_what_they_were_running(
+    database: str, start: Any, deaths: tuple[str, ...]
+) -> None:
+    check_that_killed_workers_lose_only_what_they_ran(start, database, deaths)
+
+
+@pytest.mark.slow
+def test_a_database_without_heartbeats_of_a_trial_ends_it(
+    small: SimulatedDevice, database: str
+) -> None:
+    """By the database's clock: who has just come need not watch a counter first."""
+    import psycopg
+    from optuna.storages import RDBStorage
+
+    with SharedStore.open(database, IDENTITY) as store:
+        store.begin(small.spec())
+        backend = backend_of(store.study)
+        assert isinstance(backend, RDBStorage)
+        with store.turn():
+            store.workers.trial_id = None  # it beats no more
+            for minutes in (0, 2):
+                back = f"heartbeat = now() - interval '{minutes} min'"
+                with psycopg.connect(database.replace("+psycopg", "")) as connection:
+                    changed = connection.execute(f"update trial_heartbeats set {back}".encode())
+                    assert changed.rowcount >= 1
+                with SharedStore.open(database, IDENTITY) as late:
+                    assert bool(late.look().undecided) is (minutes == 0)
+
+
+@pytest.mark.slow
+def test_a_shared_database_keeps_searches_out_that_do_not_share_it(
+    small: SimulatedDevice, database: str
+) -> None:
+    with (
+        SharedStore.open(database, IDENTITY),
+        SharedStore.open(database, IDENTITY),
+        pytest.raises(StudyRefused, match="add --share"),
+    ):
+        Store.open(database, IDENTITY)
+    with (
+        Store.open(database, IDENTITY),
+        pytest.raises(StudyRefused, match="start it with --share too"),
+    ):
+        SharedStore.open(database, IDENTITY)
 
 
 _TARGET = """
