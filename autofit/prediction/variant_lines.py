@@ -5,7 +5,8 @@ lines go through the larger two, since they must be right near the budget. Every
 setting is then predicted at these two with all else plain, as far as time allows; the lines of
 combinations are composed of these (`autofit.planning.curves`). A line is a hint that measurements
 correct: a wrong one costs probes and changes no result. Times are good for ratios between variants
-alone (`autofit.prediction.cuda.roofline`); there are none where the rates of the GPU are unknown.
+alone (`autofit.prediction.cuda.roofline`); there are none where the rates of the GPU are unknown,
+nor for several ranks, whose memory lines are those of the rank that needs most.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def variant_lines(
                 break
             continue
         memory[variant_key(settings)] = _memory_line(predictions)
-        if (line := time_line(predictions)) is not None:
+        # What ranks send to one another takes time that no rate here tells.
+        if space.world_size == 1 and (line := time_line(predictions)) is not None:
             times[variant_key(settings)] = line
     return memory, times, tuple(notes)
 
@@ -192,7 +194,12 @@ def _dry_runs(
     steps = 1 if space.global_batch is None else min(space.baseline.accumulation_steps, 2)
 
     def predict(settings: Settings, micro_batch: int) -> Prediction:
-        plan = Plan(micro_batch, accumulation_steps=steps, settings=settings)
+        plan = Plan(
+            micro_batch,
+            accumulation_steps=steps,
+            settings=settings,
+            world_size=space.world_size,
+        )
         return predict_resolved(workload, resolve(plan, space, strategies), gpu)
 
     return predict

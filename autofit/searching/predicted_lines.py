@@ -2,15 +2,19 @@
 
 Predicted before the first probe: memory, so that the first micro-batches are near the largest that
 fit, and time, by which variants are compared until they are measured.
-Where the training cannot be predicted a search goes on without, and notes it.
+Where the training cannot be predicted a search goes on without, and notes it. Of several ranks the
+first predicts, in a process that is in none of their groups, while the others wait for its next
+word and for no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from autofit.devices.base import Environment
 from autofit.measurement import Trial
 from autofit.plan import VariantKey
 from autofit.probing.prober import Prober
@@ -29,29 +33,53 @@ Predicted = tuple[Lines, Lines, tuple[str, ...]]
 """Memory lines, time lines, and notes."""
 
 
-def predicted_lines(prober: Prober, survey: Survey, space: Space) -> Predicted:
+def predicted_lines(
+    prober: Prober,
+    survey: Survey,
+    space: Space,
+    open_apart: Callable[[], AbstractContextManager[Prober]] | None = None,
+    timeout_s: float = MOST_SECONDS,
+) -> Predicted:
     """Return memory and time lines of the plain variant and of each setting's values, and notes.
 
-    There are none on a CPU, and no time lines for a GPU whose rates are unknown.
+    There are none on a CPU, and no time lines for several ranks or a GPU whose rates are unknown.
+
+    Args:
+        prober: of the search.
+        survey: of its workload and device.
+        space: of its plans.
+        open_apart: opens the prober to predict with, where that of the search runs in processes
+            that are ranks of a group; None: the search's own.
+        timeout_s: seconds that predicting may take, besides opening that prober.
     """
     if survey.environment.gpu is None:
         return {}, {}, ()
     # Where the probes run, not here: a dry run calls the user's code and replaces functions of
     # torch.cuda in its whole process. `Prober.run` takes any function, so probing need not import
     # prediction; and only the process that predicts imports it, below.
+    predict = partial(
+        predict_lines,
+        environment=survey.environment,
+        space=space,
+        budget=survey.vram_budget_bytes,
+        timeout_s=timeout_s,
+    )
     try:
-        return prober.run(partial(predict_lines, space=space, budget=survey.vram_budget_bytes))
+        with nullcontext(prober) if open_apart is None else open_apart() as predictor:
+            return predictor.run(predict)
     except (Exception, SystemExit) as error:  # lines are a help, never worth a search
         why = f"memory was not predicted before the first probe: {type(error).__name__}: {error}"
         return {}, {}, (why,)
 
 
-def predict_lines(session: Session, space: Space, budget: int) -> Predicted:
-    """Predict lines of a session's workload on its GPU, within a budget in bytes."""
+def predict_lines(
+    session: Session, environment: Environment, space: Space, budget: int, timeout_s: float
+) -> Predicted:
+    """Predict lines of a session's workload on the environment's GPU, within a budget in bytes."""
     session.on_stage("predicting memory")
     from autofit.prediction.variant_lines import gpu_of, variant_lines
 
-    gpu = gpu_of(session.builder.device.environment)
+    gpu = gpu_of(environment)
     if gpu is None:
         return {}, {}, ()
     return variant_lines(
@@ -60,7 +88,7 @@ def predict_lines(session: Session, space: Space, budget: int) -> Predicted:
         gpu,
         budget,
         strategies=session.strategies,
-        timeout_s=MOST_SECONDS,
+        timeout_s=timeout_s,
     )
 
 

@@ -51,10 +51,7 @@ from autofit.world import world_of_environment
 if TYPE_CHECKING:
     from autofit.probing.meeting import Meeting
 
-_OF_RANKS = (
-    "memory of several ranks was not predicted before the first probe, and neither where it goes "
-    "nor what bounds a step was looked at"
-)
+_OF_RANKS = "with several ranks it was not looked at where memory goes and what bounds a step"
 
 
 @hides_own_frames
@@ -210,6 +207,8 @@ def search(
                     if train_steps is None:
                         survey = survey.without_costly(_named(strategies))
                     check_weights_fit(survey)
+                    if survey.world_size > 1:
+                        survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
                     if survey.busy is not None:
                         on_event(events.MachineBusy(survey.busy, allowance.progress()))
                     identity = _identity(
@@ -227,10 +226,11 @@ def search(
                             )
                         else:
                             space = survey.space(max_micro_batch)
-                            lines, times, notes = (
-                                predicted_lines(prober, survey, space)
-                                if meeting is None
-                                else ({}, {}, (_OF_RANKS,))
+                            apart = partial(
+                                open_prober, workload, chosen, Target("cpu"), ends_at=ends_at
+                            )
+                            lines, times, notes = predicted_lines(
+                                prober, survey, space, apart if survey.world_size > 1 else None
                             )
                             survey = replace(survey, notes=(*survey.notes, *notes))
                             budget = survey.vram_budget_bytes
