@@ -27,7 +27,7 @@ from autofit.prediction.methods import method_of_ranks, method_taken, plan_of_ra
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
 from autofit.probing.together import on_every_rank
-from autofit.registry import load_strategies, resolve
+from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload, check_arguments
 from autofit.world import check_ranks, world_of_environment
@@ -98,10 +98,10 @@ def check(
         if size is not None and not (probes and plan is None):
             asked = plan_of_ranks(workload, plan, size)
         if probes:
-            from autofit.probing.probe import run_one
+            from autofit.probing.probe import resolve_here, run_one
 
             def resolved(survey: Survey) -> ResolvedPlan:
-                return resolve(asked, survey.space_for(asked), chosen, payloads)
+                return resolve_here(asked, survey, chosen, payloads)
 
             return _by_probe(*run_one(workload, chosen, target, resolved, meeting=meeting))
         how = method_of_ranks(method, 1 if asked is None else asked.world_size)

@@ -55,7 +55,7 @@ def compare_passes(
     """Return how two passes over the same batch differ; raises as `compare_plans` does."""
 
     def compared(*, calm: bool) -> Comparison:
-        first, second = (_pass(builder, *each, batch, around, calm=calm) for each in passes)
+        first, second = (run_pass(builder, *each, batch, around, calm=calm) for each in passes)
         return compare(first, second)
 
     try:
@@ -67,15 +67,16 @@ def compare_passes(
     return compared(calm=False)
 
 
-def _pass(
+def run_pass(
     builder: TrainingBuilder,
     resolved: ResolvedPlan,
     seed: int,
     batch: Batch,
-    around: Around,
+    around: Around = nullcontext,
     *,
-    calm: bool,
+    calm: bool = True,
 ) -> StepTrace:
+    """Return loss and gradients of a pass in a training of its own; see `accumulated`."""
     builder.reclaim()
     with builder.training(builder.fresh_workload(), resolved) as training, around(training):
         return accumulated(training, batch, seed=seed, calm=calm)

@@ -11,9 +11,14 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from autofit.equivalence.gradients import accumulated, compare_passes
+import torch
+
+from autofit.equivalence.comparison import StepTrace, compare
+from autofit.equivalence.gradients import accumulated, batch_normalizing, run_pass
 from autofit.errors import InvalidRequest, Unsupported, release_exception
 from autofit.plan import (
     Dimension,
@@ -28,6 +33,7 @@ from autofit.strategy import Comparison, Phase, Strategy
 from autofit.training.batch import Batch, pieces
 from autofit.training.builder import TrainingBuilder
 from autofit.training.ranks import Ranks
+from autofit.training.training import Training
 
 _EACH = 3
 """The most samples of a rank: two micro-batches of different sizes."""
@@ -83,30 +89,75 @@ def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
     return [name for name in trained if name not in seen.gradients]
 
 
+@dataclass(frozen=True)
+class NotCompared:
+    """Why the ranks' gradients were not compared with one process's."""
+
+    because: str
+
+
 def compare_ranks(
     builder: TrainingBuilder,
     settings: Mapping[str, Scalar],
     payloads: Mapping[str, object],
     strategy: Strategy,
-) -> Comparison:
+) -> Comparison | NotCompared:
     """Return how far the gradients of a parallel strategy's settings are from one process's.
 
-    Every rank of the builder's world calls this, and gets the comparison of the worst.
+    Every rank of the builder's world calls this, and gets the comparison of the worst, or that some
+    rank could not run all samples alone. BatchNorm normalizes as in evaluation, since on several
+    ranks it always differs.
 
     Raises:
-        Exception: whatever the model or the device raises.
+        Exception: whatever the model or the device raises with the settings.
     """
     world, workload = builder.world, builder.fresh_workload()
     samples = shared_evenly_or_not(world.size)
-    alone = ResolvedPlan(Plan(samples))
     plan = Plan.split(samples, _EACH - 1, settings, world_size=world.size)
     together = ResolvedPlan(plan, payloads, (strategy,))
-    passes = ((alone, builder.seed), (together, builder.seed))
     ranks = Ranks(world, builder.device.torch_device)
     batch = ranks.of_first(workload.batch(samples))  # each rank may have read or drawn its own
-    own = compare_passes(builder, passes, batch)
-    found = [Comparison.from_dict(each) for each in ranks.objects(own.to_dict())]
+    alone, calm, why = _alone(builder, batch, samples)
+    told: list[tuple[bool, str | None]] = ranks.objects((calm, why))
+    for rank, (_, reason) in enumerate(told):
+        if reason is not None:
+            return NotCompared(f"rank {rank} could not run {samples} samples alone: {reason}")
+    calm = all(is_calm for is_calm, _ in told)
+    assert alone is not None  # there is no reason why not
+    second = run_pass(builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm)
+    found = [Comparison.from_dict(each) for each in ranks.objects(compare(alone, second).to_dict())]
     return max(found, key=lambda each: max(each.gradient, each.loss))
+
+
+def _alone(
+    builder: TrainingBuilder, batch: Batch, samples: int
+) -> tuple[StepTrace | None, bool, str | None]:
+    """Return the step of all samples, whether its modules were calm, and why there is none."""
+    why, plain = "", ResolvedPlan(Plan(samples))
+    for calm in (True, False):  # some models have a loss in training mode only
+        try:
+            around = _normalizing_as_evaluated
+            return run_pass(builder, plain, builder.seed, batch, around, calm=calm), calm, None
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            is_full = isinstance(error, torch.OutOfMemoryError)
+            release_exception(error)
+            if is_full:
+                break
+    return None, False, why
+
+
+@contextmanager
+def _normalizing_as_evaluated(training: Training) -> Iterator[None]:
+    model = training.plain_model
+    modules = [model.get_submodule(name) for name in batch_normalizing(model)]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
 
 
 def without_unequal(
@@ -130,7 +181,7 @@ def without_unequal(
             refused = {}
             for value in own[name].values[min(at, 1) :]:  # all first values together once
                 settings = {**plain, name: value}
-                why = _why_not(builder, strategy, settings, payloads_of(own, settings))
+                why = _why_not(builder, strategy, settings, payloads_of(own, settings), notes)
                 if why is not None:
                     refused[value] = f"{name}={value} {why}"
             notes += refused.values()
@@ -147,8 +198,12 @@ def _why_not(
     strategy: Strategy,
     settings: Mapping[str, Scalar],
     payloads: Mapping[str, object],
+    notes: list[str],
 ) -> str | None:
-    """Return why the settings are set aside; None: they train what one process does."""
+    """Return why the settings are set aside; None: they train what one process does.
+
+    Also None, with a note, where that cannot be told: their probes will show what they do.
+    """
     try:
         found = compare_ranks(builder, settings, payloads, strategy)
     except Unsupported as error:  # on every rank
@@ -160,6 +215,10 @@ def _why_not(
         raise
     finally:
         builder.reclaim_or_not()
+    if isinstance(found, NotCompared):
+        note = f"gradients of several ranks were not compared with one process's: {found.because}"
+        notes += [note] * (note not in notes)
+        return None
     if found.equal:
         return None
     where = f", most of all in {', '.join(found.modules)}" if found.modules else ""
@@ -169,6 +228,23 @@ def _why_not(
         "given, and is no parameter replaced? Where the loss is a mean over something other than "
         "samples, give loss_weight"
     )
+
+
+def normalizing_apart(model: torch.nn.Module) -> list[str]:
+    """Return a note if modules normalize over the batch of their own rank alone."""
+    names = [
+        name
+        for name in batch_normalizing(model)
+        if not isinstance(model.get_submodule(name), torch.nn.SyncBatchNorm)
+    ]
+    if not names:
+        return []
+    first = f"{', '.join(names[:3])}{' and others' * (len(names) > 3)}"
+    return [
+        f"{first} normalize over the micro-batch of their own rank, with running statistics of its "
+        "own, so that several ranks train otherwise than one process would: "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) has them share it, on GPUs"
+    ]
 
 
 def _with_values(dimension: Dimension, left: Sequence[Scalar]) -> Dimension:

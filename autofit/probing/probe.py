@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import hides_own_frames
+from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -64,13 +64,36 @@ def probe(
             workload,
             chosen,
             target,
-            lambda survey: resolve(plan, survey.space_for(plan), chosen, payloads),
+            lambda survey: resolve_here(plan, survey, chosen, payloads),
             role=Role.BASELINE if plan is None else Role.SEARCH,
             meeting=meeting,
         )
         return trial
 
     return on_every_rank(workload, chosen, target, lead)
+
+
+def resolve_here(
+    plan: Plan | None,
+    survey: Survey,
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any] | None,
+) -> ResolvedPlan:
+    """Complete a plan so that it can run where the survey was taken.
+
+    Raises:
+        InvalidRequest: a setting or a value that there is not; with what the survey says of it.
+    """
+    try:
+        return resolve(plan, survey.space_for(plan), strategies, payloads)
+    except InvalidRequest as error:
+        told = [
+            note
+            for name, value in (plan.settings if plan else {}).items()
+            for note in survey.notes
+            if note.startswith((f"{name}={value} ", f"{name}: "))
+        ]
+        raise InvalidRequest("; ".join([str(error), *told])) from None
 
 
 def run_one(

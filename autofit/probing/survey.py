@@ -205,11 +205,12 @@ def take_survey(
     loss = _loss_source(builder)
     dimensions, notes = _dimensions(session, builder, left_out)
     if world.size > 1:
-        from autofit.equivalence.ranks import without_unequal  # most searches are of one device
+        # most searches are of one device
+        from autofit.equivalence.ranks import normalizing_apart, without_unequal
 
         session.on_stage("looking the workload over: gradients of several ranks")
         dimensions, unequal = without_unequal(session.builder, session.strategies, dimensions)
-        notes += unequal
+        notes += [*unequal, *normalizing_apart(one.model)]
     workload = builder.fresh_workload()
     session.on_stage("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)

@@ -95,7 +95,9 @@ def of_gradients(
 def of_ranks(session: Session, mode: str) -> Comparison:
     strategy = next(each for each in session.strategies if each.name == "parallel")
     payloads = UNITS if mode.startswith("fsdp2") else {}
-    return compare_ranks(session.builder, {"parallel.mode": mode}, payloads, strategy)
+    found = compare_ranks(session.builder, {"parallel.mode": mode}, payloads, strategy)
+    assert isinstance(found, Comparison)
+    return found
 
 
 def ranks_of(**given: Any) -> Any:

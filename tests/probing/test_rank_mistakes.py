@@ -55,6 +55,25 @@ class Net(nn.Module):
         return logits
 
 
+class Normalizing(Net):
+    """With BatchNorm, which refuses a single sample, beside linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__("always")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2)
+        )
+
+
+class Large(Net):
+    """Of which one process alone can run a few samples only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(x)
+
+
 def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs, the first with a feature above 0.5, and classes of which some are ignored."""
     generator = torch.Generator().manual_seed(5)
@@ -83,8 +102,9 @@ def float_after_wrapping(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def ranks_of(side: str = "always", numerics: str = "rounding", **given: Any) -> Any:
     dtype = given.pop("dtype", torch.float32)
-    made = {"loss_fn": mean_over_valid, "loss_weight": valid, **given}
-    workload = Workload(lambda: Net(side).to(dtype), batch_of, **made)
+    made = {"loss_fn": mean_over_valid, "loss_weight": valid}
+    build = given.pop("build", lambda: Net(side))
+    workload = Workload(lambda: build().to(dtype), batch_of, **{**made, **given})
     strategies = load_strategies(["parallel"], numerics=Numerics.parse(numerics), world_size=2)
     return local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB"))
 
@@ -144,6 +164,25 @@ def test_gradients_that_are_not_shared_set_their_modes_aside(given: Any) -> None
         notes = [note for note in survey.notes if "set aside" in note]
         assert [note.partition(" ")[0] for note in notes] == [f"parallel.mode={m}" for m in DDP]
         assert all("most of all in" in note for note in notes)
+        assert probed(prober, "fsdp2").outcome is Outcome.OK
+
+
+def test_batch_norm_is_told_and_hides_no_gradients_that_are_not_shared() -> None:
+    with ranks_of(build=Normalizing) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
+        assert sum("blocks.0.1, blocks.1.1 normalize" in note for note in survey.notes) == 1
+        assert probed(prober, "ddp").outcome is Outcome.OK
+    with ranks_of(build=Normalizing, loss_fn=past_the_wrapper) as prober:
+        assert prober.survey().dimensions["parallel.mode"].values == SHARDED
+
+
+def test_a_model_that_one_process_cannot_run_is_searched_without_the_comparison() -> None:
+    with ranks_of(build=lambda: Large("always")) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
+        (note,) = (note for note in survey.notes if "were not compared" in note)
+        assert "rank 0 could not run 5 samples alone: OutOfMemoryError" in note
         assert probed(prober, "fsdp2").outcome is Outcome.OK
 
 
