@@ -35,18 +35,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--searches", type=int, default=1000)
     parser.add_argument("--first-seed", type=int, default=70_000)
+    parser.add_argument("--alone", action="store_true", help="search alone, too, and compare")
     asked = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     found: dict[int, list[dict[str, float]]] = {2: [], 3: [], 4: []}
     for seed in range(asked.first_seed, asked.first_seed + asked.searches):
         workers = 2 + seed % 3
-        found[workers].append(_score(seed, workers))
+        found[workers].append(_score(seed, workers, asked.alone))
         done = seed - asked.first_seed + 1
         if done % 50 == 0 or done == asked.searches:
             _show(found, done)
 
 
-def _score(seed: int, workers: int) -> dict[str, float]:
+def _score(seed: int, workers: int, alone: bool) -> dict[str, float]:
     order = random.Random(seed)
     dimensions = {"precision.dtype": Dimension(_PRECISIONS)}
     if seed % 10 == 0:
@@ -73,10 +74,13 @@ def _score(seed: int, workers: int) -> dict[str, float]:
         return OneWorker(storage, spec, prober())
 
     optimum = device.optimum()
-    alone = run_search(prober(), spec)
     score = {"at_once": 0.0, "reports_differ": 0.0, "left_unfinished": 0.0}
-    score["regret_alone"] = 1 - device.speed(alone.best.plan) / optimum
-    score["probes_alone"] = alone.probes
+    if alone:
+        one = run_search(prober(), spec)
+        score |= {
+            "regret_alone": 1 - device.speed(one.best.plan) / optimum,
+            "probes_alone": one.probes,
+        }
     lost = order.randrange(workers)
     score["lost"] = lost
     try:
@@ -102,26 +106,30 @@ def _show(found: dict[int, list[dict[str, float]]], done: int) -> None:
     print(f"\n{done} searches\n")
     print(
         "| workers | searches | workers lost | a plan twice at once | reports differ | unfinished "
-        "| regret, mean and worst | of one worker | probes | of one worker |\n|" + " ---: |" * 10
+        "| regret, mean and worst | probes | of one worker: regret | probes |\n|" + " ---: |" * 10
     )
     for workers, scores in found.items():
-        whole = [score for score in scores if "regret" in score]
-        if not whole:
-            continue
-        regrets = [score["regret"] for score in whole]
-        alone = [score["regret_alone"] for score in whole]
-        counts = " | ".join(
-            f"{sum(score[name] for score in scores):g}"
-            for name in ("lost", "at_once", "reports_differ", "left_unfinished")
-        )
-        print(
-            f"| {workers} | {len(scores)} | {counts} "
-            f"| {statistics.fmean(regrets):.3%}, {max(regrets):.2%} "
-            f"| {statistics.fmean(alone):.3%}, {max(alone):.2%} "
-            f"| {statistics.fmean(score['probes'] for score in whole):.1f} "
-            f"| {statistics.fmean(score['probes_alone'] for score in whole):.1f} |",
-            flush=True,
-        )
+        if scores:
+            counts = " | ".join(
+                f"{sum(score[name] for score in scores):g}"
+                for name in ("lost", "at_once", "reports_differ", "left_unfinished")
+            )
+            print(
+                f"| {workers} | {len(scores)} | {counts} | {_regret(scores, 'regret')} "
+                f"| {_mean(scores, 'probes')} | {_regret(scores, 'regret_alone')} "
+                f"| {_mean(scores, 'probes_alone')} |",
+                flush=True,
+            )
+
+
+def _regret(scores: list[dict[str, float]], name: str) -> str:
+    regrets = [score[name] for score in scores if name in score]
+    return f"{statistics.fmean(regrets):.2%}, {max(regrets):.2%}" if regrets else "-"
+
+
+def _mean(scores: list[dict[str, float]], name: str) -> str:
+    counts = [score[name] for score in scores if name in score]
+    return f"{statistics.fmean(counts):.1f}" if counts else "-"
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ worker is the one that writes the report.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from enum import Enum, auto
 from typing import Any
 
@@ -42,6 +42,7 @@ class Moment(Enum):
     WAITS = auto()
     LOOKED = auto()
     DREW = auto()
+    DECIDED = auto()
     PUBLISHED = auto()
     RECORDED = auto()
 
@@ -62,17 +63,18 @@ class SharedSearch(Search):
     def run(self) -> Stop:
         """Take turns until there is a reason to stop; return the reason."""
         is_waiting = False
-        for moment in self.moments():
-            self.interrupts.check()
-            if moment is Moment.WAITS:
-                if not is_waiting:
-                    told = events.StageStarted("waiting for other workers", self._progress())
-                    self._on_event(told)
-                self._shared.pause()
-            is_waiting = moment is Moment.WAITS
+        with closing(self.moments()) as moments:  # an interrupt gives up its number at once
+            for moment in moments:
+                self.interrupts.check()
+                if moment is Moment.WAITS:
+                    if not is_waiting:
+                        told = events.StageStarted("waiting for other workers", self._progress())
+                        self._on_event(told)
+                    self._shared.pause()
+                is_waiting = moment is Moment.WAITS
         return self._stop
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Generator[Moment]:
         """Take turns, and yield wherever others may do something in between."""
         while True:
             step = self._step(self._shared.look())
@@ -96,6 +98,7 @@ class SharedSearch(Search):
                     return
                 if not isinstance(step, Run):
                     continue  # another worker was quicker: withdraw
+                yield Moment.DECIDED
                 self._shared.publish(step)
                 yield Moment.PUBLISHED
                 self._take(step)

@@ -16,7 +16,7 @@ In: an Optuna study. Out: `Situation`s of `autofit.searching.sharing`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -86,7 +86,7 @@ class SharedStore(Store):
         with self._writing():
             self.workers.join()
         self._held.callback(self.workers.leave)
-        self._bury()
+        self._living()
 
     def begin(self, spec: SearchSpec) -> None:
         """Write the specification of a new study; that of one which has begun holds for all.
@@ -148,10 +148,7 @@ class SharedStore(Store):
         Raises:
             StudyRefused: the study is damaged, or cannot be written.
         """
-        entries, absent = self._bury()
-        with replaying(self.name):
-            frozen = self.study.get_trials(deepcopy=False)
-            attrs = self.study.user_attrs
+        frozen, attrs, entries, absent = self._living()
         with decoding(self.name):
             compared_from = attrs.get(trial_codec.COMPARED_FROM, 0)
             trials = trial_codec.trials_in(frozen, compared_from)
@@ -166,7 +163,7 @@ class SharedStore(Store):
                 seen,
                 others_search=any(entry["searches"] for entry in others),
                 is_closed=_report_in(attrs).get("until") == last,
-                ended=self.ended,
+                ended=self.ended_in(attrs),
             )
         if situation != self._last:
             self._last, self._quiet_since, self._poll_s = situation, time.monotonic(), _POLL_S
@@ -270,8 +267,12 @@ class SharedStore(Store):
                 record.search, seconds=self.seconds, sessions=max(1, len(workers)), workers=workers
             ),
         )
-        if self._ticket is not None:
-            self._write_report(record.to_dict())
+        if self._ticket is None:
+            return record
+        written = self._report()
+        if written is not None:  # another worker took this one for gone, and was first
+            return Record.from_dict(written)
+        self._write_report(record.to_dict())
         return record
 
     def _write_report(self, report: Mapping[str, Any]) -> None:
@@ -349,20 +350,41 @@ class SharedStore(Store):
         if ticket is not None and not is_recorded:
             self._end(ticket.number, None, TrialState.FAIL)
 
-    def _bury(self) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str]]:
-        """End the trials of workers that are gone; return the entries, and the keys of those."""
-        with self._writing(), replaying(self.name):
-            self._fail_stale_trials()
-            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        entries = self._entries()  # after the trials: a worker joins before it draws a number
-        absent = self.workers.absent(entries)
-        for trial in running:
-            worker = trial.user_attrs.get(_WORKER)
-            if worker in absent or worker not in entries:
-                with decoding(self.name):
-                    value, state = trial_codec.end_of(trial)
-                self._end(trial.number, value, state)
-        return entries, absent
+    def _living(
+        self,
+    ) -> tuple[
+        Sequence[FrozenTrial], Mapping[str, Any], Mapping[str, Mapping[str, Any]], frozenset[str]
+    ]:
+        """End the trials of workers that are gone.
+
+        Returns:
+            The trials; the study's attributes; the workers' entries; the keys of those gone.
+        """
+        while True:
+            with self._writing(), replaying(self.name):
+                self._fail_stale_trials()
+                # The trials first: a worker joins before it draws a number, and what it says of
+                # the comparison is written before its plan.
+                frozen = self.study.get_trials(deepcopy=False)
+                attrs = self.study.user_attrs
+            with decoding(self.name):
+                entries = self.workers.entries(attrs)
+            absent = self.workers.absent(entries)
+            if not self._bury(frozen, {*entries} - absent):
+                return frozen, attrs, entries, absent
+
+    def _bury(self, frozen: Sequence[FrozenTrial], present: Collection[str]) -> bool:
+        """End what runs and is nobody's that is there; return whether there was any."""
+        lost = [
+            trial
+            for trial in frozen
+            if trial.state == TrialState.RUNNING and trial.user_attrs.get(_WORKER) not in present
+        ]
+        for trial in lost:
+            with decoding(self.name):
+                value, state = trial_codec.end_of(trial)
+            self._end(trial.number, value, state)
+        return bool(lost)
 
     def _fail_stale_trials(self) -> None:
         """Let Optuna end those without a heartbeat, where the storage keeps one."""

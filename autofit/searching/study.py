@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import optuna
 import sqlalchemy.exc
@@ -154,7 +154,10 @@ class Store:
     @property
     def ended(self) -> str | None:
         """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
-        attrs = self.study.user_attrs
+        return self.ended_in(self.study.user_attrs)
+
+    def ended_in(self, attrs: Mapping[str, Any]) -> str | None:
+        """Return what `ended` is with these attributes of the study."""
         with decoding(self.name):
             at, reason = attrs.get(_ENDED_AT, Effort.NORMAL), attrs.get(_ENDED)
             check_shape(at, EFFORT, "the earlier search's effort")
