@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer.main
+from torch.distributed.run import get_args_parser
 
+from autofit.cli.main import app
 from tests import arguments_page
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +40,21 @@ def blocks_of(page: Path) -> list[Block]:
     return [block for block in found if not block.title.startswith("not run")]
 
 
+def commands_not_run() -> Iterator[list[str]]:
+    """Yield the words of each command of ours in a block that is not run."""
+    for page in DOCS.glob("*.md"):
+        for match in _BLOCK.finditer(page.read_text()):
+            if match[1] == "bash" and (match[2] or "").startswith("not run"):
+                for line in match[3].splitlines():
+                    words = [
+                        word
+                        for word in shlex.split(line, comments=True)
+                        if not re.match("[A-Z_]+=", word)
+                    ]
+                    if "autofit" in words:
+                        yield words
+
+
 def runs(page: Path) -> bool:
     return any(block.language in ("python", "bash") for block in blocks_of(page))
 
@@ -45,6 +65,25 @@ PAGES = sorted(p.name for p in DOCS.glob("*.md") if runs(p) and p.name != "emula
 
 def test_pages_have_examples_that_run() -> None:
     assert {"index.md", "search.md", "strategies.md", "report.md", "capacity.md"} <= set(PAGES)
+
+
+def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun's parser and by ours, which refuse an option that they do not have."""
+    monkeypatch.chdir(tmp_path)
+    group = typer.main.get_group(app)
+    names = set()
+    for launcher, *words in commands_not_run():
+        arguments = words
+        if launcher == "torchrun":
+            given = get_args_parser().parse_args(words)
+            assert (given.module, given.training_script) == (True, "autofit")
+            arguments = given.training_script_args
+        with group.make_context("autofit", list(arguments)) as context:
+            name, command, rest = group.resolve_command(context, list(arguments))
+            assert command is not None
+            command.make_context(name, rest, parent=context)
+            names.add((launcher, name))
+    assert {("torchrun", each) for each in ("search", "probe", "soak", "check")} <= names
 
 
 @pytest.mark.slow
