@@ -219,7 +219,7 @@ def exit_codes() -> Iterator[None]:
         if is_users(end):
             _show_traceback(end)
             sys.exit(3)
-        if end.code == _INTERRUPTED:
+        if end.code == _INTERRUPTED and leads():  # others cannot know
             _print_error("autofit: interrupted before anything that fits was measured")
         raise
     except _PastTyper as carrier:

@@ -82,6 +82,20 @@ def test_a_rank_that_is_killed_ends_all_and_the_study_goes_on(folder: Path, rank
     assert json.loads(output)["search"]["probes"] <= 5
 
 
+def test_ctrl_c_ends_all_ranks_and_is_said_once(folder: Path) -> None:
+    study = folder / "study.log"
+    process = started(folder, *SEARCH, "--vram-budget", "64MiB", "--study", str(study))
+    while not (study.exists() and study.read_bytes().count(b"autofit_trial") > 1):
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # torchrun sends it on to every rank
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    said = [line for line in errors.splitlines() if line.startswith("autofit: ")]
+    assert len(said) == 1, errors
+    assert said[0].startswith("autofit: interrupted")
+
+
 def test_two_machines_get_the_same_report(folder: Path) -> None:
     (folder / "search.py").write_text(SCRIPT)
     for agent in two_machines(folder, "search.py"):
