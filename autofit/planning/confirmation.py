@@ -3,7 +3,8 @@
 The plans that may be the fastest, and the baseline, are measured again at their full accumulation,
 taking turns. A turn is a block: one probe, whose steps share a worker and a moment, so only several
 blocks tell how well a plan repeats. Turns go on until the plans are told apart, another turn is
-expected to gain too little, or the effort is spent. Then the measured speeds of this comparison
+expected to gain too little, or the effort is spent; where the machine changed meanwhile, the leader
+and the baseline go on until two probes of each agree. Then the measured speeds of this comparison
 decide, never a line: the plan with the highest median wins. Plans that cannot be told apart are
 tied, and a tie goes to the baseline, then to the plan that changes the arithmetic least, has the
 fewest settings that are not plain, and holds the fewest bytes; but not to one that all its probes
@@ -40,9 +41,11 @@ slower by as much as cannot be told apart."""
 
 _SIGNIFICANT = 1.96  # standard errors
 _BEHIND = 1.5  # likewise; fewer, because the noise is only estimated
+_CHANGED = math.log(1.25)  # more than a step of fewer micro-batches differs from one of all
 _MOST_RIVALS = 2
 _MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
 _MOST_BLOCKS = 8
+_BLOCKS_AFTER_CHANGE = 3  # their median leaves out one of before
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,9 @@ def next_turn(posterior: Posterior) -> Plan | None:
     first = _next_newcomer(posterior, compared)
     if first is not None:
         return first
-    if sum(len(finalist.blocks) for finalist in compared) >= _MOST_BLOCKS:
-        return None
-    undecided = _undecided(posterior, compared) if compared else []
+    may_go_on = 0 < sum(len(finalist.blocks) for finalist in compared) < _MOST_BLOCKS
+    undecided = _undecided(posterior, compared) if may_go_on else []
+    undecided = undecided or _of_another_moment(posterior, compared)
     return min(undecided, key=lambda finalist: len(finalist.blocks)).plan if undecided else None
 
 
@@ -165,6 +168,29 @@ def _undecided(posterior: Posterior, compared: Sequence[Finalist]) -> list[Final
         other for other in near if _gain_of_turn(posterior, other.plan, leader.plan) > TIE
     ]
     return [leader, *near] if near else []
+
+
+def _of_another_moment(posterior: Posterior, compared: Sequence[Finalist]) -> list[Finalist]:
+    """Return the leader and the baseline where the machine changed since one was last probed.
+
+    Then their blocks may tell two moments apart instead of two plans. Where it did not, none.
+    """
+    baseline = posterior.spec.space.baseline
+    both = [each for each in compared if each in compared[:1] or each.plan == baseline]
+    if len(both) < 2 or all(len(each.blocks) >= _BLOCKS_AFTER_CHANGE for each in both):
+        return []
+    return both if any(_has_changed(posterior, each.plan) for each in both) else []
+
+
+def _has_changed(posterior: Posterior, plan: Plan) -> bool:
+    """Return whether the plan's last two probes, of search or comparison, differ beyond noise.
+
+    Beyond that of its first probe, in the search: what the comparison calls noise is such changes.
+    """
+    its = [trial for trial in posterior.fitting if trial.plan == plan]
+    change = compared_log_speed(its[-2:-1] or its) - compared_log_speed(its[-1:])
+    noise = math.sqrt(2) * posterior.noise(its[0])
+    return abs(change) > max(_CHANGED, _SIGNIFICANT * noise)
 
 
 def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:

@@ -22,6 +22,8 @@ _TIE = (
     "fewest settings that are not plain and needs the least memory"
 )
 
+_UNSTEADY = 0.2  # the uncertainty of the factor, as a share, from which a reader must know it
+
 
 def headline(record: Record) -> str:
     """Return a line about the best plan and its speed, after one about a changed global batch."""
@@ -158,8 +160,11 @@ def _against_baseline(factor: float, record: Record) -> str:
         if factor >= 1
         else f"{share_words(1 - factor, _spread_of_factor(record))} below {theirs}"
     )
+    spread = _spread_of_factor(record)
     if ranges_overlap(record.speed_range(best), record.speed_range(baseline)):
         words += ", but their measured ranges overlap"
+    elif factor >= 1 and spread > _UNSTEADY * factor:
+        words += f", give or take {rounded(spread, spread, 1)}: the machine was not steady"
     less = _held(baseline) - _held(best)
     if factor < 1 and less > 0:
         words += f", and it needs {format_bytes(less)} less memory"

@@ -162,6 +162,30 @@ def test_blocks_that_repeat_tell_plans_apart_that_the_search_could_not(
     assert _best(device, _noisy([*searched, *_trials(*apart)], 0.14)) == plain
 
 
+@pytest.mark.parametrize(("slower", "blocks"), [(1.0, 1), (1.15, 1), (4.0, 2)])
+def test_one_block_each_is_not_enough_where_the_machine_changed(
+    device: SimulatedDevice, slower: float, blocks: int
+) -> None:
+    """The baseline's block takes that many times as long as its probe in the search did."""
+    plain, fast = device.space.baseline, Plan(16, settings=HALF)
+    trials = _trials((BASELINE, plain, 100, 2), (SEARCH, fast, 100, 2))
+    turns = _compared(device, trials, {plain: 100 * slower, fast: 100})
+    plans = [trial.plan for trial in turns]
+    assert (plans.count(plain), plans.count(fast)) == (blocks, blocks)
+
+
+def test_a_factor_follows_from_blocks_of_one_moment(device: SimulatedDevice) -> None:
+    """The machine slows down fourfold between the first blocks of the leader and the baseline."""
+    plain, fast = device.space.baseline, Plan(16, settings=HALF)
+    trials = _trials((BASELINE, plain, 100, 2), (SEARCH, fast, 100, 2))
+    turns: list[Trial] = []
+    while (plan := next_turn(Posterior(device.spec(), [*trials, *turns]))) is not None:
+        turns += _trials((CONFIRMED, plan, 400 if turns else 100, 2))
+    speed = {each.plan: each.log_speed for each in finalists(Posterior(device.spec(), turns))}
+    factor = math.exp(speed[fast] - speed[plain])
+    assert factor == pytest.approx(fast.samples_per_step / plain.samples_per_step, rel=0.01)
+
+
 def test_rivals_have_no_further_turn_that_is_expected_to_gain_too_little(
     device: SimulatedDevice,
 ) -> None:

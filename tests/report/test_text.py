@@ -208,6 +208,12 @@ def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record)
             "100 samples/s, 1.3 times the baseline's 78 samples/s, but their measured ranges "
             "overlap",
         ),
+        (
+            [300, 400],
+            [800, 1600],
+            "90 samples/s, 3 times the baseline's 28 samples/s, give or take 1: the machine was "
+            "not steady",
+        ),
         ([500], [400], "64.0 samples/s, 20% below the baseline's 80.0 samples/s"),
     ],
 )
