@@ -46,8 +46,8 @@ def test_a_newer_row_of_a_tool_takes_the_place_of_the_older(tmp_path: Path) -> N
 
     write("2026-01-01", 2**30, one=1, two=2)
     write("2026-01-02", 2**30, two=3, three=4)
-    date, told = newest(tmp_path)["gpt"]
-    assert date == "2026-01-02"
+    dates, told = newest(tmp_path)["gpt"]
+    assert dates == "2026-01-01 to 2026-01-02"
     assert [(row["peer"], row["ooms"]) for row in told["rows"]] == [
         ("one", 1),
         ("two", 3),
