@@ -62,8 +62,8 @@ class StrategyContext:
     @cached_property
     def unused_parameters(self) -> Mapping[str, frozenset[int]]:
         """The parameters without a gradient; see `autofit.strategy.Context.unused_parameters`."""
-        are_here = self.world.size > 1 and torch.distributed.is_initialized()
-        if not are_here or self.device.type == "meta":
+        is_joined = self.world.size > 1 and torch.distributed.is_initialized()
+        if not is_joined or torch.distributed.get_backend() == "fake":  # the others are not here
             return {}
         from autofit.equivalence.ranks import unused_parameters  # most searches are of one device
 

@@ -107,7 +107,12 @@ def run_search(
             on_event or (lambda event: None),
             may_veto=veto,
         )
-        return search.completed()
+        try:
+            with interrupts_remembered() as search.interrupts:
+                stop = search.run()
+        except (KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable) as error:
+            stop = search.cut_short(error)
+        return search.result(stop)
 
 
 @dataclass(frozen=True)
@@ -170,29 +175,18 @@ class Search:
         """Whether anything that fits has been measured."""
         return any(trial.ok for trial in self._trials)
 
-    def completed(self) -> SearchResult:
-        """Search until there is a reason to stop; return the result as it stands then.
+    def cut_short(self, error: BaseException) -> Stop:
+        """Return the end of a search that an error ended, if it found a plan that fits.
 
         Raises:
-            Exception: as `run_search` does.
+            BaseException: the error, where it found none.
         """
-        try:
-            with interrupts_remembered() as interrupts:
-                self.interrupts = interrupts
-                stop = self.run()
-        except KeyboardInterrupt:
-            if not self.has_ok_trial:
-                raise
-            stop = Stop(INTERRUPTED, may_probe=False)
-        except (WorkerFailed, DeviceUnavailable) as lost:
-            if not self.has_ok_trial:
-                raise
-            stop = Stop(str(lost), may_probe=False)
-        except SearchTimedOut:
-            if not self.has_ok_trial:
-                raise
-            stop = self.stop_for_time()
-        return self.result(stop)
+        if not self.has_ok_trial:
+            raise error
+        if isinstance(error, SearchTimedOut):
+            return self.stop_for_time()
+        because = INTERRUPTED if isinstance(error, KeyboardInterrupt) else str(error)
+        return Stop(because, may_probe=False)
 
     def run(self) -> Stop:
         """Search, then compare the leading plans; return why the search stopped."""
