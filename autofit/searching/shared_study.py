@@ -92,8 +92,9 @@ class SharedStore(Store):
         """Write the specification of a new study; that of one which has begun holds for all.
 
         Raises:
-            StudyRefused: others search it with another effort or length of the training; it cannot
-                be written.
+            StudyRefused: it is another search's, also where that has begun since it was opened;
+                others search it with another effort or length of the training; it cannot be
+                written.
         """
         if self.spec is None or _own_wishes(self.spec) != _own_wishes(spec):
             with self.turn():
@@ -102,6 +103,7 @@ class SharedStore(Store):
                 with self._writing(), decoding(self.name):
                     if trial_codec.SPEC in self.study.user_attrs:
                         self.spec = trial_codec.spec_of(self.study)
+                self._check_identity(spec.identity)
                 self._begin(spec)
 
     def _begin(self, spec: SearchSpec) -> None:

@@ -321,6 +321,17 @@ def test_a_worker_that_was_taken_for_gone_drops_its_trial_and_goes_on(
 # Studies
 
 
+def test_cards_that_differ_are_refused_where_both_start_a_study_at_once(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    l4, h100 = ({**IDENTITY, "device": f"NVIDIA {card}"} for card in ("L4", "H100"))
+    with SharedStore.open(path, l4) as first, SharedStore.open(path, h100) as second:
+        first.begin(replace(small.spec(), identity=l4))
+        with pytest.raises(StudyRefused, match="NVIDIA L4 and an NVIDIA H100 cannot be compared"):
+            second.begin(replace(small.spec(), identity=h100))
+
+
 @pytest.mark.parametrize("first", ["shared", "alone"])
 def test_a_search_that_does_not_share_keeps_others_out(tmp_path: Path, first: str) -> None:
     path = tmp_path / "study.journal"
