@@ -229,7 +229,8 @@ def _step_of_comparison(
 ) -> Step:
     is_mine = situation.confirmer in (None, situation.me)
     if not is_mine and not situation.is_confirmer_gone:
-        return Wait()
+        # After a block that did not fit, the confirmer waits for those that may search.
+        return Wait(is_spent=not situation.is_comparing)
     plan = confirmation.next_turn(posterior)
     if plan is None or not limits.may_compare(situation.trials):
         return end

@@ -206,6 +206,21 @@ def test_the_end_of_the_comparison_closes_the_search(small: SimulatedDevice) -> 
     assert step == Close(STOPPED, is_exhausted=True)
 
 
+def test_after_a_block_that_did_not_fit_no_two_workers_wait_for_one_another(
+    small: SimulatedDevice,
+) -> None:
+    baseline, plain = small.space.baseline, small.space.plain_settings
+    failed = make_trial(1, small.space.plan(8, plain), Outcome.OOM)
+    trials = (*measured(small, [baseline]), replace(failed, role=Role.CONFIRMED))
+    posterior = Posterior(small.spec(), trials)
+    seen = Situation("me", trials, confirmer="other", stopped_because="over")
+    for own in (limits(NOTHING), limits(NOTHING, spent="over")):
+        assert next_step(seen, posterior, own) == Wait(is_spent=True)
+    confirmer = replace(seen, me="other")
+    goes_on = next_step(confirmer, posterior, limits(NOTHING, spent="over"))
+    assert goes_on == Run(baseline, Role.CONFIRMED, "over")
+
+
 # Workers in a random order
 
 
