@@ -58,6 +58,7 @@ class SharedSearch(Search):
         self._has_confirmed = False
         self._stop = Stop("")
         self._is_out_of_time = False  # for plans of the search
+        self._with_more_time: Plan | None = None  # as of the beginning of the comparison
         self._decided: tuple[list[Trial], Plan | NothingLeft] | None = None
 
     def run(self) -> Stop:
@@ -146,6 +147,7 @@ class SharedSearch(Search):
         """
         if step.role is Role.CONFIRMED:
             if not self._has_confirmed:
+                self._with_more_time = self._left_out_for_time()
                 self._on_event(events.Confirming(step.because or "", self._progress()))
             if not self._confirmed_here or step.plan in self._confirmed_here:
                 self._prober.renew()  # the blocks of one plan need workers of their own
@@ -163,9 +165,13 @@ class SharedSearch(Search):
 
     def _end_with(self, step: Close | Read | Leave) -> None:
         if isinstance(step, Close):
-            self._stop = Stop(step.because, step.is_exhausted)
+            more = self._with_more_time if self._has_confirmed else self._left_out_for_time()
+            self._stop = Stop(step.because, step.is_exhausted, more)
             self.mark_ended(self._stop)
         elif isinstance(step, Leave):
             self._stop = self.stop_for_time() if step.because is None else Stop(step.because)
         else:
             self._stop = Stop(self._shared.ended or "its report is written")
+
+    def _left_out_for_time(self) -> Plan | None:
+        return None if self._shared.ended is not None else self._next_without_timeout()

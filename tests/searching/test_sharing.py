@@ -41,7 +41,7 @@ from autofit.searching.sharing import (
 )
 from autofit.searching.storage import this_process
 from autofit.searching.study import Store
-from tests.shared_workers import OneWorker, searched_together
+from tests.shared_workers import OneWorker, make_record, searched_together
 from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
 
 PRECISIONS = {"precision.dtype": Dimension(("as_is", "bfloat16"))}
@@ -331,6 +331,20 @@ def test_a_worker_that_was_taken_for_gone_drops_its_trial_and_goes_on(
         result = run_search(prober, small.spec(), store=store)
     assert result.comparison_ended
     assert len(prober.probed) == result.probes + 1
+
+
+def test_costly_settings_that_a_timeout_left_out_are_tried_by_who_has_more_time(
+    make_device: MakeDevice, tmp_path: Path
+) -> None:
+    costly = {"compile.mode": Dimension(("off", "default"), trial_cost_s=500.0)}
+    device, path = make_device(dimensions=costly), tmp_path / "study.journal"
+    with SharedStore.open(path, IDENTITY) as store:
+        cut = run_search(device.prober(), device.spec(), store=store, timeout_s=100.0)
+        store.agreed(lambda: make_record(cut, "cut"))
+    assert cut.with_more_time is not None
+    with SharedStore.open(path, IDENTITY) as store:
+        whole = run_search(device.prober(), device.spec(), store=store)
+    assert {t.plan.settings["compile.mode"] for t in whole.trials} == {"off", "default"}
 
 
 # Studies
