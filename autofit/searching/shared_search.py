@@ -93,14 +93,16 @@ class SharedSearch(Search):
                     yield Moment.WAITS
                 step = self._step(situation)
                 if isinstance(step, Close):
-                    self._shared.publish(None)
+                    if not self._shared.publish(None):
+                        continue
                     self._shared.keep_turn(turn.pop_all())
                     self._end_with(step)
                     return
                 if not isinstance(step, Run):
                     continue  # another worker was quicker: withdraw
                 yield Moment.DECIDED
-                self._shared.publish(step)
+                if not self._shared.publish(step):
+                    continue  # others took this worker for gone
                 yield Moment.PUBLISHED
                 self._take(step)
             yield Moment.RECORDED

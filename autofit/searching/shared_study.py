@@ -215,8 +215,20 @@ class SharedStore(Store):
         time.sleep(self._poll_s)
         self._poll_s = min(2 * self._poll_s, _LONGEST_POLL_S)
 
-    def publish(self, step: Run | None) -> None:
-        """Tell the others what this worker runs under its number; None: it writes the report."""
+    def publish(self, step: Run | None) -> bool:
+        """Tell the others what this worker runs under its number; None: it writes the report.
+
+        Return False where they took this worker for gone, and ended that trial.
+        """
+        try:
+            self._publish(step)
+        except StudyRefused as refused:
+            if not isinstance(refused.__cause__, UpdateFinishedTrialError):
+                raise
+            return False
+        return True
+
+    def _publish(self, step: Run | None) -> None:
         ticket = self._drawn()
         assert self.spec is not None, "begin() comes before the first turn"
         with self._writing():
@@ -274,15 +286,11 @@ class SharedStore(Store):
         written = self._report()
         if written is not None:  # another worker took this one for gone, and was first
             return Record.from_dict(written)
-        self._write_report(record.to_dict())
-        return record
-
-    def _write_report(self, report: Mapping[str, Any]) -> None:
-        trials = self.trials
         with self._writing():
-            until = trials[-1].number if trials else 0
-            self.study.set_user_attr(_REPORT, {"until": until, "report": dict(report)})
+            until = record.trials[-1].number  # of a worker taken for gone: not the study's last
+            self.study.set_user_attr(_REPORT, {"until": until, "report": record.to_dict()})
         self._turn.close()
+        return record
 
     def _report(self) -> Mapping[str, Any] | None:
         """Return the report of the present trials; None: it is not written."""

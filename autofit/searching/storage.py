@@ -221,6 +221,11 @@ class _MendingLock(JournalFileSymlinkLock):
                 file.truncate(file.read().rfind(b"\n") + 1)
         return acquired
 
+    def release(self) -> None:
+        """Give up the lock, unless another writer took it for stale while this one wrote."""
+        with suppress(RuntimeError):
+            super().release()
+
 
 def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLock) -> None:
     """Cut an unfinished last line off: after the next append Optuna could not read past it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -333,6 +334,44 @@ def test_a_worker_that_was_taken_for_gone_drops_its_trial_and_goes_on(
     assert len(prober.probed) == result.probes + 1
 
 
+def test_a_worker_that_was_taken_for_gone_at_its_turn_draws_another_number(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    lost: list[int] = []
+    with SharedStore.open(tmp_path / "study.journal", IDENTITY) as store:
+        publish = store.publish
+
+        def ended_by_others(step: Any) -> bool:
+            if not lost:
+                running = store.study.get_trials(states=(TrialState.RUNNING,))
+                lost.append(running[0].number)
+                store.study.tell(lost[0], state=TrialState.FAIL)
+            return publish(step)
+
+        store.publish = ended_by_others  # type: ignore[method-assign]  # as at this moment
+        result = run_search(small.prober(), small.spec(), store=store)
+    assert result.comparison_ended
+    assert lost[0] not in {trial.number for trial in result.trials}
+
+
+def test_a_report_holds_for_the_trials_in_it_alone(small: SimulatedDevice, tmp_path: Path) -> None:
+    """Not for those of a worker that took the one that wrote it for gone."""
+    path = tmp_path / "study.journal"
+    with SharedStore.open(path, IDENTITY) as store, SharedStore.open(path, IDENTITY) as other:
+        result = run_search(small.prober(), small.spec(), store=store)
+        other.begin(small.spec())
+
+        def described() -> Any:
+            with other.turn():
+                other.publish(Run(result.best.plan, Role.SEARCH))
+                with other.asking(result.best.plan) as asked:
+                    other.record(asked, replace(result.best, role=Role.SEARCH))
+            return make_record(result, "late")
+
+        store.agreed(described)
+        assert not other.look().is_closed
+
+
 def test_costly_settings_that_a_timeout_left_out_are_tried_by_who_has_more_time(
     make_device: MakeDevice, tmp_path: Path
 ) -> None:
@@ -359,6 +398,23 @@ def test_cards_that_differ_are_refused_where_both_start_a_study_at_once(
         first.begin(replace(small.spec(), identity=l4))
         with pytest.raises(StudyRefused, match="NVIDIA L4 and an NVIDIA H100 cannot be compared"):
             second.begin(replace(small.spec(), identity=h100))
+
+
+def test_a_writer_whose_lock_was_taken_for_stale_goes_on(
+    small: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync = tmp_path / "study.journal", os.fsync
+
+    def slow(file: int) -> None:
+        """Take so long that another writer breaks the lock."""
+        path.with_name("study.journal.lock").unlink(missing_ok=True)
+        fsync(file)
+
+    with SharedStore.open(path, IDENTITY) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", slow)
+            store.begin(small.spec())
+        assert store.spec == small.spec()
 
 
 @pytest.mark.parametrize("first", ["shared", "alone"])
