@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from autofit.plan import Plan
+    from autofit.plan import Plan, Scalar
 
 
 class AutofitError(Exception):
@@ -111,6 +111,22 @@ def mark_users(error: BaseException) -> None:
 def is_users(error: BaseException) -> bool:
     """Whether it was noted that the user's own code raised it."""
     return "_raised_by_users_code" in vars(error)
+
+
+def blame(error: BaseException, setting: str, value: Scalar) -> None:
+    """Note under which value of a setting it was raised, for whoever can do without that value."""
+    vars(error)["_raised_under"] = setting, value
+
+
+def blamed(error: BaseException) -> tuple[str, Scalar] | None:
+    """Return the setting and the value that `blame` noted; None: it did not."""
+    noted: tuple[str, Scalar] | None = vars(error).get("_raised_under")
+    return noted
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def raised_here(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from autofit.equivalence.comparison import StepTrace, compare
 from autofit.equivalence.gradients import accumulated, batch_normalizing, run_pass
-from autofit.errors import InvalidRequest, Unsupported, release_exception
+from autofit.errors import InvalidRequest, Unsupported, blame, in_one_line, release_exception
 from autofit.plan import (
     Dimension,
     Plan,
@@ -34,6 +34,7 @@ from autofit.training.batch import Batch, pieces
 from autofit.training.builder import TrainingBuilder
 from autofit.training.ranks import Ranks
 from autofit.training.training import Training
+from autofit.training.workload import Workload
 
 _EACH = 3
 """The most samples of a rank: two micro-batches of different sizes."""
@@ -55,12 +56,7 @@ def unused_parameters(builder: TrainingBuilder) -> dict[str, frozenset[int]]:
     if workload.train_step is not None:
         return {}
     own: Sequence[str] | None = None
-    try:
-        batch = workload.batch(shared_evenly_or_not(builder.world.size))
-    except Exception as error:
-        release_exception(error)
-        batch = None
-    batch = ranks.of_first(batch)
+    batch, _ = _batch_of_first(ranks, workload, shared_evenly_or_not(builder.world.size))
     try:
         own = None if batch is None else _unused_alone(builder, batch)
     except Exception as error:
@@ -75,6 +71,18 @@ def unused_parameters(builder: TrainingBuilder) -> dict[str, frozenset[int]]:
         name: frozenset(rank for rank, of_rank in enumerate(by_rank) if name in (of_rank or ()))
         for name in names
     }
+
+
+def _batch_of_first(ranks: Ranks, workload: Workload, samples: int) -> tuple[Batch | None, str]:
+    """Return rank 0's batch, since each may have read or drawn its own; or why there is none."""
+    batch, why = None, ""
+    try:
+        batch = workload.batch(samples)
+    except Exception as error:
+        why = in_one_line(error)
+        release_exception(error)
+    told: tuple[Batch | None, str] = ranks.of_first((batch, why))
+    return told
 
 
 def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
@@ -105,8 +113,8 @@ def compare_ranks(
     """Return how far the gradients of a parallel strategy's settings are from one process's.
 
     Every rank of the builder's world calls this, and gets the comparison of the worst, or that some
-    rank could not run all samples alone. BatchNorm normalizes as in evaluation, since on several
-    ranks it always differs.
+    rank could not run all samples alone, or that random numbers of the model's would move them by
+    themselves. BatchNorm normalizes as in evaluation, since on several ranks it always differs.
 
     Raises:
         Exception: whatever the model or the device raises with the settings.
@@ -116,7 +124,9 @@ def compare_ranks(
     plan = Plan.split(samples, _EACH - 1, settings, world_size=world.size)
     together = ResolvedPlan(plan, payloads, (strategy,))
     ranks = Ranks(world, builder.device.torch_device)
-    batch = ranks.of_first(workload.batch(samples))  # each rank may have read or drawn its own
+    batch, missing = _batch_of_first(ranks, workload, samples)
+    if batch is None:
+        return NotCompared(f"there is no batch of {samples} samples: {missing}")
     alone, calm, why = _alone(builder, batch, samples)
     told: list[tuple[bool, str | None]] = ranks.objects((calm, why))
     for rank, (_, reason) in enumerate(told):
@@ -126,7 +136,15 @@ def compare_ranks(
     assert alone is not None  # there is no reason why not
     second = run_pass(builder, together, builder.seed, batch, _normalizing_as_evaluated, calm=calm)
     found = [Comparison.from_dict(each) for each in ranks.objects(compare(alone, second).to_dict())]
-    return max(found, key=lambda each: max(each.gradient, each.loss))
+    worst = max(found, key=lambda each: max(each.gradient, each.loss))
+    if worst.equal:
+        return worst
+    noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples, calm=calm)))
+    if noise:
+        return NotCompared(
+            f"the model draws random numbers that move those of the same samples by {noise:.1%}"
+        )
+    return worst
 
 
 def _alone(
@@ -139,12 +157,29 @@ def _alone(
             around = _normalizing_as_evaluated
             return run_pass(builder, plain, builder.seed, batch, around, calm=calm), calm, None
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            why = in_one_line(error)
             is_full = isinstance(error, torch.OutOfMemoryError)
             release_exception(error)
             if is_full:
                 break
     return None, False, why
+
+
+def _noise_alone(
+    builder: TrainingBuilder, batch: Batch, alone: StepTrace, samples: int, *, calm: bool
+) -> float:
+    """Return by how much another seed moves the step of all samples; 0 where roundings explain it.
+
+    Raises no errors: what ran before and fails now is taken to be without noise.
+    """
+    plain, seed = ResolvedPlan(Plan(samples)), builder.seed + 1
+    try:
+        again = run_pass(builder, plain, seed, batch, _normalizing_as_evaluated, calm=calm)
+    except Exception as error:
+        release_exception(error)
+        return 0.0
+    found = compare(alone, again)
+    return 0.0 if found.equal else max(found.gradient, found.loss)
 
 
 @contextmanager
@@ -161,12 +196,23 @@ def _normalizing_as_evaluated(training: Training) -> Iterator[None]:
 
 
 def without_unequal(
-    builder: TrainingBuilder, strategies: Sequence[Strategy], dimensions: Mapping[str, Dimension]
+    builder: TrainingBuilder,
+    strategies: Sequence[Strategy],
+    dimensions: Mapping[str, Dimension],
+    raised: Mapping[tuple[str, Scalar], str | None],
 ) -> tuple[dict[str, Dimension], list[str]]:
     """Return the dimensions without parallel values whose gradients differ, and notes on them.
 
+    Args:
+        builder: of a rank; all ranks call this alike.
+        strategies, dimensions: of the survey.
+        raised: setting and value -> what was raised under it when it was compared before, which is
+            not done again; None: memory ran out, and the value stays.
+
     Raises:
         InvalidRequest: no value of a setting is left.
+        Exception: what a value raises; `autofit.errors.blamed` tells which. Its ranks may have
+            parted ways: whoever asked replaces them all, and asks again with that in `raised`.
     """
     checked, notes = dict(dimensions), []
     if builder.fresh_workload().train_step is not None:
@@ -181,7 +227,15 @@ def without_unequal(
             refused = {}
             for value in own[name].values[min(at, 1) :]:  # all first values together once
                 settings = {**plain, name: value}
-                why = _why_not(builder, strategy, settings, payloads_of(own, settings), notes)
+                if (name, value) in raised:
+                    why = _why_raised(f"{name}={value}", raised[name, value], notes)
+                else:
+                    try:
+                        payloads = payloads_of(own, settings)
+                        why = _why_not(builder, strategy, settings, payloads, notes)
+                    except Exception as error:
+                        blame(error, name, value)
+                        raise
                 if why is not None:
                     refused[value] = f"{name}={value} {why}"
             notes += refused.values()
@@ -191,6 +245,16 @@ def without_unequal(
                 raise InvalidRequest(f"no value of {name} trains what one process does: {first}")
             own[name] = checked[name] = _with_values(own[name], left)
     return checked, notes
+
+
+def _why_raised(named: str, text: str | None, notes: list[str]) -> str | None:
+    """Return why a value under which this was raised is set aside; None, with a note: it is not."""
+    if text is not None:
+        return f"was set aside: {text}"
+    notes.append(
+        f"{named}: gradients of several ranks were not compared with one process's: memory ran out"
+    )
+    return None
 
 
 def _why_not(
@@ -209,10 +273,6 @@ def _why_not(
     except Unsupported as error:  # on every rank
         release_exception(error)
         return f"was set aside: {error}"
-    except Exception as error:
-        # Its ranks may have parted ways: whoever asked replaces them all, and does not ask again
-        release_exception(error)
-        raise
     finally:
         builder.reclaim_or_not()
     if isinstance(found, NotCompared):

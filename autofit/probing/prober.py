@@ -21,9 +21,9 @@ from autofit.devices.lock import DeviceLock
 from autofit.devices.open import device_meant
 from autofit.devices.request import budget_bytes, check_budget
 from autofit.equivalence.gradients import compare_plans
-from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed
+from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed, blamed, in_one_line
 from autofit.measurement import Measurement, Outcome
-from autofit.plan import Plan, ResolvedPlan, VariantKey
+from autofit.plan import Plan, ResolvedPlan, Scalar, VariantKey
 from autofit.probing.messages import (
     Call,
     Channel,
@@ -206,14 +206,24 @@ class Prober(AbstractContextManager["Prober"]):
         return self._survey
 
     def _take_survey(self) -> Survey:
-        """Return the survey without the strategies under which the device died, in two workers."""
+        """Return the survey without the strategies under which the device died, in two workers.
+
+        And without what ranks parted ways over: their workers are new ones, each time.
+        """
         left_out: dict[str, str] = {}
+        raised: dict[tuple[str, Scalar], str | None] = {}
         while True:
-            look_up = partial(take_survey, left_out=left_out)
+            look_up = partial(take_survey, left_out=left_out, raised=raised)
             try:
                 return self.run(partial(look_up, vram_budget_bytes=self.vram_budget_bytes))
             except StrategyLost as lost:
                 left_out[lost.strategy] = f"the device failed while it was asked ({lost.detail})"
+            except Exception as error:
+                under = blamed(error)
+                if under is None or under in raised:
+                    raise
+                is_full = isinstance(error, torch.OutOfMemoryError)
+                raised[under] = None if is_full else in_one_line(error)
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
         """Run one plan; a fault of the plan is an outcome, and costs at most its worker.

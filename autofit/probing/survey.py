@@ -20,7 +20,7 @@ from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import decide_resplit
 from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import collect_dimensions
 from autofit.snapshot import process
 from autofit.snapshot.objects import live_objects
@@ -178,14 +178,17 @@ class StrategyLost(Exception):
 
 
 def take_survey(
-    session: Session, vram_budget_bytes: int, left_out: Mapping[str, str] = MappingProxyType({})
+    session: Session,
+    vram_budget_bytes: int,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+    raised: Mapping[tuple[str, Scalar], str | None] = MappingProxyType({}),
 ) -> Survey:
     """Return the facts of a session's workload on its device, which is limited to the budget.
 
     Args:
-        session: holds both.
-        vram_budget_bytes: the budget.
+        session: holds both, limited to `vram_budget_bytes`.
         left_out: by name, why a strategy is not asked for its dimensions.
+        raised: see `autofit.equivalence.ranks.without_unequal`.
 
     Raises:
         StrategyLost: the device died.
@@ -205,12 +208,13 @@ def take_survey(
     loss = _loss_source(builder)
     dimensions, notes = _dimensions(session, builder, left_out)
     if world.size > 1:
-        # most searches are of one device
-        from autofit.equivalence.ranks import normalizing_apart, without_unequal
+        from autofit.equivalence import ranks  # most searches are of one device
 
         session.on_stage("looking the workload over: gradients of several ranks")
-        dimensions, unequal = without_unequal(session.builder, session.strategies, dimensions)
-        notes += [*unequal, *normalizing_apart(one.model)]
+        dimensions, unequal = ranks.without_unequal(
+            session.builder, session.strategies, dimensions, raised
+        )
+        notes += [*unequal, *ranks.normalizing_apart(one.model)]
     workload = builder.fresh_workload()
     session.on_stage("looking the workload over: split gradients")
     resplit = decide_resplit(builder, workload)

@@ -65,6 +65,13 @@ class Normalizing(Net):
         )
 
 
+class Noisy(Net):
+    """Draws noise whatever its mode, as the forward of a variational autoencoder does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
 class Large(Net):
     """Of which one process alone can run a few samples only."""
 
@@ -98,6 +105,18 @@ def past_the_wrapper(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def float_after_wrapping(model: nn.Module, batch: Any) -> torch.Tensor:
     return mean_over_valid(model.float(), batch)
+
+
+def refused_in_buckets(model: nn.Module, batch: Any) -> torch.Tensor:
+    if getattr(model, "gradient_as_bucket_view", False) and dist.get_rank() == 1:
+        raise TypeError("no views of buckets")
+    return mean_over_valid(model, batch)
+
+
+def full_in_buckets(model: nn.Module, batch: Any) -> torch.Tensor:
+    if getattr(model, "gradient_as_bucket_view", False) and dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return mean_over_valid(model, batch)
 
 
 def ranks_of(side: str = "always", numerics: str = "rounding", **given: Any) -> Any:
@@ -184,6 +203,32 @@ def test_a_model_that_one_process_cannot_run_is_searched_without_the_comparison(
         (note,) = (note for note in survey.notes if "were not compared" in note)
         assert "rank 0 could not run 5 samples alone: OutOfMemoryError" in note
         assert probed(prober, "fsdp2").outcome is Outcome.OK
+
+
+def test_noise_of_the_models_own_is_not_blamed_on_the_ranks() -> None:
+    with ranks_of(build=lambda: Noisy("always")) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
+        (note,) = (note for note in survey.notes if "were not compared" in note)
+        assert "draws random numbers" in note
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "left", "said"),
+    [
+        (refused_in_buckets, ("ddp", "zero1"), " was set aside: TypeError: no views of buckets"),
+        (full_in_buckets, DDP, ": gradients of several ranks were not compared"),
+    ],
+    ids=["raises", "is full"],
+)
+def test_a_mode_under_which_one_rank_raises_does_not_end_the_search(
+    loss_fn: Any, left: tuple[str, ...], said: str
+) -> None:
+    with ranks_of(numerics="exact", loss_fn=loss_fn) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == left
+        assert sum(n.startswith(f"parallel.mode=ddp_view{said}") for n in survey.notes) == 1
+        assert probed(prober, "ddp").outcome is Outcome.OK
 
 
 def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out() -> None:
