@@ -62,7 +62,8 @@ def sharded(
             in float32.
 
     Raises:
-        Unsupported: parameters that are gathered together are of several types.
+        Unsupported: parameters that are gathered together are of several types, or one cannot be
+            cut along its first dimension.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -74,6 +75,7 @@ def sharded(
     kind = "cpu" if training.device.type == "meta" else training.device.type
     mesh = init_device_mesh(kind, (training.world.size,))
     model: Any = training.model
+    _check_shapes(model)
     _check_types(model, modules)
     with training.in_host_memory():
         for part in (*map(model.get_submodule, modules), model):
@@ -81,6 +83,20 @@ def sharded(
     training.place_model()
     synchronise: Synchronise = model.set_requires_gradient_sync
     return synchronise
+
+
+def _check_shapes(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise Unsupported(
+                f"fully_shard cuts parameters along their first dimension, and {name} has no "
+                "dimension: give it one, as in nn.Parameter(torch.ones(1))"
+            )
+        if not parameter.is_contiguous():
+            raise Unsupported(
+                f"fully_shard cuts contiguous parameters, and {name} is not contiguous (as in "
+                "channels_last)"
+            )
 
 
 def _check_types(model: nn.Module, modules: list[str]) -> None:

@@ -320,6 +320,39 @@ def test_parameters_of_several_types_are_not_gathered_together() -> None:
         predict(given, "fsdp2")
 
 
+class Scaled(nn.Linear):
+    """With a parameter that has no dimension, such as a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.scale
+
+
+def channels_last() -> nn.Module:
+    model = nn.Conv2d(4, 4, 3)
+    model.weight.data = model.weight.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "words"),
+    [
+        (Scaled(), torch.randn(4, 8), "scale has no dimension"),
+        (channels_last(), torch.randn(4, 4, 8, 8), "weight is not contiguous"),
+    ],
+)
+def test_parameters_that_cannot_be_cut_are_named(
+    model: nn.Module, batch: torch.Tensor, words: str
+) -> None:
+    given = of_model(model, batch)
+    assert predict(given, "ddp").required_bytes > 0
+    with pytest.raises(Unsupported, match=words):
+        predict(given, "fsdp2")
+
+
 def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     given = of_model(nn.Linear(8, 8), torch.randn(4, 8))
     few = r"zero1 deals whole parameters out to the ranks, and 2 do not suffice for 4"
