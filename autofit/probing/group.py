@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import DeviceUnavailable, InvalidRequest, SearchTimedOut, WorkerFailed
+from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.agreement import RankReply, agree, gravest
 from autofit.probing.faults import fault_of
@@ -327,9 +328,13 @@ def _is_of_store(error: BaseException) -> bool:
 
 
 def _write(store: Store, command: Mapping[str, Any]) -> int:
-    """Write the next command for all ranks; return its number."""
-    number = store.add("commands", 1) - 1
-    store.set(f"command/{number}", json.dumps(command))
+    """Write the next command for all ranks; return its number.
+
+    Whole, also under Ctrl-C: seats would wait for ever for a number without its command.
+    """
+    with interrupts_deferred():
+        number = store.add("commands", 1) - 1
+        store.set(f"command/{number}", json.dumps(command))
     return number
 
 
