@@ -18,14 +18,21 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import typer
 import typer.core
 
-from autofit.errors import AutofitError, InvalidRequest, is_users, mark_users, traceback_text
+from autofit.errors import (
+    AutofitError,
+    InvalidRequest,
+    Unsupported,
+    is_users,
+    mark_users,
+    traceback_text,
+)
 from autofit.measurement import Outcome, Trial
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
     from autofit.report.report import Report
 
-_OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.UNSUPPORTED, Outcome.USER_ERROR)
+_OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.USER_ERROR)
 """Outcomes that another device or worker would not change."""
 
 
@@ -115,6 +122,8 @@ def exit_code(outcome: Outcome) -> int:
         return 0
     if outcome.about_memory:
         return 1
+    if outcome is Outcome.UNSUPPORTED:
+        return Unsupported.exit_code
     return 3 if outcome in _OF_THE_WORKLOAD else 4
 
 

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from autofit.cli.console import exit_code
+from autofit.errors import Unsupported
+from autofit.measurement import Outcome
+
 REPORT = Path(__file__).parents[1] / "report" / "tiny_resnet.json"
 
 
@@ -52,3 +56,8 @@ def test_text_is_as_wide_as_the_terminal_up_to_100_columns(columns: int, most: i
     lines = shown(columns, NO_COLOR="1").splitlines()
     bare = [line for line in lines if not line.startswith("    ")]  # code is never broken
     assert most - 12 <= max(map(len, bare)) <= most
+
+
+def test_a_probe_of_settings_that_cannot_run_exits_as_a_prediction_of_them_does() -> None:
+    assert exit_code(Outcome.UNSUPPORTED) == Unsupported.exit_code == 2
+    assert exit_code(Outcome.USER_ERROR) == 3
