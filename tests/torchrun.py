@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -47,6 +49,15 @@ def started(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def exit_codes(errors: str) -> set[int]:
+    """Return the exit codes of the ranks that failed by themselves, as torchrun tells them.
+
+    It ends with SIGTERM those that still run once it has seen that another failed.
+    """
+    found = re.findall(r"rank *: \d+ .*\n *exitcode *: (-?\d+)", errors)
+    return {int(code) for code in found} - {-signal.SIGTERM}
 
 
 def two_machines(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
