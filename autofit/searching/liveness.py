@@ -26,7 +26,9 @@ from optuna.storages import BaseStorage, RDBStorage
 from autofit.searching.storage import BEAT_S, GRACE_S, runs_here, this_process
 from autofit.shapes import AMOUNT, COUNT, FLAG, TEXT, check_shape
 
-_PREFIX = "autofit_worker_"
+WORKER = "autofit_worker"
+"""The attribute of a trial that holds its worker's key."""
+_PREFIX = f"{WORKER}_"
 _WORKER = {
     "name": TEXT,
     "host": TEXT,

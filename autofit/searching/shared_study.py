@@ -32,8 +32,9 @@ from autofit.plan import PLAN, Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.report.record import Record
 from autofit.searching import trial_codec
-from autofit.searching.liveness import Workers, backend_of
+from autofit.searching.liveness import WORKER, Workers, backend_of
 from autofit.searching.sampler import PlannerSampler
+from autofit.searching.shared_report import of_all_workers
 from autofit.searching.sharing import Flight, Run, Situation
 from autofit.searching.storage import (
     BEAT_S,
@@ -47,7 +48,7 @@ from autofit.searching.study import Store
 from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, check_shape
 from autofit.units import counted
 
-_WORKER, _PUBLISHED = "autofit_worker", "autofit_published"
+_PUBLISHED = "autofit_published"
 _REPORT = "autofit_report"
 _CLOSING = "closing"
 _PUBLICATION = {
@@ -192,7 +193,7 @@ class SharedStore(Store):
                     undecided.append(trial.number)
                 continue
             check_shape(published, _PUBLICATION, "a published plan")
-            worker = str(trial.user_attrs.get(_WORKER))
+            worker = str(trial.user_attrs.get(WORKER))
             is_closing = published["role"] == _CLOSING
             role = None if is_closing else Role(published["role"])
             if runs:
@@ -274,13 +275,10 @@ class SharedStore(Store):
         written = None if self._ticket is not None else self._report()
         if written is not None:
             return Record.from_dict(written)
-        record, workers = described(), self.probes_of_workers
-        record = replace(
-            record,
-            search=replace(
-                record.search, seconds=self.seconds, sessions=max(1, len(workers)), workers=workers
-            ),
-        )
+        record = described()
+        with replaying(self.name):
+            frozen = self.study.get_trials(deepcopy=False)
+        record = of_all_workers(record, frozen, self._entries())
         if self._ticket is None:
             return record
         written = self._report()
@@ -300,30 +298,6 @@ class SharedStore(Store):
         report: Mapping[str, Any] | None = written.get("report")
         return report if written.get("until") == until else None
 
-    @property
-    def seconds(self) -> float:
-        """Seconds in which at least one worker ran a plan."""
-        spans = [
-            (trial.datetime_start.timestamp(), trial.datetime_complete.timestamp())
-            for trial in self._recorded()
-            if trial.datetime_start is not None and trial.datetime_complete is not None
-        ]
-        total, reached = 0.0, 0.0
-        for start, end in sorted(spans):
-            total += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
-        return total
-
-    @property
-    def probes_of_workers(self) -> dict[str, int]:
-        """How many trials each worker recorded, by its name."""
-        entries, counts = self._entries(), dict[str, int]()
-        for trial in self._recorded():
-            entry = entries.get(str(trial.user_attrs.get(_WORKER)))
-            name = "unshared" if entry is None else str(entry["name"])
-            counts[name] = counts.get(name, 0) + 1
-        return counts
-
     def close(self) -> None:
         """Give up a turn that is held, and say that this worker has left."""
         with suppress(StudyRefused):  # it is ended by the others
@@ -332,12 +306,6 @@ class SharedStore(Store):
 
     def _note_seconds(self) -> None:
         """Do nothing: what each worker ran tells how long all took."""
-
-    def _recorded(self) -> list[FrozenTrial]:
-        numbers = {trial.number for trial in self.trials}
-        with replaying(self.name):
-            frozen = self.study.get_trials(deepcopy=False)
-        return [trial for trial in frozen if trial.number in numbers]
 
     def _drawn(self) -> optuna.Trial:
         assert self._ticket is not None, "turn() comes before what is done at it"
@@ -349,7 +317,7 @@ class SharedStore(Store):
         `Study.ask` would write the two one after the other, and a worker may be killed in between.
         """
         study = self.study
-        template = create_trial(state=TrialState.RUNNING, user_attrs={_WORKER: self.workers.key})
+        template = create_trial(state=TrialState.RUNNING, user_attrs={WORKER: self.workers.key})
         trial_id = study._storage.create_new_trial(study._study_id, template_trial=template)
         return optuna.Trial(study, trial_id)
 
@@ -388,7 +356,7 @@ class SharedStore(Store):
         lost = [
             trial
             for trial in frozen
-            if trial.state == TrialState.RUNNING and trial.user_attrs.get(_WORKER) not in present
+            if trial.state == TrialState.RUNNING and trial.user_attrs.get(WORKER) not in present
         ]
         for trial in lost:
             with decoding(self.name):
