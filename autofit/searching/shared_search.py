@@ -90,6 +90,9 @@ class SharedSearch(Search):
                 turn.enter_context(self._shared.turn())
                 yield Moment.DREW
                 while (situation := self._shared.look()).undecided:
+                    if self._allowance.seconds_left == 0:
+                        self._end_with(Leave())
+                        return
                     yield Moment.WAITS
                 step = self._step(situation)
                 if isinstance(step, Close):

@@ -186,13 +186,22 @@ def next_step(situation: Situation, posterior: Posterior, limits: Limits) -> Ste
         return Read()
     if situation.is_closed:  # a worker that was allowed less closed it
         further = _next_step(situation.without_comparison(), posterior, limits)
-        if isinstance(further, Run) and further.role is Role.SEARCH:
+        if isinstance(further, Run) and (
+            further.role is Role.SEARCH or _may_finish_comparison(situation, posterior, limits)
+        ):
             return replace(further, is_anew=True)
         return Read()
     step = _next_step(situation, posterior, limits)
     if isinstance(step, Wait) and limits.is_out_of_time:
         return Leave()
     return step
+
+
+def _may_finish_comparison(situation: Situation, posterior: Posterior, limits: Limits) -> bool:
+    """Return whether the comparison has not ended, and the worker may run one of two plans."""
+    trials = situation.trials
+    has_ended = confirmation.next_turn(posterior.updated(trials)) is None
+    return not has_ended and limits.may_compare((*trials, trials[-1]))
 
 
 def _next_step(situation: Situation, posterior: Posterior, limits: Limits) -> Step:

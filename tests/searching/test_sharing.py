@@ -191,6 +191,25 @@ def test_a_report_that_is_written_is_read_unless_there_is_more_to_do(
     assert next_step(ended, posterior, limits(more)) == Read()
 
 
+def test_a_comparison_that_a_worker_of_less_time_cut_short_is_run_anew(
+    small: SimulatedDevice,
+) -> None:
+    fast = small.space.plan(8, {"precision.dtype": "bfloat16"})
+    trials = measured(small, [small.space.baseline, fast, fast])
+    trials = (*trials[:2], replace(trials[2], role=Role.CONFIRMED))
+    posterior = Posterior(small.spec(), trials)
+    seen = Situation("me", trials, confirmer="other", stopped_because="over", is_closed=True)
+    anew = Run(fast, Role.CONFIRMED, STOPPED, is_exhausted=True, is_anew=True)
+    assert next_step(seen, posterior, limits(NOTHING)) == anew
+    for left in (0, 1):  # too few to compare anything
+
+        def may_compare(finished: Any, most: int = len(trials) + left) -> bool:
+            return len(finished) < most
+
+        few = replace(limits(NOTHING), may_compare=may_compare)
+        assert next_step(seen, posterior, few) == Read()
+
+
 def test_nothing_that_fits_is_compared_by_nobody(small: SimulatedDevice) -> None:
     trials = (make_trial(0, small.space.baseline, Outcome.OOM),)
     situation = Situation("me", trials)
@@ -368,8 +387,23 @@ def test_a_report_holds_for_the_trials_in_it_alone(small: SimulatedDevice, tmp_p
                     other.record(asked, replace(result.best, role=Role.SEARCH))
             return make_record(result, "late")
 
-        store.agreed(described)
+        record = store.agreed(described)
         assert not other.look().is_closed
+    assert sum(record.search.workers.values()) == record.search.probes == len(record.trials)
+
+
+def test_a_timeout_ends_a_worker_whose_turn_does_not_come(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    with SharedStore.open(path, IDENTITY) as store:
+        run_search(small.prober(), small.spec(), store=store, max_probes=1)
+    with SharedStore.open(path, IDENTITY) as store, SharedStore.open(path, IDENTITY) as other:
+        with other.turn():
+            late = run_search(small.prober(), small.spec(), store=store, timeout_s=0.2)
+        assert late.stopped_because == "the timeout of 0.2 s was reached"
+        running = store.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    assert running == []
 
 
 def test_costly_settings_that_a_timeout_left_out_are_tried_by_who_has_more_time(
