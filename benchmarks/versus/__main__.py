@@ -106,9 +106,9 @@ class Bench:
             verdict = self.judged("survive", own / "answer.json", self.steps, precision=precision)
             answer["report"] = answer["report"] and Path(answer["report"]).name
         probes = (answer or {}).get("probes") or sizes_tried(events)
-        ooms = sum(event["event"] == "oom" for event in events)
+        refusals, ooms = (sum(e["event"] == kind for e in events) for kind in ("refusal", "oom"))
         shown = precision if peer.finder else "own"
-        return Row(name, shown, found, probes, ooms, verdict)
+        return Row(name, shown, found, probes, refusals, ooms, verdict)
 
     def rated(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows with speeds; answers that live take turns."""

@@ -85,11 +85,16 @@ def bounded(place: str, budget_bytes: int) -> Memory:
 
 @cache
 def count_ooms(place: str) -> None:
-    """Note each refusal of the allocator in this process, whoever catches it."""
+    """Note each refusal of the allocator in this process, and each OOM.
+
+    They differ: a convolution goes on without the workspace that cuDNN was refused. An OOM is an
+    error that an operation raised, since it could not go on.
+    """
+    _note_errors()
     if place == "cpu":
 
         def noted(refusal: Any) -> torch.OutOfMemoryError:
-            note("oom")
+            note("refusal")
             # Worded as torch words it: some tools know an OOM by its text alone.
             return torch.OutOfMemoryError(f"CUDA out of memory. {refusal}")
 
@@ -97,4 +102,15 @@ def count_ooms(place: str) -> None:
     else:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch left it so
         observe: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]
-        observe(lambda *_: note("oom"))
+        observe(lambda *_: note("refusal"))
+
+
+def _note_errors() -> None:
+    kind: Any = torch.OutOfMemoryError
+    made = kind.__init__
+
+    def noted(error: torch.OutOfMemoryError, *arguments: object) -> None:
+        note("oom")
+        made(error, *arguments)
+
+    kind.__init__ = noted

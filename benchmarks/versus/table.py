@@ -11,7 +11,7 @@ from autofit.units import format_bytes
 
 HEAD = (
     "| tool | precision | answer | of the largest | speed | peak of budget | survives | probes |"
-    " OOM | search | changed | global batch |"
+    " refusals | OOM | search | changed | global batch |"
 )
 
 
@@ -24,7 +24,8 @@ class Row:
         precision: that was chosen by hand; "own": the tool chose.
         found: what `run_peer` wrote.
         probes: trials, told by the sizes that ran one after the other, or by the tool.
-        ooms: refusals of the allocator, in any process.
+        refusals: of the allocator, in any process.
+        ooms: those that an operation raised as an error, since it could not go on.
         verdict: what the judge found of the answer; None: there is none.
         rates: samples per second, a median for each repeat; empty where time means nothing.
     """
@@ -33,6 +34,7 @@ class Row:
     precision: str
     found: dict[str, Any]
     probes: int
+    refusals: int
     ooms: int
     verdict: dict[str, Any] | None = None
     rates: list[float] = field(default_factory=list)
@@ -95,6 +97,7 @@ def _cells(told: Comparison, row: Row) -> Iterator[str]:
     yield f"{peak / told.budget_bytes:.2f}" if peak else "-"
     yield "-" if answer is None else "yes" if verdict.get("survives") else "**no**"
     yield str(row.probes)
+    yield str(row.refusals)
     yield str(row.ooms)
     yield f"{row.found['seconds']:.0f} s" if "seconds" in row.found else "-"
     yield ", ".join(row.found.get("changed", ["?"])) or "nothing"
