@@ -78,7 +78,8 @@ def next_turn(posterior: Posterior) -> Plan | None:
         return first
     may_go_on = 0 < sum(len(finalist.blocks) for finalist in compared) < _MOST_BLOCKS
     undecided = _undecided(posterior, compared) if may_go_on else []
-    undecided = undecided or _of_another_moment(posterior, compared)
+    if not undecided and compared:
+        undecided = _of_another_moment(posterior, compared)
     return min(undecided, key=lambda finalist: len(finalist.blocks)).plan if undecided else None
 
 
@@ -171,15 +172,24 @@ def _undecided(posterior: Posterior, compared: Sequence[Finalist]) -> list[Final
 
 
 def _of_another_moment(posterior: Posterior, compared: Sequence[Finalist]) -> list[Finalist]:
-    """Return the leader and the baseline where the machine changed since one was last probed.
+    """Return the leader and a plan that the machine, which changed, may have put behind it.
 
-    Then their blocks may tell two moments apart instead of two plans. Where it did not, none.
+    Their blocks may tell two moments apart instead of two plans. The plan is one that is faster in
+    all its probes together; else the baseline, where it or the leader changed since its last probe.
     """
-    baseline = posterior.spec.space.baseline
-    both = [each for each in compared if each in compared[:1] or each.plan == baseline]
-    if len(both) < 2 or all(len(each.blocks) >= _BLOCKS_AFTER_CHANGE for each in both):
-        return []
-    return both if any(_has_changed(posterior, each.plan) for each in both) else []
+    leader, *others = compared
+    faster = _measured_faster(posterior, leader.plan)
+    behind = [other for other in others if other.plan in faster]
+    if not behind:
+        behind = [other for other in others if other.plan == posterior.spec.space.baseline]
+        behind = [
+            other
+            for other in behind
+            if _has_changed(posterior, leader.plan) or _has_changed(posterior, other.plan)
+        ]
+    both = [leader, *behind[:1]]
+    has_blocks = all(len(each.blocks) >= _BLOCKS_AFTER_CHANGE for each in both)
+    return [] if len(both) < 2 or has_blocks else both
 
 
 def _has_changed(posterior: Posterior, plan: Plan) -> bool:
@@ -200,8 +210,11 @@ def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
     tied = [
         finalist
         for finalist in compared
-        if gaps[finalist.plan] <= leader.tells_apart(finalist)
-        and not _measured_faster(posterior, finalist.plan)
+        if finalist is leader
+        or (
+            gaps[finalist.plan] <= leader.tells_apart(finalist)
+            and not _measured_faster(posterior, finalist.plan)
+        )
     ]
     baseline = posterior.spec.space.baseline
     near = [finalist for finalist in tied if gaps[finalist.plan] <= MOST_GIVEN_UP]

@@ -220,6 +220,20 @@ def test_a_tie_does_not_go_to_a_plan_that_all_probes_show_to_be_slower(
     assert _best(device, trials) == plain
 
 
+@pytest.mark.parametrize("baseline_ms", [99, 101])
+def test_the_comparison_goes_on_where_the_search_said_the_contrary(
+    device: SimulatedDevice, baseline_ms: float
+) -> None:
+    """In a noisy search the baseline took 180 ms; the last word has the comparison."""
+    plain, other = device.space.baseline, Plan(4, settings=HALF)
+    searched = _trials((BASELINE, plain, 180, 2), (SEARCH, other, 90, 1))
+    searched = _noisy(searched, 0.3)
+    turns = _compared(device, searched, {plain: baseline_ms, other: 100})
+    plans = [trial.plan for trial in turns]
+    assert plans.count(plain) >= 3 or baseline_ms == 101
+    assert _best(device, [*searched, *turns]) == (plain if baseline_ms < 100 else other)
+
+
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
     plain = device.space.baseline
     trials = _trials(
