@@ -4,11 +4,12 @@ The plans that may be the fastest, and the baseline, are measured again at their
 taking turns. A turn is a block: one probe, whose steps share a worker and a moment, so only several
 blocks tell how well a plan repeats. Turns go on until the plans are told apart, another turn is
 expected to gain too little, or the effort is spent; where the machine changed meanwhile, the leader
-and the baseline go on until two probes of each agree. Then the measured speeds of this comparison
+and the baseline go on until two probes of each agree, and where all probes together contradict the
+comparison, the leader and the plan that they favour do. Then the measured speeds of this comparison
 decide, never a line: the plan with the highest median wins. Plans that cannot be told apart are
 tied, and a tie goes to the baseline, then to the plan that changes the arithmetic least, has the
-fewest settings that are not plain, and holds the fewest bytes; but not to one that all its probes
-together show to be slower than another plan.
+fewest settings that are not plain, and holds the fewest bytes; but from the fastest of the
+comparison to none that all its probes together show to be slower than another plan.
 
 A search that was cut short before the comparison ended returns its winner so far where the baseline
 has had a turn and nothing measured faster, and else the plan that measured fastest.
