@@ -48,6 +48,8 @@ def _difference(part: str, stored: str | None, here: str | None) -> str:
         return f"another workload: its {', '.join(names)} differ"
     if part == DEVICE and stored and here:
         return f"times of an {stored} and an {here} cannot be compared: give it its own study"
+    if part in ONLY_SHARED and stored is None:
+        return "a search that did not share it began it, and did not note its device"
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
 
 
@@ -254,9 +256,10 @@ class Store:
             if stored.get(part) != identity.get(part)
         )
         if parts:
-            changes = "; ".join(
+            differences = [
                 _difference(part, stored.get(part), identity.get(part)) for part in parts
-            )
+            ]
+            changes = "; ".join(dict.fromkeys(differences))
             raise StudyRefused(
                 f"the study {self.name} belongs to another search ({changes}): give another study, "
                 "or search as before"
