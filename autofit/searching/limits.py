@@ -98,7 +98,9 @@ class Allowance:
 
     def comparison_limit(self, trials: Sequence[Trial]) -> str:
         """Return what ended a final comparison that did not come to its own end."""
-        return self._probes_are_over if self.probes_left(trials) == 0 else self.time_is_over
+        if self.probes_left(trials) == 0:
+            return self._probes_are_over
+        return "another worker's limit was reached" if self.timeout_s is None else self.time_is_over
 
     def _probes_kept(self, trials: Sequence[Trial]) -> int:
         """Return the probes that are kept back for the final comparison.

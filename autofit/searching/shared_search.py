@@ -91,6 +91,7 @@ class SharedSearch(Search):
                 yield Moment.DREW
                 while (situation := self._shared.look()).undecided:
                     if self._allowance.seconds_left == 0:
+                        self._see(situation)
                         self._end_with(Leave())
                         return
                     yield Moment.WAITS
@@ -110,9 +111,12 @@ class SharedSearch(Search):
                 self._take(step)
             yield Moment.RECORDED
 
-    def _step(self, situation: Situation) -> Step:
+    def _see(self, situation: Situation) -> None:
         self._trials = situation.trials
         self._posterior = self._posterior.updated(situation.trials)
+
+    def _step(self, situation: Situation) -> Step:
+        self._see(situation)
         suspect = None
         if all(flight.role is Role.SEARCH for flight in situation.in_flight):
             suspect = self._plan_to_suspect_machine()
@@ -120,7 +124,7 @@ class SharedSearch(Search):
             return Run(suspect, Role.SEARCH)
         step = next_step(situation, self._posterior, self._limits())
         is_spent = isinstance(step, Wait) and step.is_spent
-        is_spent |= isinstance(step, Close | Read | Leave) or self._is_out_of_time
+        is_spent |= isinstance(step, Close) or self._is_out_of_time
         self._shared.workers.searches(still=not is_spent)
         return step
 
@@ -169,6 +173,7 @@ class SharedSearch(Search):
             self._is_out_of_time = True
 
     def _end_with(self, step: Close | Read | Leave) -> None:
+        self._shared.workers.searches(still=False)
         if isinstance(step, Close):
             more = self._with_more_time if self._has_confirmed else self._left_out_for_time()
             self._stop = Stop(step.because, step.is_exhausted, more)

@@ -406,6 +406,20 @@ def test_a_timeout_ends_a_worker_whose_turn_does_not_come(
     assert running == []
 
 
+def test_a_comparison_that_another_worker_cut_short_is_told_without_a_limit_of_its_own(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    with SharedStore.open(path, IDENTITY) as store:
+        cut = run_search(small.prober(), small.spec(), store=store, max_probes=2)
+        store.agreed(lambda: make_record(cut, "cut"))
+    assert not cut.comparison_ended
+    with SharedStore.open(path, IDENTITY) as store:
+        read = run_search(small.prober(), small.spec(), store=store, max_probes=3)
+    assert read.trials == cut.trials
+    assert read.stopped_because.endswith("because another worker's limit was reached")
+
+
 def test_costly_settings_that_a_timeout_left_out_are_tried_by_who_has_more_time(
     make_device: MakeDevice, tmp_path: Path
 ) -> None:
@@ -528,6 +542,20 @@ def test_cards_that_differ_are_refused(small: SimulatedDevice, tmp_path: Path) -
         assert alone.spec is not None
 
 
+def test_a_study_that_was_begun_without_sharing_is_refused(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    with Store.open(path, IDENTITY) as alone:
+        alone.begin(small.spec())
+    of_l4 = {**IDENTITY, "device": "NVIDIA L4", "driver": "580", "torch": "2.13"}
+    whole = (
+        r"another search \(a search that did not share it began it, and did not note its device\)"
+    )
+    with pytest.raises(StudyRefused, match=whole):
+        SharedStore.open(path, of_l4)
+
+
 # Processes
 
 _WORKER = """
@@ -578,7 +606,7 @@ prober.probe = slow
 with SharedStore.open({study!r}, IDENTITY) as store:
     print("ready", flush=True)
     sys.stdin.readline()
-    result = run_search(prober, device.spec(), store=store)
+    result = run_search(prober, device.spec(), store=store, timeout_s={timeout_s!r})
     def described():
         die("closing")
         return make_record(result, str(os.getpid()))
@@ -592,9 +620,11 @@ print(json.dumps(record.to_dict()), flush=True)
 def start(python: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
     """Start a worker on a study, which may kill itself at a moment."""
 
-    def child(study: str, dies_at: str = "", probe_s: float = 0.3) -> subprocess.Popen[str]:
+    def child(
+        study: str, dies_at: str = "", probe_s: float = 0.3, timeout_s: float | None = None
+    ) -> subprocess.Popen[str]:
         code = textwrap.dedent(_WORKER).format(
-            path=sys.path, study=study, dies_at=dies_at, probe_s=probe_s
+            path=sys.path, study=study, dies_at=dies_at, probe_s=probe_s, timeout_s=timeout_s
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return python("-c", code, text=True, forks_workers=False, **pipes)
@@ -653,6 +683,44 @@ def test_killed_workers_lose_at_most_what_they_were_running(
     check_that_killed_workers_lose_only_what_they_ran(
         start, str(tmp_path / "study.journal"), deaths
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends_by", ["Ctrl-C", "timeout"])
+def test_a_worker_that_ends_early_returns_what_was_measured_and_holds_up_nobody(
+    tmp_path: Path, start: Any, ends_by: str
+) -> None:
+    """Its report is its own; that of the one who goes on holds its trials, too."""
+    study = str(tmp_path / "study.journal")
+    if ends_by == "timeout":  # of fewer probes than a search takes
+        early = start(study, probe_s=0.5, timeout_s=2.0)
+    else:  # it is long amid its second probe
+        early = start(study, probe_s=3.0)
+    late = start(study)
+    for worker in (early, late):
+        assert worker.stdout.readline() == "ready\n", worker.communicate()[1]
+    late.stdin.write("\n")
+    late.stdin.flush()
+    assert late.stdout.readline(), late.communicate()[1]  # it has recorded a trial
+    late.send_signal(signal.SIGSTOP)  # so that the search cannot end before the early one has
+    early.stdin.write("\n")
+    early.stdin.flush()
+    if ends_by == "Ctrl-C":
+        assert early.stdout.readline(), early.communicate()[1]
+        early.send_signal(signal.SIGINT)
+    out, errors = early.communicate(timeout=240)
+    late.send_signal(signal.SIGCONT)
+    rest = late.communicate(timeout=240)
+    assert (early.returncode, late.returncode) == (0, 0), (errors, rest[1])
+    own, whole = (json.loads(told.splitlines()[-1]) for told in (out, rest[0]))
+    because = {"Ctrl-C": "interrupted", "timeout": "the timeout of 2 s was reached"}
+    assert own["search"]["stopped_because"].endswith(because[ends_by])
+    assert sum(own["search"]["workers"].values()) == len(own["trials"])
+    numbers = {trial["number"] for trial in whole["trials"]}
+    assert {trial["number"] for trial in own["trials"]} <= numbers
+    assert len(whole["search"]["workers"]) == 2 or ends_by == "timeout"
+    with SharedStore.open(study, IDENTITY) as store:
+        assert all(trial.state.is_finished() for trial in store.study.get_trials())
 
 
 # A database
