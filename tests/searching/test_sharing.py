@@ -401,6 +401,7 @@ def test_a_timeout_ends_a_worker_whose_turn_does_not_come(
     with SharedStore.open(path, IDENTITY) as store, SharedStore.open(path, IDENTITY) as other:
         with other.turn():
             late = run_search(small.prober(), small.spec(), store=store, timeout_s=0.2)
+        assert not other.look().others_search, "nobody need wait for it"
         assert late.stopped_because == "the timeout of 0.2 s was reached"
         running = store.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     assert running == []
