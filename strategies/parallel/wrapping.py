@@ -116,8 +116,9 @@ def state_dealt_out(
 ) -> Callable[[Any], torch.optim.Optimizer]:
     """Return a function of parameters that makes an optimizer with the state of a share of them.
 
-    Raises (the function):
-        Unsupported: fewer parameters than ranks, parameters of several types, or sparse ones.
+    Raises (the function; on every rank alike, since one alone would leave the others waiting):
+        Unsupported: the optimizer has several groups of parameters, fewer parameters than there
+            are ranks, or parameters of several types.
     """
     from torch.distributed import get_world_size
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -126,14 +127,24 @@ def state_dealt_out(
         return factory([parameter for group in groups for parameter in group["params"]])
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if (count := len(parameters)) < (ranks := get_world_size()):
+        groups = factory(parameters).param_groups  # it has no state yet
+        if len(groups) > 1:
             raise Unsupported(
-                f"parallel.mode=zero1 deals whole parameters out to the ranks, and {count} do not "
-                f"suffice for {ranks}: an optimizer has to have some on each rank"
+                f"parallel.mode=zero1 deals out one group of parameters, and the optimizer has "
+                f"{len(groups)} groups of parameters"
             )
-        try:
-            return ZeroRedundancyOptimizer(parameters, of_share)  # type: ignore[arg-type]  # any callable is called
-        except ValueError as error:
-            raise Unsupported(f"parallel.mode=zero1: {error}") from error
+        # No others: a rank whose share is frozen would have nothing to make an optimizer of.
+        held = groups[0]["params"]
+        if len(held) < (ranks := get_world_size()):
+            raise Unsupported(
+                f"parallel.mode=zero1 deals whole parameters out to the ranks, and {len(held)} do "
+                f"not suffice for {ranks}: an optimizer has to have some on each rank"
+            )
+        if len(types := {str(parameter.dtype) for parameter in held}) > 1:
+            raise Unsupported(
+                "parallel.mode=zero1 deals out parameters of one type, and these are of "
+                f"{', '.join(sorted(types))}"
+            )
+        return ZeroRedundancyOptimizer(held, of_share)  # type: ignore[arg-type]  # any callable is called
 
     return make

@@ -231,6 +231,46 @@ def test_a_mode_under_which_one_rank_raises_does_not_end_the_search(
         assert probed(prober, "ddp").outcome is Outcome.OK
 
 
+class Adapted(nn.Module):
+    """A frozen layer, larger than all that is trained of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 64).requires_grad_(False)
+        self.trained = nn.Sequential(nn.Linear(64, 2), nn.Linear(2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.trained(self.frozen(x))
+        return logits
+
+
+def of_trained(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad])
+
+
+def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+
+
+def test_only_what_the_optimizer_updates_is_dealt_out_to_the_ranks() -> None:
+    with ranks_of(build=Adapted, optimizer=of_trained) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == (*DDP, *SHARDED)
+        assert probed(prober, "zero1").outcome is Outcome.OK
+
+
+def test_groups_of_parameters_leave_the_modes_that_need_not_deal_them_out() -> None:
+    with ranks_of(optimizer=in_two_groups) as prober:
+        survey = prober.survey()
+        assert survey.dimensions["parallel.mode"].values == ("ddp", "ddp_view", *SHARDED)
+        (note,) = (note for note in survey.notes if "set aside" in note)
+        assert note.startswith("parallel.mode=zero1 was set aside")
+        assert "2 groups of parameters" in note
+        assert probed(prober, "ddp").outcome is Outcome.OK
+
+
 def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out() -> None:
     workload = Workload(
         lambda: nn.Linear(8, 8, bias=False), batch_of, loss_fn=mean_over_valid, loss_weight=valid
