@@ -73,7 +73,7 @@ class GroupChannel:
         seconds_to_replace: for all ranks to take their next workers, the last time they did.
 
     Raises:
-        WorkerFailed: a rank did not come to the meeting.
+        InvalidRequest: a rank did not come to the meeting.
     """
 
     is_replaceable = True
@@ -289,7 +289,7 @@ class GroupChannel:
         """Return the machine of each rank, once all have come.
 
         Raises:
-            WorkerFailed: one has not.
+            InvalidRequest: one has not.
         """
         end = time.monotonic() + CONNECT_S
         missing = list(range(self._size))

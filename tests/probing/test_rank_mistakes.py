@@ -14,6 +14,7 @@ from autofit.errors import InvalidRequest
 from autofit.measurement import Outcome
 from autofit.plan import Plan
 from autofit.probing.messages import ProbeRequest
+from autofit.probing.probe import resolve_here
 from autofit.probing.prober import Prober, Target
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Numerics
@@ -244,14 +245,15 @@ class Adapted(nn.Module):
         return logits
 
 
-def of_trained(parameters: Any) -> torch.optim.Optimizer:
+def of_trained(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in parameters if p.requires_grad])
 
 
-def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
+def in_two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     matrices = [p for p in parameters if p.dim() > 1]
     others = [p for p in parameters if p.dim() < 2]
-    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups)
 
 
 def test_only_what_the_optimizer_updates_is_dealt_out_to_the_ranks() -> None:
@@ -269,6 +271,9 @@ def test_groups_of_parameters_leave_the_modes_that_need_not_deal_them_out() -> N
         assert note.startswith("parallel.mode=zero1 was set aside")
         assert "2 groups of parameters" in note
         assert probed(prober, "ddp").outcome is Outcome.OK
+    asked = Plan(2, world_size=2, settings={"parallel.mode": "zero1"})
+    with pytest.raises(InvalidRequest, match="2 groups of parameters"):  # one probe says it too
+        resolve_here(asked, survey, prober.strategies, None)
 
 
 def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out() -> None:
