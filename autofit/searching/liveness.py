@@ -23,7 +23,8 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage, RDBStorage
 
-from autofit.searching.storage import BEAT_S, GRACE_S, runs_here, this_process
+from autofit.searching.claim import runs_here, this_process
+from autofit.searching.storage import BEAT_S, GRACE_S
 from autofit.shapes import AMOUNT, COUNT, FLAG, TEXT, check_shape
 
 WORKER = "autofit_worker"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -27,36 +27,31 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from autofit.errors import StudyRefused
-from autofit.measurement import Role, Trial
-from autofit.plan import PLAN, Plan
+from autofit.measurement import Trial
+from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.report.record import Record
 from autofit.searching import trial_codec
 from autofit.searching.liveness import WORKER, Workers, backend_of
+from autofit.searching.publications import PUBLISHED, publication, seen_in
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.shared_report import of_all_workers
-from autofit.searching.sharing import Flight, Run, Situation
+from autofit.searching.sharing import Run, Situation
 from autofit.searching.storage import (
     BEAT_S,
     AskTellStudy,
-    Claim,
     decoding,
     replaying,
     unremarked_experiments,
 )
 from autofit.searching.study import Store
-from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, check_shape
+from autofit.shapes import AMOUNT, Maybe, check_shape
 from autofit.units import counted
 
-_PUBLISHED = "autofit_published"
+if TYPE_CHECKING:
+    from autofit.searching.claim import Claim
+
 _REPORT = "autofit_report"
-_CLOSING = "closing"
-_PUBLICATION = {
-    "role": TEXT,
-    "plan": Maybe(PLAN),
-    "because": Maybe(TEXT),
-    "is_exhausted": FLAG,
-}
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 _IDLE_GRACES = 2  # graces without anything in flight until a confirmer is not waited for
 
@@ -155,7 +150,8 @@ class SharedStore(Store):
         with decoding(self.name):
             compared_from = attrs.get(trial_codec.COMPARED_FROM, 0)
             trials = trial_codec.trials_in(frozen, compared_from)
-            seen = self._seen(frozen, trials, compared_from)
+            own = None if self._ticket is None else self._ticket.number
+            seen = seen_in(frozen, trials, compared_from, me=self.workers.key, own=own)
             last = trials[-1].number if trials else -1
             others = [
                 entry
@@ -173,43 +169,6 @@ class SharedStore(Store):
         quiet_s = time.monotonic() - self._quiet_since
         is_gone = situation.confirmer in absent or quiet_s > _IDLE_GRACES * self.workers.grace_s
         return replace(situation, is_confirmer_gone=is_gone)
-
-    def _seen(
-        self, frozen: Sequence[FrozenTrial], trials: tuple[Trial, ...], compared_from: int
-    ) -> Situation:
-        """Return what the trials tell of the situation."""
-        situation = Situation(self.workers.key, trials)
-        own = None if self._ticket is None else self._ticket.number
-        in_flight: list[Flight] = []
-        undecided: list[int] = []
-        counted_ones = {trial.number for trial in trials}
-        for trial in frozen:
-            if trial.number == own:
-                continue
-            runs = trial.state == TrialState.RUNNING
-            published = trial.user_attrs.get(_PUBLISHED)
-            if published is None:
-                if runs and (own is None or trial.number < own):
-                    undecided.append(trial.number)
-                continue
-            check_shape(published, _PUBLICATION, "a published plan")
-            worker = str(trial.user_attrs.get(WORKER))
-            is_closing = published["role"] == _CLOSING
-            role = None if is_closing else Role(published["role"])
-            if runs:
-                plan = None if is_closing else Plan.from_dict(published["plan"])
-                in_flight.append(Flight(trial.number, worker, plan, role))
-            is_of_comparison = role is Role.CONFIRMED and trial.number >= compared_from
-            if is_of_comparison and (runs or trial.number in counted_ones):
-                because = situation.stopped_because or published["because"]
-                was_exhausted = situation.was_exhausted or published["is_exhausted"]
-                situation = replace(
-                    situation,
-                    confirmer=worker,
-                    stopped_because=because,
-                    was_exhausted=was_exhausted,
-                )
-        return replace(situation, in_flight=tuple(in_flight), undecided=tuple(undecided))
 
     def pause(self) -> None:
         """Wait a little for a change; the longer, the longer there was none."""
@@ -233,15 +192,11 @@ class SharedStore(Store):
         ticket = self._drawn()
         assert self.spec is not None, "begin() comes before the first turn"
         with self._writing():
-            if step is None:
-                ticket.set_user_attr(_PUBLISHED, _publication(_CLOSING))
-                return
-            if step.is_anew:
+            if step is not None and step.is_anew:
                 self.study.set_user_attr(trial_codec.COMPARED_FROM, ticket.number)
-            ticket.set_user_attr(
-                _PUBLISHED,
-                _publication(step.role.value, step.plan, step.because, step.is_exhausted),
-            )
+            ticket.set_user_attr(PUBLISHED, publication(step))
+            if step is None:
+                return
             self.study.sampler = PlannerSampler(step.plan)
             for name, each in trial_codec.distributions(self.spec.space).items():
                 if isinstance(each, CategoricalDistribution):
@@ -383,17 +338,6 @@ class SharedStore(Store):
             attrs = self.study.user_attrs
         with decoding(self.name):
             return self.workers.entries(attrs)
-
-
-def _publication(
-    role: str, plan: Plan | None = None, because: str | None = None, is_exhausted: bool = False
-) -> dict[str, Any]:
-    return {
-        "role": role,
-        "plan": None if plan is None else plan.to_dict(),
-        "because": because,
-        "is_exhausted": is_exhausted,
-    }
 
 
 def _own_wishes(spec: SearchSpec) -> tuple[Any, int | None]:

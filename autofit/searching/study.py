@@ -26,12 +26,13 @@ from autofit.plan import Plan
 from autofit.planning.search_spec import EFFORT, Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
-from autofit.searching.storage import AskTellStudy, Claim, cause_of, decoding, open_study, replaying
+from autofit.searching.storage import AskTellStudy, cause_of, decoding, open_study, replaying
 from autofit.shapes import NUMBER, TEXT, Maybe, check_shape
 from autofit.training.fingerprint import differing_parts
 
 if TYPE_CHECKING:
     from autofit.report.record import Record
+    from autofit.searching.claim import Claim
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"

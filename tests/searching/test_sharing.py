@@ -26,6 +26,7 @@ from autofit.planning import planner
 from autofit.planning.in_flight import believing
 from autofit.planning.planner import NothingLeft
 from autofit.planning.posterior import Posterior
+from autofit.searching.claim import this_process
 from autofit.searching.engine import run_search
 from autofit.searching.liveness import Workers, backend_of
 from autofit.searching.shared_study import SharedStore
@@ -40,7 +41,6 @@ from autofit.searching.sharing import (
     Wait,
     next_step,
 )
-from autofit.searching.storage import this_process
 from autofit.searching.study import Store
 from tests.shared_workers import OneWorker, make_record, searched_together
 from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial

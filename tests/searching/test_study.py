@@ -23,9 +23,9 @@ from optuna.trial import TrialState
 from autofit.errors import StudyRefused
 from autofit.measurement import Role
 from autofit.planning.search_spec import Effort
-from autofit.searching import storage
+from autofit.searching import claim as claim_room
+from autofit.searching.claim import Claim, _start_ticks, is_live, this_process
 from autofit.searching.engine import run_search
-from autofit.searching.storage import Claim, _start_ticks, is_live, this_process
 from autofit.searching.study import Store
 from autofit.testing import SimulatedProber
 from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
@@ -266,7 +266,7 @@ def test_of_searches_that_start_at_the_same_instant_one_gets_the_study(tmp_path:
             may_end.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "Claim", Claiming)
+        patch.setattr(claim_room, "Claim", Claiming)
         searches = [threading.Thread(target=search) for _ in range(2)]
         for one in searches:
             one.start()
@@ -410,7 +410,7 @@ def test_searches_in_two_containers_of_one_host_name_keep_out_of_each_others_stu
             Store.open(url, IDENTITY)
         with start("pass") as refused:
             assert "is using the study" in refused.communicate(timeout=240)[1]
-        impatient = "from autofit.searching import storage; storage._SILENT_S = 0.0\n"
+        impatient = "from autofit.searching import claim; claim._SILENT_S = 0.0\n"
         with start("print(os.getpid())", impatient) as second:
             out, errors = second.communicate(timeout=240)
             assert (second.returncode, out) == (0, "1\n"), errors

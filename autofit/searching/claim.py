@@ -1,0 +1,182 @@
+"""Who has a study in a database, which has no lock: the claims that searches write into it.
+
+Promises: of two searches that do not share a study at most one goes on; the claim of a search whose
+process has ended keeps nobody out.
+
+In: a study, and what a process tells of itself. Out: the study is this search's, or a refusal that
+names the process which has it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from autofit.errors import StudyRefused
+from autofit.units import format_seconds
+
+_CLAIM_PREFIX = "autofit_claim_"
+_CLAIM_TRIES, _CLAIM_PAUSE_S = 4, 0.5
+_SILENT_S = 3600.0  # a search on another host that asked for no plan in this time has ended
+
+
+class Claim:
+    """One search's claim on a study in a database, kept in the study itself.
+
+    Each search writes its claim and only then looks for those of others, so of two that start at
+    the same instant at least one sees the other (the flags of Dekker's algorithm; Dijkstra,
+    "Cooperating Sequential Processes", 1965). If both do, both withdraw and try again after pauses
+    of random length.
+
+    Args:
+        study: the study.
+        name: of the study in messages.
+        share: tolerate the claims of other searches that do so.
+    """
+
+    def __init__(self, study: optuna.Study, name: str, *, share: bool = False) -> None:
+        self._study, self._name, self._share = study, name, share
+        self._key = f"{_CLAIM_PREFIX}{uuid.uuid4().hex}"
+        self._is_written = False
+
+    def take(self) -> None:
+        """Keep other searches out of the study.
+
+        Raises:
+            StudyRefused: another search that still runs has it.
+        """
+        for _ in range(_CLAIM_TRIES):
+            rival = self._rival()
+            if rival is not None:  # it came first: do not make it withdraw
+                break
+            self.renew()
+            rival = self._rival()
+            if rival is None:
+                self._clear_abandoned()
+                return
+            self.give_up()
+            time.sleep(random.SystemRandom().uniform(0.0, _CLAIM_PAUSE_S))
+        assert rival is not None
+        raise StudyRefused(
+            f"process {rival['pid']} on {rival['host']} is using the study {self._name} (last seen "
+            f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or give this search a "
+            f"study of its own{how_to_share(self._share)}"
+        )
+
+    def renew(self) -> None:
+        """Show that this search still runs.
+
+        Raises:
+            StudyRefused: another search took it for ended, and has the study now.
+        """
+        if self._is_written and self._study.user_attrs.get(self._key) is None:
+            raise StudyRefused(
+                f"another search has taken over the study {self._name}, since this one was not "
+                "heard of for long: resume it when that one has ended"
+            )
+        self._is_written = True
+        claim = this_process() | {"seen": time.time(), "share": self._share}
+        self._study.set_user_attr(self._key, claim)
+
+    def give_up(self) -> None:
+        """Let other searches use the study."""
+        if self._is_written:
+            self._study.set_user_attr(self._key, None)
+            self._is_written = False
+
+    def _rival(self) -> Mapping[str, Any] | None:
+        return next((claim for claim in self._others().values() if is_live(claim)), None)
+
+    def _clear_abandoned(self) -> None:
+        """Tell searches that were taken for ended, and have not, that they lost the study."""
+        for key in self._others():
+            self._study.set_user_attr(key, None)
+
+    def _others(self) -> dict[str, Mapping[str, Any]]:
+        return {
+            key: claim
+            for key, claim in self._study.user_attrs.items()
+            if key.startswith(_CLAIM_PREFIX)
+            and key != self._key
+            and claim is not None
+            and not (self._share and claim.get("share"))
+        }
+
+
+def how_to_share(share: bool) -> str:
+    """Return what a refused search has to do to join the other one."""
+    if share:
+        return "; it does not share its study: start it with --share too"
+    return "; if that one shares its study, add --share (share=True) to join it"
+
+
+def this_process() -> dict[str, Any]:
+    """Return host and id of this process, and its start time: the system reuses ids."""
+    pid = os.getpid()
+    return {"pid": pid, "started": _start_ticks(pid), **_whereabouts()}
+
+
+def _whereabouts() -> dict[str, Any]:
+    """Return where a process id means the same: the host, as booted, and the id's namespace.
+
+    Containers may have one host name, and ids of their own.
+    """
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    try:
+        known = {"boot": boot.read_text().strip(), "namespace": namespace.stat().st_ino}
+    except OSError:  # systems without /proc
+        known = {"boot": None, "namespace": None}
+    return {"host": socket.gethostname(), **known}
+
+
+def is_live(claim: Mapping[str, Any]) -> bool:
+    """Return whether the process that wrote a claim still runs.
+
+    On another host, or in another container, that is unknown; a claim renewed within the last hour
+    then counts as live.
+    """
+    runs = runs_here(claim)
+    return _silence_s(claim) < _SILENT_S if runs is None else runs
+
+
+def runs_here(claim: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of `this_process` runs; None: it is elsewhere, so unknown."""
+    pid = claim["pid"]
+    if any(claim.get(name) != value for name, value in _whereabouts().items()):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs as another user
+    is_zombie = _stat_fields(pid)[:1] in (["Z"], ["X"])
+    return _start_ticks(pid) == claim["started"] and not is_zombie
+
+
+def _silence_s(claim: Mapping[str, Any]) -> float:
+    seen: float = claim["seen"]
+    return time.time() - seen
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return field 22 of /proc/PID/stat (proc(5)); None on systems without it."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields after the command name, which may itself contain blanks and brackets."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
