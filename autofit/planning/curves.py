@@ -224,16 +224,17 @@ class LineFamily:
 
     def fits(
         self, points: Sequence[Point], freedoms: Sequence[Freedom]
-    ) -> Callable[[Sequence[float]], Fitted]:
+    ) -> Callable[[Sequence[float], Fitted | None], Fitted]:
         """Return a function of the spread around the lines of each freedom.
 
         It returns the likeliest lines, and how well the family explains the points, whose order its
-        readings have.
+        readings have; from what it returned for similar spreads it gets there sooner.
         """
         problem = _Problem(self, points, freedoms)
 
-        def fitted(spreads: Sequence[float]) -> Fitted:
-            found = fit(problem.with_spreads(np.array(spreads)[:, None]))
+        def fitted(spreads: Sequence[float], similar: Fitted | None) -> Fitted:
+            readings = problem.with_spreads(np.array(spreads)[:, None])
+            found = fit(readings, None if similar is None else similar.weights)
             log_y = np.empty_like(found.log_y)
             log_y[:, problem.order] = found.log_y
             return replace(found, log_y=log_y)

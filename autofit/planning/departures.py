@@ -35,6 +35,7 @@ _LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next pr
 _SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
 _REMEMBERED = 10_000  # probes; each decision of a search asks about all that it made
 _SURE = 2.0  # standard errors by which residuals must exceed noise to be called departures
+_BEYOND = 1e9  # no size has such a log
 _ALIKE = 0.6  # the probability that a variant departs as the others do
 
 
@@ -55,7 +56,7 @@ class Departures:
     """Draws of the departures of every plan, given measured ones.
 
     Args:
-        points: the measured step times.
+        points: the measured step times, at least one.
         residuals: (draws, points), logs of measured over expected step times.
         spread: standard deviation of departures.
         variants: how many variants there are.
@@ -69,70 +70,53 @@ class Departures:
         draws = len(residuals)
         self._jump = random.random((draws, variants))
         self._alike = random.random((draws, variants)) < _ALIKE
-        by_plan: dict[tuple[int, float], list[int]] = {}
-        for index, point in enumerate(points):
-            by_plan.setdefault((point.variant, float(np.log(point.x))), []).append(index)
-        own: dict[int, list[tuple[float, Array]]] = {}
-        by_size: dict[float, list[float]] = {}
-        for (variant, log_x), its in sorted(by_plan.items()):
-            weights = np.array([points[index].error ** -2 for index in its])
-            precision = weights.sum() + spread**-2
-            mean = residuals[:, its] @ weights / precision
-            drawn = mean + random.standard_normal(draws) / np.sqrt(precision)
-            own.setdefault(variant, []).append((log_x, drawn))
-            by_size.setdefault(log_x, []).append(float(drawn.mean()))
-        # Variant -> logs of its sizes, and (sizes, draws) its departures there.
-        self._own = {
-            variant: (np.array([x for x, _ in its]), np.array([drawn for _, drawn in its]))
-            for variant, its in own.items()
-        }
-        self._common_x = np.array(sorted(by_size))
-        self._common = np.array([np.mean(by_size[log_x]) for log_x in sorted(by_size)])
+        of, log_x = np.array([p.variant for p in points]), np.log([p.x for p in points])
+        order = np.lexsort((log_x, of))
+        of, log_x = of[order], log_x[order]
+        is_first = np.append(True, (np.diff(of) > 0) | (np.diff(log_x) > 0))
+        starts = np.flatnonzero(is_first)  # the first point of each plan
+        weights = np.array([point.error for point in points])[order] ** -2
+        precision = np.add.reduceat(weights, starts)[:, None] + spread**-2
+        weighted = residuals.T[order] * weights[:, None]
+        mean = np.add.reduceat(weighted, starts, axis=0) / precision
+        drawn = mean + random.standard_normal(mean.shape) / np.sqrt(precision)
+        of, log_x = of[starts], log_x[starts]
+        # (variants): how many sizes each ran; (variants, most sizes): their logs, then `_BEYOND`;
+        # (variants, most sizes, draws): the departures there.
+        self._count = np.bincount(of, minlength=variants)
+        at = np.arange(len(of)) - np.repeat(np.cumsum(self._count) - self._count, self._count)
+        self._sizes = np.full((variants, self._count.max()), _BEYOND)
+        self._sizes[of, at] = log_x
+        self._values = np.zeros((*self._sizes.shape, draws))
+        self._values[of, at] = drawn
+        self._common_x, which = np.unique(log_x, return_inverse=True)
+        self._common = np.bincount(which, drawn.mean(axis=1)) / np.bincount(which)
 
     def at(self, log_x: Array) -> Array:
         """Return (draws, variants): departures at logs of micro-batches, (draws or 1, variants)."""
-        common = np.interp(log_x, self._common_x, self._common)
-        departures: Array = self._alike * common
-        for variant in self._own:
-            departures[:, variant] = self._of(variant, log_x[:, [variant]])[:, 0]
-        return departures
+        return self.of(np.arange(len(self._sizes)), log_x)
 
     def of(self, variants: NDArray[np.intp], log_x: Array) -> Array:
         """Return (draws, plans): departures of plans of these variants at these sizes.
 
         Args:
             variants: (plans), of each.
-            log_x: (plans), logs of their micro-batches.
+            log_x: (plans), or (draws or 1, plans), logs of their micro-batches.
         """
-        common = np.interp(log_x, self._common_x, self._common)
-        departures: Array = self._alike[:, variants] * common
-        for variant in np.unique(variants):
-            if variant in self._own:
-                its = variants == variant
-                departures[:, its] = self._of(int(variant), log_x[None, its])
+        count, sizes = self._count[variants], self._sizes[variants]
+        plan, draw = np.arange(len(variants)), np.arange(len(self._jump))[:, None]
+        last = np.maximum(count - 1, 0)
+        after = (sizes < log_x[..., None]).sum(axis=-1)
+        left, right = np.maximum(after - 1, 0), np.minimum(after, last)
+        start = sizes[plan, left]
+        width = sizes[plan, right] - start
+        share = np.where(width > 0, (log_x - start) / np.where(width > 0, width, 1.0), 0.0)
+        chosen = np.where(share > self._jump[:, variants], right, left)
+        nearest = np.clip(log_x, sizes[:, 0], sizes[plan, last])
+        seen = np.where(count > 0, np.interp(nearest, self._common_x, self._common), 0.0)
+        change = np.interp(log_x, self._common_x, self._common) - seen
+        departures: Array = self._values[variants, chosen, draw] + self._alike[:, variants] * change
         return departures
-
-    def _of(self, variant: int, log_x: Array) -> Array:
-        """Return (draws, sizes): departures of a variant that was measured at some size.
-
-        Args:
-            variant: which.
-            log_x: (draws or 1, sizes).
-        """
-        sizes, values = self._own[variant]
-        draw = np.arange(values.shape[1])[:, None]
-        after = np.searchsorted(sizes, log_x)
-        left, right = np.maximum(after - 1, 0), np.minimum(after, len(sizes) - 1)
-        width = sizes[right] - sizes[left]
-        share = np.where(width > 0, (log_x - sizes[left]) / np.where(width > 0, width, 1.0), 0.0)
-        chosen = np.where(share > self._jump[:, [variant]], right, left)
-        own_departure = values[chosen, draw]
-        nearest = np.clip(log_x, sizes[0], sizes[-1])
-        change = np.interp(log_x, self._common_x, self._common) - np.interp(
-            nearest, self._common_x, self._common
-        )
-        departure: Array = own_departure + self._alike[:, [variant]] * change
-        return departure
 
 
 class Noise:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 
 _ITERATIONS = 12
-_LEAST_STEP = 1e-6  # of a weight, whose standard deviation is 1 beforehand
+_LEAST_STEP = 1e-3  # of a weight, whose standard deviation is 1 beforehand
 _INACTIVE = 1e-6  # precision of a bound that holds: the reading then has no weight
 
 
@@ -37,11 +37,13 @@ class Fitted:
     """The solutions of a problem, one a draw.
 
     Attributes:
-        log_y: (draws, readings), the likeliest values of the lines.
+        weights: (draws, weights), the likeliest.
+        log_y: (draws, readings), the values of the lines there.
         log_evidence: (draws), log probability of the measurements, whatever the weights; less a
             constant that all problems of the same measurements share.
     """
 
+    weights: Array
     log_y: Array
     log_evidence: Array
 
@@ -213,9 +215,11 @@ def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None
         prior: (draws, weights), standard normal.
         readings: the measurements.
         errors: (draws, readings), standard normal; reading plus error is the target of a draw.
+        start: (draws, weights), where to begin; None: at the prior draws. From the likeliest
+            weights all draws would end beside these, also where few readings leave other ways.
     """
     target = readings.log_y + errors / np.sqrt(readings.precision)
-    weights, step = prior.copy(), np.zeros_like(prior)
+    weights, step = (prior if start is None else start).copy(), np.zeros_like(prior)
     cost, length = np.full(len(prior), np.inf), np.ones(len(prior))
     moving = np.arange(len(prior))
     for _ in range(_ITERATIONS):
@@ -246,18 +250,22 @@ def nearest(prior: Array, readings: Readings, errors: Array, start: Array | None
     return weights
 
 
-def fit(readings: Readings) -> Fitted:
+def fit(readings: Readings, start: Array | None = None) -> Fitted:
     """Return the likeliest lines and the evidence for their prior, by Laplace's approximation.
 
     Source: MacKay, Neural Computation 4, 1992: the likelihood of the likeliest weights, times the
     share of the prior that is as likely as they are. Bounds that hold count for nothing.
+
+    Args:
+        readings: the measurements.
+        start: (draws, weights), where to begin; None: all zero.
     """
     none, exactly = np.zeros_like(readings.scale), np.zeros_like(readings.precision)
-    weights = nearest(none, readings, exactly)
+    weights = nearest(none, readings, exactly, start)
     value, share = readings.predicted(weights)
     counts = ~(readings.at_least & (value > readings.log_y))
     precision = np.where(counts, readings.precision, 0.0)
     log_volume = _System.of(readings, share, precision).log_determinant()
     log_volume -= np.where(counts, np.log(readings.precision), 0.0).sum(axis=1)
     misfit = (precision * (readings.log_y - value) ** 2).sum(axis=1)
-    return Fitted(value, -((weights**2).sum(axis=1) + misfit + log_volume) / 2)
+    return Fitted(weights, value, -((weights**2).sum(axis=1) + misfit + log_volume) / 2)

@@ -172,9 +172,11 @@ class Posterior:
         if points:
             noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
             fitted = self._time_family.fits(points, [freedom for _, freedom in _REGIMES])
+            found = fitted(spreads, None)
             for _ in range(2):
-                spreads = [spread_of(log_y - line, noise) for line in fitted(spreads).log_y]
-            log_odds += fitted(spreads).log_evidence
+                spreads = [spread_of(log_y - line, noise) for line in found.log_y]
+                found = fitted(spreads, found)
+            log_odds += found.log_evidence
         odds = np.exp(log_odds - log_odds.max())
         return odds / odds.sum(), spreads
 
