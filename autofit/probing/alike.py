@@ -1,11 +1,19 @@
-"""Whether the ranks of a search are alike: one GPU, one torch, one workload."""
+"""Whether ranks are alike (one GPU, one torch, one workload), and share one training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autofit.errors import InvalidRequest
+from autofit.plan import Dimension, settings_of
+from autofit.registry import names_of_ranks
+from autofit.strategy import Phase, Strategy
+
+if TYPE_CHECKING:
+    from autofit.training.builder import TrainingBuilder
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,32 @@ class RankFacts:
     torch: str
     workload: str
     weights: float
+
+
+def machines_of(builder: TrainingBuilder, workload: str, weights: float) -> int:
+    """Return how many machines the ranks are on; every rank of the builder's world calls this.
+
+    Args:
+        builder: of this rank.
+        workload, weights: see `RankFacts`.
+
+    Raises:
+        InvalidRequest: they are not alike.
+    """
+    from autofit.training.ranks import Ranks
+
+    environment = builder.device.environment
+    own = RankFacts(
+        host=platform.node(),
+        gpu=environment.gpu,
+        driver=environment.driver,
+        torch=environment.torch,
+        workload=workload,
+        weights=weights,
+    )
+    everyone = Ranks(builder.world, builder.device.torch_device).objects(own)
+    check_alike(everyone)
+    return len({facts.host for facts in everyone})
 
 
 def check_alike(ranks: Sequence[RankFacts]) -> None:
@@ -52,3 +86,32 @@ def check_alike(ranks: Sequence[RankFacts]) -> None:
                     f"rank {rank} ({facts.host}) has {name} {own}, rank 0 ({first.host}) {theirs}: "
                     f"a search needs {len(ranks)} alike"
                 )
+
+
+def check_shared(
+    ranks: int,
+    strategies: Iterable[Strategy],
+    dimensions: Mapping[str, Dimension],
+    notes: Sequence[str],
+) -> None:
+    """Refuse ranks none of whose strategies shares the training: each would train alone.
+
+    Args:
+        ranks: how many there are.
+        strategies, dimensions: of the survey.
+        notes: of the survey; those that begin with a strategy's name say why it was left out.
+
+    Raises:
+        InvalidRequest: no strategy of `Phase.PARALLEL` offers a setting.
+    """
+    names = [strategy.name for strategy in strategies if strategy.phase is Phase.PARALLEL]
+    if any(settings_of(name, dimensions) for name in names):
+        return
+    alone = f"nothing would share gradients among the {ranks} ranks, and each would train alone"
+    if not names:
+        raise InvalidRequest(
+            f"{alone}: add one of the installed strategies that do to strategies= "
+            f"({', '.join(names_of_ranks()) or 'there is none'}), or start one process"
+        )
+    why = "; ".join(note for note in notes if note.startswith(tuple(names)))
+    raise InvalidRequest(f"{alone}: {why or f'{names[0]} offers no setting for this model'}")

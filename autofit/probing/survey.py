@@ -8,7 +8,6 @@ breaks the contract of plug-ins is refused instead.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -204,12 +203,17 @@ def take_survey(
     one, world = _OneModel(session.builder), session.builder.world
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
     model = _model_facts(builder, one.model)
-    nodes = 1 if world.size == 1 else _look_at_ranks(builder, model)
+    nodes = 1
+    if world.size > 1:
+        from autofit.probing import alike  # most searches are of one device
+
+        nodes = alike.machines_of(builder, model.fingerprint, model.weights)
     loss = _loss_source(builder)
     dimensions, notes = _dimensions(session, builder, left_out)
     if world.size > 1:
-        from autofit.equivalence import ranks  # most searches are of one device
+        from autofit.equivalence import ranks
 
+        alike.check_shared(world.size, session.strategies, dimensions, notes)
         session.on_stage("looking the workload over: gradients of several ranks")
         dimensions, unequal = ranks.without_unequal(
             session.builder, session.strategies, dimensions, raised
@@ -242,29 +246,6 @@ def take_survey(
         world_size=world.size,
         nodes=nodes,
     )
-
-
-def _look_at_ranks(builder: TrainingBuilder, model: _ModelFacts) -> int:
-    """Return how many machines the ranks are on.
-
-    Raises:
-        InvalidRequest: they are not alike.
-    """
-    from autofit.probing.alike import RankFacts, check_alike
-    from autofit.training.ranks import Ranks
-
-    environment = builder.device.environment
-    own = RankFacts(
-        host=platform.node(),
-        gpu=environment.gpu,
-        driver=environment.driver,
-        torch=environment.torch,
-        workload=model.fingerprint,
-        weights=model.weights,
-    )
-    everyone = Ranks(builder.world, builder.device.torch_device).objects(own)
-    check_alike(everyone)
-    return len({facts.host for facts in everyone})
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan
 from autofit.probing import group
-from autofit.probing.alike import RankFacts, check_alike
+from autofit.probing.alike import RankFacts, check_alike, check_shared
 from autofit.probing.meeting import Meeting, meet
 from autofit.probing.probe import probe
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.seat import device_of_rank
+from autofit.registry import load_strategies
 from autofit.strategy import World
 from autofit.training.workload import Workload
 
@@ -57,6 +58,19 @@ def test_this_process_cannot_be_a_rank_of_a_search() -> None:
 def test_ranks_that_do_not_know_where_to_meet_are_told_of_torchrun() -> None:
     with pytest.raises(InvalidRequest, match="start them with torchrun"):
         meet(World(0, 0, 2), {"RANK": "0"})
+
+
+def test_ranks_that_would_share_no_gradients_are_refused() -> None:
+    """Whether no strategy would, or the one that would was left out, on whatever error."""
+    level = {"checkpointing.level": Dimension([0, 1])}
+    checkpointing = load_strategies(["checkpointing"])
+    with pytest.raises(InvalidRequest, match=r"among the 3 ranks.*strategies= \(parallel\)"):
+        check_shared(3, checkpointing, level, [])
+    both = load_strategies(["checkpointing", "parallel"])
+    notes = ["checkpointing left out: what", "parallel left out: RuntimeError: cannot look"]
+    with pytest.raises(InvalidRequest, match="alone: parallel left out: RuntimeError: cannot look"):
+        check_shared(2, both, level, notes)
+    check_shared(2, both, level | {"parallel.mode": Dimension(["ddp"])}, notes)
 
 
 def test_a_rank_that_does_not_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ from torch.nn import functional
 
 from autofit.errors import InvalidRequest
 from autofit.measurement import Outcome
-from autofit.plan import Plan
+from autofit.plan import Dimension, Plan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.probe import resolve_here
 from autofit.probing.prober import Prober, Target
 from autofit.registry import load_strategies, resolve
-from autofit.strategy import Numerics
+from autofit.strategy import Numerics, Phase
 from autofit.testing.local_ranks import local_ranks
 from autofit.training.workload import Workload
 
@@ -287,3 +289,33 @@ def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out
         (note,) = (note for note in survey.notes if "set aside" in note)
         assert note.startswith("parallel.mode=zero1 was set aside")
         assert "1 do not suffice for 2" in note
+
+
+class FailsOnRank1:
+    """A strategy for several ranks, which fails on one while it looks for its settings."""
+
+    name = "sharing"
+    phase = Phase.PARALLEL
+    numerics = Numerics.EXACT
+
+    def dimensions(self, context: Any) -> Mapping[str, Dimension]:
+        if context.world.rank == 1:
+            raise RuntimeError("cannot look")
+        return {"sharing.mode": Dimension(["any"])}
+
+    def apply(self, training: Any, settings: Any, payloads: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+def test_a_strategy_for_ranks_that_fails_as_it_looks_ends_the_search() -> None:
+    """Without it the ranks would train on, each alone."""
+    workload = Workload(Net("always"), batch_of, loss_fn=mean_over_valid, loss_weight=valid)
+    words = "nothing would share gradients among the 2 ranks.*cannot look"
+    with (
+        local_ranks(workload, [FailsOnRank1()], 2, target=Target("cpu", "1GiB")) as prober,
+        pytest.raises(InvalidRequest, match=words),
+    ):
+        prober.survey()
