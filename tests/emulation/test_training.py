@@ -62,6 +62,22 @@ assert abs(first.mean()) < 0.2 and 0.8 < first.std() < 1.2
 print("done")
 """
 
+GROUPED = """
+import torch
+import torch.nn.functional as F
+torch.manual_seed(0)
+given = [torch.randn(2, heads, 16, 32) for heads in (8, 2, 2)]
+found = []
+for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+    inputs = [each.detach().to(device, dtype).requires_grad_() for each in given]
+    output = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    output.square().sum().backward()
+    found.append([output, *(each.grad for each in inputs)])
+for host, card in zip(*found):
+    assert torch.allclose(host, card.cpu().float(), atol=0.1, rtol=0.05)
+print("done")
+"""
+
 PACKED = """
 import torch
 from torch import nn
@@ -131,6 +147,10 @@ def test_operators_have_the_values_of_the_cpu(run_on: Run) -> None:
 
 def test_a_packed_sequence_has_the_values_of_the_cpu(run_on: Run) -> None:
     assert run_on(PACKED, values=True) == "done\n"
+
+
+def test_attention_of_fewer_heads_of_keys_has_the_values_of_the_cpu(run_on: Run) -> None:
+    assert run_on(GROUPED, values=True) == "done\n"
 
 
 def test_an_index_out_of_range_is_an_assert_on_the_device(run_on: Run) -> None:

@@ -18,6 +18,7 @@ at::Tensor in_float(const c10::IValue& value) { return value.toTensor().to(at::k
 
 struct Attention {
   at::Tensor query, key, value, weights;
+  int64_t shared;  // heads of the query that one of key and value serves
   std::optional<at::Tensor> bias;
   double scale;
 
@@ -26,6 +27,9 @@ struct Attention {
         key(in_float(named_argument(schema, values, "key"))),
         value(in_float(named_argument(schema, values, "value"))),
         bias(optional_tensor(named_argument(schema, values, "attn_bias"))) {
+    shared = query.size(-3) / key.size(-3);
+    key = key.repeat_interleave(shared, -3);
+    value = value.repeat_interleave(shared, -3);
     c10::IValue given = named_argument(schema, values, "scale");
     scale = given.isNone() ? 1 / std::sqrt(static_cast<double>(query.size(-1))) : given.toDouble();
     at::Tensor scores = at::matmul(query, key.transpose(-2, -1)) * scale;
@@ -35,6 +39,10 @@ struct Attention {
       scores = scores.masked_fill(seen.logical_not(), -INFINITY);
     }
     weights = at::softmax(scores, -1).nan_to_num(0);
+  }
+
+  at::Tensor over_shared(const at::Tensor& gradient) const {
+    return gradient.unflatten(-3, {gradient.size(-3) / shared, shared}).sum(-3);
   }
 };
 
@@ -51,8 +59,8 @@ Values attention_backward(const Schema& schema, Values& values) {
   at::Tensor of_scores =
       made.weights * (of_weights - (of_weights * made.weights).sum(-1, /*keepdim=*/true));
   Values results{at::matmul(of_scores, made.key) * made.scale,
-                 at::matmul(of_scores.transpose(-2, -1), made.query) * made.scale,
-                 at::matmul(made.weights.transpose(-2, -1), gradient)};
+                 made.over_shared(at::matmul(of_scores.transpose(-2, -1), made.query) * made.scale),
+                 made.over_shared(at::matmul(made.weights.transpose(-2, -1), gradient))};
   if (schema.returns().size() > 3)
     results.push_back(made.bias ? of_scores.sum_to_size(made.bias->sizes()) : at::Tensor());
   return results;
