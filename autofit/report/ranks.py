@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autofit.measurement import RankUse
+from autofit.plan import Plan
 from autofit.report.record import Record
 from autofit.units import counted, format_bytes, format_seconds
 
@@ -40,3 +41,22 @@ def times_of_ranks(ranks: Sequence[RankUse]) -> str:
         f"own step time {format_seconds(min(times))} to {format_seconds(max(times))} "
         f"(rank {times.index(max(times))} slowest)"
     )
+
+
+def lines_to_paste(plan: Plan) -> list[str]:
+    """Return how ranks split and weight their samples, of which wrappers know nothing.
+
+    Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
+    each loss takes a weight whose mean over the ranks adds up to one, as in `Training`.
+    """
+    ranks, samples, steps = plan.world_size, plan.samples_per_step, plan.accumulation_steps
+    shares = [sum(plan.micro_batch_sizes_of(rank)) for rank in (0, ranks - 1)]
+    share = " or ".join(map(str, dict.fromkeys(shares)))
+    return [
+        f"accumulation_steps = {steps}  # micro-batches of each rank, the same number on all: "
+        f"its {share} of {samples} samples, cut by tensor_split(accumulation_steps)",
+        f"loss_factor = {ranks} / {samples}  # multiply each loss by this and by the samples of "
+        f"its micro-batch: gradients are averaged over the {ranks} ranks",
+        "# a loss that is a mean over something else (valid tokens, see loss_weight): multiply by "
+        f"{ranks} * that / its sum over all micro-batches of all ranks",
+    ]

@@ -22,7 +22,6 @@ from autofit.probing.survey import Survey
 from autofit.registry import resolve
 from autofit.report.parts import parts_of
 from autofit.report.record import Record, SearchSummary, Skipped
-from autofit.searching.paste import paste_lines
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
 from autofit.training.loss import LossSource
@@ -186,6 +185,39 @@ def _with_more_time(result: SearchResult) -> Iterator[str]:
     if result.with_more_time is not None:
         plan = result.with_more_time.without(result.spec.space.plain_settings)
         yield f"with more time the search would have tried {plan} next"
+
+
+def paste_lines(resolved: ResolvedPlan) -> list[str]:
+    """Return code for batch geometry, then that of each strategy, which runs as it stands.
+
+    Imports come first. A strategy's last line may open a block (`with ...:`), in which all that
+    follows lies, as strategies are applied inside one another; the last block holds a place for the
+    training.
+    """
+    plan = resolved.plan
+    code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
+    if plan.world_size > 1:
+        from autofit.report.ranks import lines_to_paste  # most plans are of one device
+
+        code += lines_to_paste(plan)
+    elif plan.accumulation_steps > 1:
+        code.append(
+            f"accumulation_steps = {plan.accumulation_steps}  # micro-batches in one "
+            f"optimizer step of {plan.samples_per_step} samples; "
+            "weight each loss by its share of the samples"
+        )
+    imports: dict[str, None] = {}
+    indent = ""
+    for strategy, settings, payloads in resolved.by_strategy():
+        lines = strategy.describe(settings, payloads)
+        own = [line for line in lines if line.startswith(("import ", "from "))]
+        imports |= dict.fromkeys(own)
+        code += [indent + line for line in lines if line not in own]
+        if lines and lines[-1].partition("  #")[0].rstrip().endswith(":"):
+            indent += "    "
+    if indent:
+        code.append(f"{indent}...  # your training, as the comments above place it")
+    return [*imports, *code]
 
 
 def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | None:

@@ -11,7 +11,7 @@ import torch
 
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import load_strategies
-from autofit.searching.paste import paste_lines
+from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autofit.plan import Plan, ResolvedPlan
-from autofit.searching.paste import paste_lines
+from autofit.searching.result import paste_lines
 from tests.torchrun import started
 
 LOOP = """
@@ -21,7 +21,7 @@ from torch import nn
 
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.searching.paste import paste_lines
+from autofit.searching.result import paste_lines
 from autofit.training.loss import Recipe
 from autofit.training.optimizers import build_optimizer
 from autofit.training.training import Training
