@@ -18,9 +18,17 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
     """Return the world that torchrun's variables describe; of one rank where it set none.
 
     Raises:
-        InvalidRequest: a variable is no whole number, or the rank is not among the ranks.
+        InvalidRequest: a variable is no whole number, the rank is not among the ranks, or there are
+            several ranks and a variable is missing.
     """
-    if not all(name in environment for name in _VARIABLES):
+    if missing := [name for name in _VARIABLES if name not in environment]:
+        size_alone = environment.get("WORLD_SIZE", "1").strip()
+        if size_alone.isdecimal() and int(size_alone) > 1:
+            raise InvalidRequest(
+                f"WORLD_SIZE={size_alone} says that there are {size_alone} ranks, and "
+                f"{' and '.join(missing)} not which this is: start the ranks with torchrun, which "
+                "sets all of these, or unset WORLD_SIZE to use one device alone"
+            )
         return ALONE
     try:
         rank, local_rank, size = (int(environment[name]) for name in _VARIABLES)

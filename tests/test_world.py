@@ -13,9 +13,20 @@ def test_a_process_of_torchrun_is_one_of_its_ranks() -> None:
     assert world_of_environment(told) == World(rank=5, local_rank=1, size=8)
 
 
-@pytest.mark.parametrize("told", [{}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "4"}])
-def test_without_all_of_torchruns_variables_a_process_is_alone(told: dict[str, str]) -> None:
+@pytest.mark.parametrize("told", [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "3"}])
+def test_where_nothing_tells_of_other_ranks_a_process_is_alone(told: dict[str, str]) -> None:
     assert world_of_environment(told) == World(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "missing"), [({}, "RANK and LOCAL_RANK"), ({"RANK": "0"}, "LOCAL_RANK")]
+)
+def test_a_process_that_does_not_know_its_place_among_ranks_does_not_go_on_alone(
+    told: dict[str, str], missing: str
+) -> None:
+    words = f"^WORLD_SIZE=4 .* and {missing} not which .* torchrun.* unset WORLD_SIZE"
+    with pytest.raises(InvalidRequest, match=words):
+        world_of_environment({**told, "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize("rank", ["two", "4", "-1"])

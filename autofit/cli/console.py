@@ -105,7 +105,10 @@ def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: 
 
 def leads() -> bool:
     """Return whether this process shows results: alone, or the first of torchrun's ranks."""
-    return world_of_environment().rank == 0
+    try:
+        return world_of_environment().rank == 0
+    except InvalidRequest:  # commands that use no ranks need no place among them
+        return True
 
 
 def style() -> dict[str, Any]:
