@@ -301,9 +301,11 @@ def normalizing_apart(model: torch.nn.Module) -> list[str]:
         return []
     first = f"{', '.join(names[:3])}{' and others' * (len(names) > 3)}"
     return [
-        f"{first} normalize over the micro-batch of their own rank, with running statistics of its "
-        "own, so that several ranks train otherwise than one process would: "
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) has them share it, on GPUs"
+        f"{first} normalize over the micro-batch of their own rank, so that several ranks train "
+        "otherwise than one process would. Their running statistics are of rank 0's samples alone "
+        "under DistributedDataParallel, which sends its buffers to all ranks before each optimizer "
+        "step, and of each rank's own under fully_shard, which sends none: save rank 0's. "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) has the ranks share them, on GPUs"
     ]
 
 
