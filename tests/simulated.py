@@ -84,6 +84,21 @@ def make_trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measure
     return Trial(number, role, plan, Measurement(outcome, **measured))
 
 
+def measured(device: SimulatedDevice, plans: list[Plan]) -> tuple[Trial, ...]:
+    """Trials of plans, without noise; the first is the baseline."""
+    return tuple(
+        make_trial(
+            number,
+            plan,
+            step_times_s=[device.step_time(plan)] * 3,
+            peak_allocated_bytes=round(device.memory(plan)),
+            peak_reserved_bytes=round(device.memory(plan)),
+            non_torch_bytes=0,
+        )
+        for number, plan in enumerate(plans)
+    )
+
+
 def with_predicted_lines(device: SimulatedDevice, *, most_changed: int = 1) -> Any:
     """The specification with predicted lines of variants with at most so many changed settings."""
     lines = {}

@@ -85,7 +85,7 @@ def seen_in(
             plan = None if is_closing else Plan.from_dict(published["plan"])
             in_flight.append(Flight(trial.number, worker, plan, role))
         is_of_comparison = role is Role.CONFIRMED and trial.number >= compared_from
-        if is_of_comparison and (runs or trial.number in counted_ones):
+        if is_of_comparison and trial.number in counted_ones:
             situation = replace(
                 situation,
                 confirmer=worker,

@@ -34,7 +34,7 @@ def of_all_workers(
     search = replace(
         record.search,
         seconds=_seconds(trials),
-        sessions=max(1, len(names)),
+        sessions=len(names),
         workers=dict(names),
     )
     return replace(record, search=search)

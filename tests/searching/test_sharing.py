@@ -1,4 +1,4 @@
-"""A shared study: whose turn it is, what is believed of plans in flight, and who is gone."""
+"""A shared study: whose turn it is, and who is gone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from optuna.trial import TrialState
 
 import autofit
 from autofit.errors import InvalidRequest, StudyRefused
-from autofit.measurement import Outcome, Role, Trial
+from autofit.measurement import Outcome, Role
 from autofit.plan import Dimension, Plan
-from autofit.planning import planner
-from autofit.planning.in_flight import believing
 from autofit.planning.planner import NothingLeft
 from autofit.planning.posterior import Posterior
 from autofit.searching.claim import this_process
@@ -43,7 +41,7 @@ from autofit.searching.sharing import (
 )
 from autofit.searching.study import Store
 from tests.shared_workers import OneWorker, make_record, searched_together
-from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
+from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial, measured
 
 PRECISIONS = {"precision.dtype": Dimension(("as_is", "bfloat16"))}
 STOPPED = "no plan left is expected to gain enough"
@@ -53,60 +51,6 @@ STOPPED = "no plan left is expected to gain enough"
 def small(make_device: MakeDevice) -> SimulatedDevice:
     """Two variants, so that decisions are quick."""
     return make_device(dimensions=PRECISIONS)
-
-
-def measured(device: SimulatedDevice, plans: list[Plan]) -> tuple[Trial, ...]:
-    """Trials of plans, without noise; the first is the baseline."""
-    return tuple(
-        make_trial(
-            number,
-            plan,
-            step_times_s=[device.step_time(plan)] * 3,
-            peak_allocated_bytes=round(device.memory(plan)),
-            peak_reserved_bytes=round(device.memory(plan)),
-            non_torch_bytes=0,
-        )
-        for number, plan in enumerate(plans)
-    )
-
-
-# What is believed of plans in flight
-
-
-def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None:
-    posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
-    in_flight: list[Plan] = []
-    for _ in range(4):
-        decided = planner.decide(believing(posterior, in_flight))
-        assert isinstance(decided, Plan)
-        assert decided not in in_flight
-        in_flight.append(decided)
-
-
-def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
-    """Of 4 samples measured the next are at most 16, whatever is believed of 16."""
-    device = make_device(dimensions={})
-    larger = device.space.plan(16, {})
-    posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
-    believed = believing(posterior, [larger])
-    assert believed.largest.tolist() == [16]
-    decided = planner.decide(believed)
-    assert isinstance(decided, NothingLeft) or decided.micro_batch <= 16
-    both = Posterior(device.spec(), measured(device, [device.space.baseline, larger]))
-    after = planner.decide(both)
-    assert isinstance(after, Plan)
-    assert after.micro_batch > 16
-
-
-def test_while_nothing_fits_workers_try_different_variants(make_device: MakeDevice) -> None:
-    device = make_device()
-    failed = (make_trial(0, device.space.baseline, Outcome.OOM),)
-    posterior = Posterior(device.spec(), failed)
-    first = planner.decide(posterior)
-    assert isinstance(first, Plan)
-    second = planner.decide(believing(posterior, [first]))
-    assert isinstance(second, Plan)
-    assert second.variant != first.variant
 
 
 # Whose turn it is: pure

@@ -1,0 +1,64 @@
+"""What is believed of plans that other workers are running."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autofit.measurement import Outcome
+from autofit.plan import Plan
+from autofit.planning import planner
+from autofit.planning.in_flight import believing
+from autofit.planning.planner import NothingLeft
+from autofit.planning.posterior import Posterior
+from tests.simulated import MakeDevice, SimulatedDevice, make_trial, measured
+
+
+def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None:
+    posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
+    in_flight: list[Plan] = []
+    for _ in range(4):
+        decided = planner.decide(believing(posterior, in_flight))
+        assert isinstance(decided, Plan)
+        assert decided not in in_flight
+        in_flight.append(decided)
+
+
+def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
+    """Of 4 samples measured the next are at most 16, whatever is believed of 16."""
+    device = make_device(dimensions={})
+    larger = device.space.plan(16, {})
+    posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
+    believed = believing(posterior, [larger])
+    assert believed.largest.tolist() == [16]
+    decided = planner.decide(believed)
+    assert isinstance(decided, NothingLeft) or decided.micro_batch <= 16
+    both = Posterior(device.spec(), measured(device, [device.space.baseline, larger]))
+    after = planner.decide(both)
+    assert isinstance(after, Plan)
+    assert after.micro_batch > 16
+
+
+def test_while_nothing_fits_workers_try_different_variants(make_device: MakeDevice) -> None:
+    device = make_device()
+    failed = (make_trial(0, device.space.baseline, Outcome.OOM),)
+    posterior = Posterior(device.spec(), failed)
+    first = planner.decide(posterior)
+    assert isinstance(first, Plan)
+    second = planner.decide(believing(posterior, [first]))
+    assert isinstance(second, Plan)
+    assert second.variant != first.variant
+
+
+def test_a_belief_is_what_was_forecast(make_device: MakeDevice) -> None:
+    """A plan of three times the samples takes other seconds and bytes than the leader."""
+    device = make_device(dimensions={})
+    plans = [device.space.plan(size, {}) for size in (4, 8, 12)]
+    posterior = Posterior(device.spec(), measured(device, plans))
+    in_flight, larger = device.space.plan(16, {}), device.space.plan(20, {})
+    believed = believing(posterior, [in_flight])
+    for plan in (in_flight, larger):
+        speed, before = believed.mean_log_speed(plan), posterior.mean_log_speed(plan)
+        assert speed == pytest.approx(before, abs=0.02)
+        held, then = (np.median(each.held_bytes(plan)) for each in (believed, posterior))
+        assert held == pytest.approx(then, rel=0.02)

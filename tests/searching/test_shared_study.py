@@ -1,0 +1,95 @@
+"""Who compares on a shared study, who is not waited for, and whose report holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autofit.measurement import Role
+from autofit.plan import Dimension, Plan
+from autofit.searching import shared_study
+from autofit.searching.engine import run_search
+from autofit.searching.shared_study import SharedStore
+from autofit.searching.sharing import Run
+from tests.shared_workers import make_record
+from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, measured
+
+PRECISIONS = {"precision.dtype": Dimension(("as_is", "bfloat16"))}
+
+
+@pytest.fixture
+def small(make_device: MakeDevice) -> SimulatedDevice:
+    """Two variants, so that decisions are quick."""
+    return make_device(dimensions=PRECISIONS)
+
+
+@contextmanager
+def two_workers(path: Path, device: SimulatedDevice) -> Iterator[tuple[SharedStore, SharedStore]]:
+    with SharedStore.open(path, IDENTITY) as first, SharedStore.open(path, IDENTITY) as second:
+        for store in (first, second):
+            store.begin(device.spec())
+        yield first, second
+
+
+def run(store: SharedStore, device: SimulatedDevice, plan: Plan, role: Role) -> None:
+    """Run a plan, as a worker does whose turn it is."""
+    (trial,) = measured(device, [plan])
+    with store.turn():
+        assert store.publish(Run(plan, role, "because"))
+        with store.asking(plan) as asked:
+            store.record(asked, replace(trial, role=role))
+
+
+def test_a_confirmer_that_does_nothing_for_long_is_not_waited_for(
+    small: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its process runs: it may be stopped, or its own training may be."""
+    now_s, baseline = 0.0, small.space.baseline
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(shared_study, "time", clock)
+    with two_workers(tmp_path / "study.journal", small) as (confirmer, other):
+        run(confirmer, small, baseline, Role.BASELINE)
+        run(confirmer, small, baseline, Role.CONFIRMED)
+        assert not other.look().is_confirmer_gone
+        grace_s = other.workers.grace_s
+        now_s = 1.5 * grace_s
+        assert not other.look().is_confirmer_gone
+        run(confirmer, small, baseline, Role.CONFIRMED)
+        now_s = 3.0 * grace_s
+        assert not other.look().is_confirmer_gone, "it has run another block meanwhile"
+        now_s = 5.5 * grace_s
+        assert other.look().is_confirmer_gone
+
+
+def test_a_block_of_the_comparison_that_was_lost_is_nobodys(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    baseline = small.space.baseline
+    with two_workers(tmp_path / "study.journal", small) as (loser, other):
+        run(loser, small, baseline, Role.BASELINE)
+        with loser.turn():
+            loser.publish(Run(baseline, Role.CONFIRMED, "its time was over"))
+            assert other.look().in_flight
+        seen = other.look()
+        assert (seen.confirmer, seen.stopped_because) == (None, None)
+        run(other, small, baseline, Role.CONFIRMED)
+        seen = loser.look()
+        assert (seen.confirmer, seen.stopped_because) == (other.workers.key, "because")
+
+
+def test_of_two_workers_that_close_a_search_the_first_one_writes_the_report(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    with two_workers(tmp_path / "study.journal", small) as (slow, quick):
+        result = run_search(small.prober(), small.spec(), store=slow)
+        slow.workers.leave()  # it is taken for gone before it has written
+        same = run_search(small.prober(), small.spec(), store=quick)
+        first = quick.agreed(lambda: make_record(same, "quick"))
+        second = slow.agreed(lambda: make_record(result, "slow"))
+        assert first.created == second.created == "quick"
+        assert second.to_dict() == first.to_dict()
