@@ -62,3 +62,15 @@ def test_a_belief_is_what_was_forecast(make_device: MakeDevice) -> None:
         assert speed == pytest.approx(before, abs=0.02)
         held, then = (np.median(each.held_bytes(plan)) for each in (believed, posterior))
         assert held == pytest.approx(then, rel=0.02)
+
+
+def test_a_plan_in_flight_is_believed_to_fit(make_device: MakeDevice) -> None:
+    """Whatever this worker would forecast of it: another one found it feasible."""
+    device = make_device(dimensions={})
+    plans = [device.space.plan(size, {}) for size in (4, 8, 12)]
+    posterior = Posterior(device.spec(), measured(device, plans))
+    larger = device.space.plan(40, {})
+    assert np.median(posterior.held_bytes(larger)) > device.budget
+    (believed,) = believing(posterior, [larger]).in_flight
+    assert believed.ok
+    assert believed.measurement.peak_reserved_bytes == device.budget

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from optuna.trial import TrialState
 
+from autofit.errors import StudyRefused
 from autofit.measurement import Role
 from autofit.plan import Dimension, Plan
-from autofit.searching import shared_study
+from autofit.searching import shared_study, trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.shared_study import SharedStore
 from autofit.searching.sharing import Run
@@ -93,3 +96,85 @@ def test_of_two_workers_that_close_a_search_the_first_one_writes_the_report(
         second = slow.agreed(lambda: make_record(result, "slow"))
         assert first.created == second.created == "quick"
         assert second.to_dict() == first.to_dict()
+
+
+def test_a_worker_taken_for_gone_as_it_closes_the_search_draws_another_number(
+    small: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who writes the report holds a number, so that nobody else writes it meanwhile."""
+    lost: list[int] = []
+    with two_workers(tmp_path / "study.journal", small) as (closer, other):
+        publish = closer.publish
+
+        def ended_by_others(step: Run | None) -> bool:
+            if step is None and not lost:
+                (running,) = closer.study.get_trials(states=(TrialState.RUNNING,))
+                lost.append(running.number)
+                closer.study.tell(running.number, state=TrialState.FAIL)
+            return publish(step)
+
+        monkeypatch.setattr(closer, "publish", ended_by_others)
+        result = run_search(small.prober(), small.spec(), store=closer)
+        (closing,) = other.look().in_flight
+        assert (closing.worker, closing.role) == (closer.workers.key, None)
+        assert closing.number > lost[0]
+        closer.agreed(lambda: make_record(result, "closer"))
+        assert other.look().is_closed
+        assert not other.look().in_flight
+
+
+def test_a_trial_that_others_ended_as_it_was_recorded_counts(
+    small: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_workers(tmp_path / "study.journal", small) as (slow, other):
+        tell = slow.study.tell
+
+        def told_late(*arguments: Any) -> Any:
+            """Tell Optuna after the other worker has found the record, and ended its trial."""
+            other.look()
+            return tell(*arguments)
+
+        slow.workers.leave()
+        monkeypatch.setattr(slow.study, "tell", told_late)
+        run(slow, small, small.space.baseline, Role.BASELINE)
+        assert [trial.plan for trial in other.look().trials] == [small.space.baseline]
+
+
+def test_a_worker_waits_for_what_one_before_it_writes_of_a_new_study(
+    small: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, spec = tmp_path / "study.journal", replace(small.spec(), identity={"workload": "first's"})
+    with SharedStore.open(path, IDENTITY) as first, SharedStore.open(path, IDENTITY) as second:
+        turn = ExitStack()
+        turn.enter_context(first.turn())
+
+        def pause() -> None:
+            first.study.set_user_attr(trial_codec.SPEC, spec.to_dict())
+            turn.close()
+
+        monkeypatch.setattr(second, "pause", pause)
+        with pytest.raises(StudyRefused, match="belongs to another search"):
+            second.begin(small.spec())
+        assert trial_codec.spec_of(first.study) == spec
+
+
+def test_the_number_of_a_worker_that_has_left_holds_up_nobody(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    with (
+        two_workers(tmp_path / "study.journal", small) as (gone, other),
+        gone.turn(),
+        other.turn(),
+    ):
+        assert other.look().undecided
+        gone.workers.leave()
+        assert not other.look().undecided
+
+
+def test_a_worker_that_writes_no_report_gives_up_its_number(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    with two_workers(tmp_path / "study.journal", small) as (closer, other):
+        run_search(small.prober(), small.spec(), store=closer)
+        closer.close()
+        assert all(trial.state.is_finished() for trial in other.study.get_trials())
