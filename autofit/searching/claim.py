@@ -164,7 +164,7 @@ def runs_here(claim: Mapping[str, Any]) -> bool | None:
 
 def _silence_s(claim: Mapping[str, Any]) -> float:
     seen: float = claim["seen"]
-    return time.time() - seen
+    return max(0.0, time.time() - seen)  # the clock of another host may be ahead
 
 
 def _start_ticks(pid: int) -> int | None:

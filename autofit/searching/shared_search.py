@@ -166,7 +166,9 @@ class SharedSearch(Search):
         else:
             self._confirmed_here, self._has_confirmed = set(), False
         try:
-            self._probe(step.plan, step.role)
+            trial = self._probe(step.plan, step.role)
+            if not trial.ok:  # what is compared next begins anew
+                self._confirmed_here = set()
         except SearchTimedOut:
             if not self.has_ok_trial:
                 raise self._allowance.too_short() from None

@@ -13,8 +13,9 @@ import pytest
 from optuna.trial import TrialState
 
 from autofit.errors import StudyRefused
-from autofit.measurement import Role
+from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Dimension, Plan
+from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import shared_study, trial_codec
 from autofit.searching.engine import run_search
 from autofit.searching.shared_study import SharedStore
@@ -178,3 +179,45 @@ def test_a_worker_that_writes_no_report_gives_up_its_number(
         run_search(small.prober(), small.spec(), store=closer)
         closer.close()
         assert all(trial.state.is_finished() for trial in other.study.get_trials())
+
+
+@pytest.mark.parametrize("unfit", [0, 1, 2])
+def test_a_shared_comparison_asks_for_fresh_workers_as_one_alone(
+    small: SimulatedDevice, tmp_path: Path, unfit: int
+) -> None:
+    """Also one that begins again, after blocks that did not fit and what was searched then."""
+
+    def probed(store: SharedStore | None) -> list[tuple[Plan, int]]:
+        prober, left = small.prober(), unfit
+        probe = prober.probe
+        seen: list[tuple[Plan, int]] = []
+
+        def failing(request: ProbeRequest) -> ProbeResult:
+            nonlocal left
+            seen.append((request.plan, prober.renewals))
+            result = probe(request)
+            if request.full_accumulation and left:
+                left -= 1
+                return replace(result, measurement=Measurement(Outcome.OOM))
+            return result
+
+        prober.probe = failing  # type: ignore[method-assign]  # on this device alone
+        run_search(prober, small.spec(), store=store)
+        return seen
+
+    alone = probed(None)
+    assert alone[-1][1] > unfit
+    with SharedStore.open(tmp_path / "study.journal", IDENTITY) as store:
+        assert probed(store) == alone
+
+
+def test_who_comes_after_the_end_of_a_shared_search_reads_why_it_ended(
+    small: SimulatedDevice, tmp_path: Path
+) -> None:
+    with two_workers(tmp_path / "study.journal", small) as (first, late):
+        result = run_search(small.prober(), small.spec(), store=first)
+        first.agreed(lambda: make_record(result, "first"))
+        prober = small.prober()
+        read = run_search(prober, small.spec(), store=late)
+    assert read.stopped_because == result.stopped_because
+    assert not prober.probed

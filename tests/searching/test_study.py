@@ -362,6 +362,9 @@ def test_a_search_that_was_taken_for_ended_is_told_so(
         first.study.set_user_attr(key, claim)
         with pytest.raises(StudyRefused, match="is using the study"):
             Store.open(url, IDENTITY)
+        first.study.set_user_attr(key, claim | {"seen": time.time() + 7200})  # its clock is ahead
+        with pytest.raises(StudyRefused, match="last seen 0 s ago"):
+            Store.open(url, IDENTITY)
         first.study.set_user_attr(key, claim | {"seen": time.time() - 7200})
         with Store.open(url, IDENTITY) as second:
             with pytest.raises(StudyRefused, match="has taken over"), first.asking(plan):
