@@ -62,8 +62,8 @@ def sharded(
             in float32.
 
     Raises:
-        Unsupported: parameters that are gathered together are of several types, or one cannot be
-            cut along its first dimension.
+        Unsupported: parameters that are gathered together are of several types, one cannot be cut
+            along its first dimension, or an embedding has sparse gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -75,6 +75,7 @@ def sharded(
     kind = "cpu" if training.device.type == "meta" else training.device.type
     mesh = init_device_mesh(kind, (training.world.size,))
     model: Any = training.model
+    _check_dense(model)
     _check_shapes(model)
     _check_types(model, modules)
     with training.in_host_memory():
@@ -83,6 +84,17 @@ def sharded(
     training.place_model()
     synchronise: Synchronise = model.set_requires_gradient_sync
     return synchronise
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Refuse what `DistributedDataParallel` tells as sparse, too, before a backward fails on it."""
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.sparse and module.weight.requires_grad:
+            raise Unsupported(
+                f"fully_shard sends dense gradients, and those of {name or 'the model'} are "
+                "sparse: make it with sparse=False"
+            )
 
 
 def _check_shapes(model: nn.Module) -> None:

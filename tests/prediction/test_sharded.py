@@ -353,6 +353,16 @@ def test_parameters_that_cannot_be_cut_are_named(
         predict(given, "fsdp2")
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_cannot_be_sharded_and_frozen_embeddings_have_none(kind: Any) -> None:
+    model = nn.Sequential(kind(16, 8, sparse=True), nn.Linear(8, 8))
+    given = of_model(model, torch.zeros(4, 3, dtype=torch.int64))
+    with pytest.raises(Unsupported, match="those of 0 are sparse: make it with sparse=False"):
+        predict(given, "fsdp2")
+    model[0].weight.requires_grad_(False)
+    assert predict(given, "fsdp2").required_bytes > 0
+
+
 def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     given = of_model(nn.Linear(8, 8), torch.randn(4, 8))
     few = r"zero1 deals whole parameters out to the ranks, and 2 do not suffice for 4"
