@@ -85,12 +85,14 @@ def bounded(place: str, budget_bytes: int) -> Memory:
 
 @cache
 def count_ooms(place: str) -> None:
-    """Note each refusal of the allocator in this process, and each OOM.
+    """Note each refusal of the allocator in this process, whoever catches it, and each OOM.
 
     They differ: a convolution goes on without the workspace that cuDNN was refused. An OOM is an
-    error that an operation raised, since it could not go on.
+    error that an operation raised, since it could not go on. Where the card had what was asked for,
+    the tool itself has limited its process to less.
     """
-    _note_errors()
+    last = _Last()
+    _note_errors(last)
     if place == "cpu":
 
         def noted(refusal: Any) -> torch.OutOfMemoryError:
@@ -100,17 +102,29 @@ def count_ooms(place: str) -> None:
 
         tracer._out_of_memory = noted
     else:
+
+        def refused(device: int, asked_bytes: int, allocated_bytes: int, free_bytes: int) -> None:
+            note("refusal")
+            last.had_room = asked_bytes <= free_bytes
+
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch left it so
         observe: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]
-        observe(lambda *_: note("refusal"))
+        observe(refused)
 
 
-def _note_errors() -> None:
+@dataclass
+class _Last:
+    """The last refusal in this process: whether the card had what was asked for."""
+
+    had_room: bool = False
+
+
+def _note_errors(last: _Last) -> None:
     kind: Any = torch.OutOfMemoryError
     made = kind.__init__
 
     def noted(error: torch.OutOfMemoryError, *arguments: object) -> None:
-        note("oom")
+        note("own limit" if last.had_room else "oom")
         made(error, *arguments)
 
     kind.__init__ = noted

@@ -25,7 +25,8 @@ class Row:
         found: what `run_peer` wrote.
         probes: trials, told by the sizes that ran one after the other, or by the tool.
         refusals: of the allocator, in any process.
-        ooms: those that an operation raised as an error, since it could not go on.
+        ooms: those that an operation raised as an error, since it could not go on; without those
+            under a limit that the tool set, where the card had what was asked for.
         verdict: what the judge found of the answer; None: there is none.
         rates: samples per second, a median for each repeat; empty where time means nothing.
     """
