@@ -95,14 +95,25 @@ class Space:
     def plan(self, micro_batch: int, settings: Settings) -> Plan:
         """Return the variant's plan with the largest possible micro-batch up to this one.
 
-        Where that has one accumulation step, settings that need more are at their first values.
+        Settings that its geometry or its other settings do not allow are at their first values.
         """
-        plan = self._plan(micro_batch, settings)
+        settled = self._settled(settings)
+        plan = self._plan(micro_batch, settled)
         if plan.accumulation_steps > 1:
             return plan
-        idle = {n: d.values[0] for n, d in self.dimensions.items() if d.needs_accumulation}
-        given = {name: value for name, value in idle.items() if name in settings}
-        return replace(plan, settings={**plan.settings, **given}) if given else plan
+        return replace(plan, settings=self._settled(settled, accumulates=False))
+
+    def _settled(self, settings: Settings, *, accumulates: bool = True) -> Settings:
+        """Return the settings with those that may not differ from their first values at these."""
+        settled, before = dict(settings), None
+        while settled != before:  # what is reset may be what others depend on
+            before = dict(settled)
+            for name in settled.keys() & self.dimensions.keys():
+                dimension = self.dimensions[name]
+                needs_more = dimension.needs_accumulation and not accumulates
+                if needs_more or not dimension.allowed_with(settled):
+                    settled[name] = dimension.values[0]
+        return settled
 
     def _plan(self, micro_batch: int, settings: Settings) -> Plan:
         wanted = max(1, micro_batch)

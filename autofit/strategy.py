@@ -284,11 +284,22 @@ class TrainingView(Protocol):
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None: ...
 
     def wrap_forward(
-        self, context: Callable[[], AbstractContextManager[Any]]
+        self,
+        context: Callable[[], AbstractContextManager[Any]],
+        *,
+        also_recomputation: bool = True,
     ) -> Callable[[], None]:
         """Enter `context()` around every forward and loss; return the function that undoes it.
 
-        What was wrapped last is entered last.
+        What was wrapped last is entered last. With `also_recomputation` it is entered around each
+        part of the forward that a strategy runs again in the backward, too: one that changes what
+        is computed must be. One that changes how tensors are saved must not.
+        """
+
+    def recomputation(self) -> AbstractContextManager[None]:
+        """Enter, for a part of the forward that is run again, what `wrap_forward` says it needs.
+
+        For strategies that recompute.
         """
 
     def wrap_optimizer_step(

@@ -104,7 +104,10 @@ def _mostly_float32(model: torch.nn.Module) -> bool:
 def _autocast(training: TrainingView, dtype: torch.dtype) -> Iterator[None]:
     device_type = training.device.type
     scaler_before = training.scaler
-    unwrap = training.wrap_forward(lambda: torch.autocast(device_type, dtype=dtype))
+    unwrap = training.wrap_forward(
+        lambda: torch.autocast(device_type, dtype=dtype),
+        also_recomputation=False,  # torch's checkpoint enters the autocast of its forward by itself
+    )
     try:
         if dtype == torch.float16:
             training.scaler = torch.amp.GradScaler(device_type)

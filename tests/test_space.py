@@ -173,3 +173,17 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
         assert chosen == ("each" if plan.accumulation_steps > 1 else "once")
         if chosen == "each":
             assert plan.micro_batch <= largest
+
+
+def test_what_depends_on_a_setting_that_needs_accumulation_goes_with_it() -> None:
+    dimensions = {
+        "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
+        "parallel.accumulation": Dimension(["once", "each"], needs_accumulation=True),
+    }
+    space = Space(dimensions, 8, global_batch=32)
+    asked = {"parallel.bucket": "large", "parallel.accumulation": "each"}
+    assert space.plan(8, asked).settings == asked
+    assert space.plan(32, asked).settings == space.plain_settings
+    assert space.plan(8, {**asked, "parallel.accumulation": "once"}).settings == (
+        space.plain_settings
+    )

@@ -230,7 +230,7 @@ def _length(whole: int, sample: int) -> int:
 def _targets_ignored(training: Training) -> Iterator[None]:
     """Ignore some targets of each sample in cross entropies, in every micro-batch alike."""
     mode = _IgnoredTargets(training.plan.micro_batch_sizes)
-    undo = training.wrap_forward(mode.micro_batch)
+    undo = training.wrap_forward(mode.micro_batch, also_recomputation=False)
     try:
         yield
     finally:

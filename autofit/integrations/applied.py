@@ -23,8 +23,7 @@ from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.parts import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy
-
-ForwardContext = Callable[[], AbstractContextManager[Any]]
+from autofit.training.forward_contexts import ForwardContext, ForwardContexts
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class _ForeignTraining:
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self.model = model
         self.strategy = ""
-        self.contexts: list[ForwardContext] = []
+        self.contexts = ForwardContexts()
         self._optimizer = optimizer
         tensors = itertools.chain(model.parameters(), model.buffers())
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -194,9 +193,13 @@ class _ForeignTraining:
         if scaler is not None:
             raise self._refused("scales the loss")
 
-    def wrap_forward(self, context: ForwardContext) -> Callable[[], None]:
-        self.contexts.append(context)
-        return lambda: self.contexts.remove(context)
+    def wrap_forward(
+        self, context: ForwardContext, *, also_recomputation: bool = True
+    ) -> Callable[[], None]:
+        return self.contexts.add(context, also_recomputation=also_recomputation)
+
+    def recomputation(self) -> AbstractContextManager[None]:
+        return self.contexts.recomputation()
 
     def wrap_optimizer_step(
         self, wrapper: Callable[[Callable[[], None]], None]
@@ -228,7 +231,7 @@ class _ForeignTraining:
 
 @contextmanager
 def _entered_around(
-    model: torch.nn.Module, entry: str, contexts: list[ForwardContext]
+    model: torch.nn.Module, entry: str, contexts: ForwardContexts
 ) -> Iterator[None]:
     """Enter the contexts around every call of that method of this model."""
     original = getattr(model, entry)
@@ -236,9 +239,7 @@ def _entered_around(
 
     @functools.wraps(original)  # signatures are read to find out which columns a model takes
     def covered(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
+        with contexts.forward():
             return original(*args, **kwargs)
 
     vars(model)[entry] = covered

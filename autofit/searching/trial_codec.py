@@ -73,12 +73,6 @@ def params_of(plan: Plan) -> dict[str, Any]:
 def plan_of(params: dict[str, Any], space: Space) -> Plan:
     """Return the plan nearest to the proposed parameters: settings that may not vary are reset."""
     settings = {name: params[name] for name in space.dimensions}
-    before = None
-    while settings != before:  # what is reset may be what others depend on
-        before = dict(settings)
-        for name, dimension in space.dimensions.items():
-            if not dimension.allowed_with(settings):
-                settings[name] = dimension.values[0]
     return space.plan(params[MICRO_BATCH], settings)
 
 

@@ -26,6 +26,7 @@ from autofit.equivalence.steps import gradients_noted, one_thread
 from autofit.equivalence.strategy_context import PlainContext
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, Settings, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
+from autofit.snapshot.objects import HOOKS
 from autofit.snapshot.snapshot import Digest, differences, digest
 from autofit.strategy import Capabilities, Numerics, Strategy
 from autofit.testing.samples import attention, convolutions
@@ -40,8 +41,8 @@ _MOST_VALUES = 5
 _ROUNDING_TOLERANCE = 1e-4
 """Largest difference of a ROUNDING strategy's losses and gradients, relative to their size, where a
 rounding of the first weights makes none that is larger."""
-_EMPTIED = "_backward_hooks keys: absent became ()"
-"""A tensor keeps the container of its hooks after the last one is removed."""
+_EMPTIED = tuple(f"{name} keys: absent became ()" for name in HOOKS)
+"""A tensor keeps the containers of its hooks after the last one is removed."""
 
 
 class NotConformant(AssertionError):

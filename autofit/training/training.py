@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, BatchWatch, batch_size, map_tensors, pieces
+from autofit.training.forward_contexts import ForwardContext, ForwardContexts
 from autofit.training.loss import Recipe, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
@@ -31,7 +32,6 @@ from autofit.training.optimizers import (
 if TYPE_CHECKING:
     from autofit.training.ranks import Ranks
 
-ForwardContext = Callable[[], AbstractContextManager[Any]]
 StepWrapper = Callable[[Callable[[], None]], None]
 
 
@@ -91,7 +91,7 @@ class Training(AbstractContextManager["Training"]):
         self._batched = batched
         self._watch = watch
         self.in_host_memory = in_host_memory
-        self._forward_contexts: list[ForwardContext] = []
+        self._forward_contexts = ForwardContexts()
         self._step_wrappers: list[StepWrapper] = []
         self._factory_wrappers: list[FactoryWrapper] = []
         self._micro_batch_observers: list[Callable[[bool], None]] = []
@@ -172,10 +172,18 @@ class Training(AbstractContextManager["Training"]):
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._loss_scale.scaler = scaler
 
-    def wrap_forward(self, context: ForwardContext) -> Callable[[], None]:
-        """Enter `context()` around every forward and loss; return a function that undoes this."""
-        self._forward_contexts.append(context)
-        return lambda: self._forward_contexts.remove(context)
+    def wrap_forward(
+        self, context: ForwardContext, *, also_recomputation: bool = True
+    ) -> Callable[[], None]:
+        """Enter `context()` around every forward and loss; return a function that undoes this.
+
+        Where `also_recomputation`, around what a checkpoint runs again in the backward too.
+        """
+        return self._forward_contexts.add(context, also_recomputation=also_recomputation)
+
+    def recomputation(self) -> AbstractContextManager[None]:
+        """Enter what a part of the forward that is run again needs."""
+        return self._forward_contexts.recomputation()
 
     def wrap_optimizer_step(self, wrapper: StepWrapper) -> Callable[[], None]:
         """Call `wrapper(step)` in place of the update; return a function that undoes this."""
@@ -327,10 +335,7 @@ class Training(AbstractContextManager["Training"]):
     @contextmanager
     def context(self) -> Iterator[None]:
         """Enter the forward contexts; forwards after an update inside see the new weights."""
-        with ExitStack() as stack:
-            stack.enter_context(fresh_casts())
-            for context in self._forward_contexts:
-                stack.enter_context(context())
+        with fresh_casts(), self._forward_contexts.forward():
             yield
 
     def loss(self, batch: Batch) -> torch.Tensor:

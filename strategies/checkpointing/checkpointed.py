@@ -12,7 +12,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
@@ -33,13 +33,17 @@ StatePath: TypeAlias = tuple[str, str]
 _FORWARD = "_autofit_forward"
 _RUNS = "_autofit_runs"
 _STATE = "_autofit_state"
-_ADDED = ("forward", _FORWARD, _RUNS, _STATE)
+_AROUND = "_autofit_around"
+_ADDED = ("forward", _FORWARD, _RUNS, _STATE, _AROUND)
 _ABSENT = object()
 
 
 @contextmanager
 def checkpointed(
-    model: nn.Module, units: Iterable[str], state: Collection[str] = ()
+    model: nn.Module,
+    units: Iterable[str],
+    state: Collection[str] = (),
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[None]:
     """Recompute these units' activations in the backward pass, for as long as this is entered.
 
@@ -48,6 +52,8 @@ def checkpointed(
         units: names as `Unit` writes them; no unit may lie within another.
         state: what a forward may change and the second one must find as it was: dotted names of
             buffers, "Python's random state", "numpy's random state" (torch's is always kept).
+        around: `around()` is entered around each recomputation, as something was around the
+            forward (torch's autocast is entered in any case).
 
     Raises:
         InvalidRequest: the model has no such unit or buffer, or another training has it
@@ -57,7 +63,7 @@ def checkpointed(
     try:
         for holder, runs in _by_holder(model, units):
             patched.append((holder, {key: holder.__dict__.get(key, _ABSENT) for key in _ADDED}))
-            _cover(holder, runs, _state_below(model, holder, set(state)))
+            _cover(holder, runs, _state_below(model, holder, set(state)), _Around(around))
         yield
     finally:
         for holder, before in reversed(patched):
@@ -108,7 +114,7 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     return owner
 
 
-def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> None:
+def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any, around: _Around) -> None:
     if _FORWARD in holder.__dict__:
         raise InvalidRequest(
             f"the model's {type(holder).__name__} is checkpointed by another training that has not "
@@ -118,6 +124,7 @@ def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any) -> No
     holder.__dict__[_FORWARD] = plain
     holder.__dict__[_RUNS] = runs
     holder.__dict__[_STATE] = paths
+    holder.__dict__[_AROUND] = around
     holder.__dict__["forward"] = MethodType(forward, holder)
 
 
@@ -206,13 +213,34 @@ def _contexts(
     holder: nn.Module, state: Sequence[StatePath]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first run and of the second run."""
-    return nullcontext(), _Rewind(holder, state) if state else nullcontext()
+    return nullcontext(), _Again(holder, state)
 
 
-class _Rewind:
-    """Shows state as it is when this is made; the live state comes back after."""
+class _Around:
+    """What is entered around recomputations; a model that is loaded from a file has nothing.
+
+    A copy of the model shares it: the training that it belongs to is not copied along.
+    """
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
+        self.enter = enter
+
+    def __deepcopy__(self, memo: object) -> _Around:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Around, (nullcontext,)
+
+
+class _Again:
+    """Shows state as it is when this is made; the live state comes back after.
+
+    Each recomputation enters it, and what is to be entered around one.
+    """
 
     def __init__(self, holder: nn.Module, state: Sequence[StatePath]) -> None:
+        self._around: _Around = holder.__dict__[_AROUND]
+        self._entered = ExitStack()
         self._places = [_place(holder, *path) for path in state]
         self._then = _cloned([get() for get, _ in self._places])
         self._live: list[Any] = []
@@ -220,8 +248,10 @@ class _Rewind:
     def __enter__(self) -> None:
         self._live = [get() for get, _ in self._places]
         self._show(_cloned(self._then))  # a second backward needs `then` once more
+        self._entered.enter_context(self._around.enter())
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
         self._show(self._live)
         self._live = []
 

@@ -188,7 +188,9 @@ def saving_by(
     training: TrainingView, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
 ) -> Iterator[None]:
     """Save tensors in the training's forward passes by these functions, and by no others."""
-    undo = training.wrap_forward(lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+    undo = training.wrap_forward(
+        lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack), also_recomputation=False
+    )
     try:
         yield
     finally:

@@ -138,7 +138,8 @@ class Checkpointing:
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
             return nullcontext()
-        return checkpointed(training.model, payload["units"], _state_of(payload))
+        state = _state_of(payload)
+        return checkpointed(training.model, payload["units"], state, training.recomputation)
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""

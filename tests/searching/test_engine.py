@@ -549,6 +549,22 @@ def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> Non
     assert result.probes == 2
 
 
+def test_another_sampler_may_propose_what_depends_on_accumulation(
+    make_device: MakeDevice,
+) -> None:
+    dimensions = {
+        "parallel.accumulation": Dimension(["once", "each"], needs_accumulation=True),
+        "parallel.bucket": Dimension(["small", "large"], when={"parallel.accumulation": ["each"]}),
+    }
+    other = make_device(dimensions=dimensions, global_batch=32)
+    result = run_search(other.prober(), other.spec(), sampler=RandomSampler(seed=1), max_probes=30)
+    tried = [t.plan for t in result.trials]
+    assert any(plan.settings["parallel.bucket"] == "large" for plan in tried)
+    assert all(
+        plan.accumulation_steps > 1 for plan in tried if plan.settings["parallel.bucket"] == "large"
+    )
+
+
 def test_a_sampler_that_stops_ends_the_search(device: SimulatedDevice) -> None:
     grid: dict[str, Any] = {
         "micro_batch": [2, 8],

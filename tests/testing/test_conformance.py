@@ -87,6 +87,31 @@ class ChangesGradients(Scaling):
             handle.remove()
 
 
+class RemovesItsHooks(Scaling):
+    """Registers each kind of hook that a tensor takes, and removes it."""
+
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        weight: Any = training.model.get_parameter("head.weight")
+        handles = [
+            weight.register_hook(lambda gradient: gradient),
+            weight.register_post_accumulate_grad_hook(lambda parameter: None),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class LeavesAHookOnAGradient(Scaling):
+    @contextmanager
+    def change(self, training: TrainingView) -> Iterator[None]:
+        weight: Any = training.model.get_parameter("head.weight")
+        weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        yield
+
+
 class ChangesTheFirstValue(Scaling):
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
@@ -112,6 +137,7 @@ class HasAPayloadThatIsNoJson(Scaling):
 
 def test_an_honest_strategy_passes() -> None:
     assert check_strategy(Scaling(), workloads=[convolutions]) == 2
+    assert check_strategy(RemovesItsHooks(), workloads=[convolutions]) == 2
 
 
 @pytest.mark.parametrize(
@@ -119,6 +145,7 @@ def test_an_honest_strategy_passes() -> None:
     [
         (LeavesAnAttribute(), "model keys"),
         (LeavesAHook(), "_forward_pre_hooks"),
+        (LeavesAHookOnAGradient(), "_post_accumulate_grad_hooks"),
         (ForgetsWhenTheBodyRaises(), "raises.*cudnn.benchmark"),
         (ReplacesAParameter(), "head.weight"),
         (ChangesGradients(), "gradient.*head.weight"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autofit.errors import InvalidRequest
+from autofit.integrations.applied import on_model
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
-from autofit.strategy import Strategy
+from autofit.strategy import Numerics, Phase, Strategy, TrainingView
 from autofit.testing import PlainContext
 from autofit.testing.samples import attention, convolutions
 from autofit.training.loss import Recipe
@@ -379,3 +384,89 @@ def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> N
     named = {unit for payload in levels.payloads.values() for unit in payload["units"]}
     assert any(unit.startswith("critic") for unit in named)
     assert any(unit.startswith("maker") for unit in named)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.merge = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        found: torch.Tensor = x + self.merge(mixed)
+        return found
+
+
+class PlainAttention:
+    """A plug-in that changes which kernel attention runs, around the forward."""
+
+    name, phase, numerics = "attention", Phase.STEP, Numerics.ROUNDING
+
+    def dimensions(self, context: Any) -> dict[str, Dimension]:
+        return {"attention.kernel": Dimension(["as_is", "math"])}
+
+    @contextmanager
+    def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
+        undo = training.wrap_forward(lambda: sdpa_kernel(SDPBackend.MATH))
+        yield
+        undo()
+
+    def describe(self, settings: Any, payloads: Any) -> list[str]:
+        return []
+
+
+def _attentive() -> tuple[nn.Module, torch.optim.Optimizer, ResolvedPlan, torch.Tensor]:
+    """Return what trains with attention blocks checkpointed, and the plug-in beside that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention())
+    settings: dict[str, Any] = {SETTING: 1, "attention.kernel": "math"}
+    strategies = [*load_strategies(["checkpointing"]), PlainAttention()]
+    payloads = {SETTING: {"units": ["0", "1"], "state": []}}
+    resolved = ResolvedPlan(Plan(4, settings=settings), payloads, strategies)
+    return model, torch.optim.SGD(model.parameters(), 0.1), resolved, torch.randn(4, 6, 16)
+
+
+def _gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_what_another_strategy_puts_around_the_forward_is_around_a_recomputation() -> None:
+    model, optimizer, resolved, batch = _attentive()
+    with sdpa_kernel(SDPBackend.MATH):
+        model(batch).square().mean().backward()
+    plain = _gradients_of(model)
+    with Training(model, optimizer, Recipe(), resolved, device=torch.device("cpu")) as training:
+        training.zero_grad()
+        with training.context():
+            loss = training.model(batch).square().mean()
+        training.backward(loss)
+        again = _gradients_of(model)
+        training.zero_grad()
+        with training.context():  # as in a train_step
+            training.backward(training.model(batch).square().mean())
+    assert all(map(torch.equal, again, plain))
+    assert all(map(torch.equal, _gradients_of(model), plain))
+
+
+def test_it_is_so_in_the_loop_of_another_library_too() -> None:
+    model, optimizer, resolved, batch = _attentive()
+    with sdpa_kernel(SDPBackend.MATH):
+        model(batch).square().mean().backward()
+    plain = _gradients_of(model)
+    model.zero_grad()
+    with on_model(resolved, model, optimizer):
+        model(batch).square().mean().backward()
+    assert all(map(torch.equal, _gradients_of(model), plain))
+
+
+def test_a_copy_made_meanwhile_recomputes_by_itself() -> None:
+    model, optimizer, resolved, batch = _attentive()
+    with Training(model, optimizer, Recipe(), resolved, device=torch.device("cpu")) as training:
+        assert copy.deepcopy(model)[0].__dict__.keys() == model[0].__dict__.keys()  # type: ignore[index]  # Sequential
+        loaded = pickle.loads(pickle.dumps(model))
+        training.step(batch)
+    loaded(batch).square().mean().backward()
+    assert all(gradient is not None for gradient in _gradients_of(loaded))
