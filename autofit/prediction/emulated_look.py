@@ -158,8 +158,9 @@ def _train(
     if not values:
         with _Unfilled():  # type: ignore[no-untyped-call]  # torch's own hook
             workload = replace(workload, model=workload.build_model())
-    run = micro_batches_to_run(workload, plan, full_accumulation=False)
-    batch = map_tensors(device.stage, workload.batch(sum(plan.micro_batch_sizes[:run])))
+    places = micro_batches_to_run(workload, plan, full_accumulation=False)
+    samples = sum(plan.micro_batch_sizes[place] for place in places)
+    batch = map_tensors(device.stage, workload.batch(samples))
     with builder.training(workload, resolved) as training, recorder.watching(training):
 
         def step() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,8 @@ MOST_WARM_UP_STEPS = 24
 STEPS_PER_BLOCK = 3
 """Steps between two looks at the clock: looking synchronizes the device."""
 MICRO_BATCHES_OF_A_SEARCH = 2
-"""From the second micro-batch on gradients are resident, so two show every peak."""
+"""From the second micro-batch on gradients are resident, so the first two, which are the largest,
+show every peak."""
 
 
 def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: int) -> Measurement:
@@ -49,12 +51,10 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         Exception: whatever the device or the user's code raises.
     """
     plan, device, workload = request.plan, builder.device, builder.fresh_workload()
-    micro_batches = micro_batches_to_run(
-        workload, plan, full_accumulation=request.full_accumulation
-    )
-    samples = sum(plan.micro_batch_sizes_of(builder.world.rank)[:micro_batches])
-    batch = map_tensors(device.stage, workload.batch(samples))
-    scale = plan.accumulation_steps / micro_batches
+    places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
+    sizes = plan.micro_batch_sizes_of(builder.world.rank)
+    batch = map_tensors(device.stage, workload.batch(sum(sizes[place] for place in places)))
+    counts = stands_for(plan, places)
     steps = _Steps()
     with ExitStack() as applied:
         with device.accounting():
@@ -80,8 +80,9 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
             device.synchronize()
             steps.loss = float(loss)
             steps.losses.append(steps.loss)
-            times_s = [_seconds(device, marks, scale) for marks in block]
+            times_s = [_seconds(device, marks, counts) for marks in block]
             steps.own_times_s += times_s
+            steps.as_run_s += [device.seconds_between(marks[0], marks[-1]) for marks in block]
             # By the slowest rank's times all of them decide alike whether to go on
             steps.times_s += times_s if training.ranks is None else training.ranks.largest(times_s)
             if not math.isfinite(steps.loss):
@@ -89,11 +90,11 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         steps.busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
-        run = micro_batches if training.has_split else 1  # a train_step may take all at once
+        run = len(places) if training.has_split else 1  # a train_step may take all at once
         notes = training.notes()
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     measured = _measurement(steps, before, after, growth, vram_budget_bytes, run)
-    measured = replace(measured, notes=notes, start_up_s=steps.start_up_s(scale))
+    measured = replace(measured, notes=notes, start_up_s=steps.start_up_s())
     return measured if training.ranks is None else replace(measured, ranks=[_own_use(after, steps)])
 
 
@@ -101,11 +102,13 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
 class _Steps:
     """The steps so far: seconds, allocated bytes at the end of each, losses of blocks, the last.
 
-    Of several ranks, `times_s` are those of the slowest in each step.
+    Of several ranks, `times_s` are those of the slowest in each step. `as_run_s` are the seconds
+    that this process took, with no more micro-batches than it ran.
     """
 
     times_s: list[float] = field(default_factory=list)
     own_times_s: list[float] = field(default_factory=list)
+    as_run_s: list[float] = field(default_factory=list)
     end_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
@@ -113,12 +116,11 @@ class _Steps:
     warm_up_s: float = 0.0
     warm_up_steps: int = 0
 
-    def start_up_s(self, scale: float) -> float | None:
+    def start_up_s(self) -> float | None:
         """Return the seconds of warm-up beyond those of as many timed steps."""
-        if not self.times_s:
+        if not self.as_run_s:
             return None
-        step_s = statistics.median(self.times_s) / scale
-        return max(0.0, self.warm_up_s - self.warm_up_steps * step_s)
+        return max(0.0, self.warm_up_s - self.warm_up_steps * statistics.median(self.as_run_s))
 
 
 def _own_use(after: MemoryReading, steps: _Steps) -> RankUse:
@@ -142,12 +144,26 @@ def _block_of(request: ProbeRequest, timed: int) -> int:
     return STEPS_PER_BLOCK if request.steps is None else min(STEPS_PER_BLOCK, request.steps - timed)
 
 
-def micro_batches_to_run(workload: Workload, plan: Plan, *, full_accumulation: bool) -> int:
-    """Return how many micro-batches of a plan's optimizer step a probe runs."""
-    whole = plan.accumulation_steps
+def micro_batches_to_run(
+    workload: Workload, plan: Plan, *, full_accumulation: bool
+) -> tuple[int, ...]:
+    """Return the places of the micro-batches that a probe runs of a plan's optimizer step.
+
+    The first two, and the last if it is smaller than these. The places are those of the first rank
+    on every rank, since all run as many.
+    """
+    sizes = plan.micro_batch_sizes
     if full_accumulation or workload.train_step is not None:
-        return whole
-    return min(whole, MICRO_BATCHES_OF_A_SEARCH)
+        return tuple(range(len(sizes)))
+    first = tuple(range(len(sizes)))[:MICRO_BATCHES_OF_A_SEARCH]
+    return first if sizes[-1] == sizes[first[-1]] else (*first, len(sizes) - 1)
+
+
+def stands_for(plan: Plan, places: Sequence[int]) -> list[float]:
+    """Return, of each micro-batch that runs, how many of its size in the plan it stands for."""
+    sizes = plan.micro_batch_sizes
+    in_plan, run = Counter(sizes), Counter(sizes[place] for place in places)
+    return [in_plan[sizes[place]] / run[sizes[place]] for place in places]
 
 
 def warm_up(training: Training) -> Iterator[None]:
@@ -166,25 +182,37 @@ def _scale(training: Training) -> float:
 
 
 def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
-    """Run one optimizer step; return its loss and marks at its start, before and after the update.
+    """Run one optimizer step; return its loss and marks between which its parts lie.
 
-    With a train_step the whole step counts as micro-batches: nobody knows where its update begins.
+    The parts are the micro-batches, and the update at the end. With a train_step, nobody knows
+    where its update begins, and the whole step is one part.
     """
-    start = device.mark()
+    marks = [device.mark()]
     if training.recipe.train_step is not None:
         loss = training.step(batch)
-        return loss, [start, device.mark(), device.mark()]
+        return loss, [*marks, device.mark()]
+    undo = training.before_micro_batch(lambda is_last: marks.append(device.mark()))
     training.zero_grad()
     loss = training.accumulate(batch)
-    middle = device.mark()
+    undo()
+    del marks[1]  # what precedes the first micro-batch belongs to it
+    marks.append(device.mark())
     training.optimizer_step()
-    return loss, [start, middle, device.mark()]
+    return loss, [*marks, device.mark()]
 
 
-def _seconds(device: Device, marks: Sequence[Any], scale: float) -> float:
-    """Return the seconds of a step, those of its micro-batches scaled to all of the plan's."""
-    start, middle, end = marks
-    return device.seconds_between(start, middle) * scale + device.seconds_between(middle, end)
+def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> float:
+    """Return the seconds of a step in which each micro-batch runs as often as in the plan.
+
+    Where one was left out, having no weight in the loss, the others stand for it alike.
+    """
+    parts = [device.seconds_between(*pair) for pair in pairwise(marks)]
+    if len(parts) == 1:
+        return parts[0]
+    *micro_batches, update = parts
+    if len(micro_batches) != len(counts):
+        counts = [sum(counts) / len(counts)] * len(micro_batches)
+    return update + sum(s * count for s, count in zip(micro_batches, counts, strict=True))
 
 
 def _measurement(

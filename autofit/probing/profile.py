@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autofit.plan import BOUNDS, ResolvedPlan
-from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH, WARM_UP_STEPS
+from autofit.probing.measure import WARM_UP_STEPS, micro_batches_to_run
 from autofit.training.batch import Batch, map_tensors
 from autofit.training.training import Training
 
@@ -87,12 +87,11 @@ def profile_plan(
     builder, plan = session.builder, resolved.plan
     device, workload = builder.device, builder.fresh_workload()
     builder.reclaim()
-    run = plan.accumulation_steps
-    if workload.train_step is None:
-        run = min(run, MICRO_BATCHES_OF_A_SEARCH)
+    places = micro_batches_to_run(workload, plan, full_accumulation=False)
+    sizes = [plan.micro_batch_sizes[place] for place in places]
     on_gpu = device.torch_device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    batch = map_tensors(device.stage, workload.batch(sum(plan.micro_batch_sizes[:run])))
+    batch = map_tensors(device.stage, workload.batch(sum(sizes)))
     with builder.training(workload, resolved) as training:
         for _ in range(WARM_UP_STEPS):
             began = time.perf_counter()
@@ -118,7 +117,7 @@ def profile_plan(
             operators += kind != LAUNCHES
     if not operators:
         return None
-    scale = plan.accumulation_steps / run
+    scale = plan.accumulation_steps / len(sizes)
     seconds_of = {name: median(times) for name, times in found.items()}
     scaled = {name: s if name == OPTIMIZER else s * scale for name, s in seconds_of.items()}
     return StepProfile(scaled, operators // steps, on_gpu)

@@ -41,9 +41,10 @@ def _measured(
     *,
     limit: int = 256 * MIB,
     budget: int | None = None,
+    device: CpuDevice | None = None,
     **request: Any,
 ) -> Measurement:
-    device = CpuDevice()
+    device = device or CpuDevice()
     device.limit(limit)
     builder = TrainingBuilder(make, device, seed=0)
     resolved = ResolvedPlan(plan, strategies=load_strategies(["precision"]))
@@ -99,6 +100,41 @@ def test_an_odd_split_runs_the_sizes_of_the_plan() -> None:
     sizes.clear()
     _measured(_plain(loss_fn=loss), Plan.split(10, 4))
     assert sizes[:4] == [4, 3, 4, 3]
+
+
+class _OwnClock(CpuDevice):
+    """A CPU whose time only passes where a test lets it pass."""
+
+    now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.003, 0.1])
+@pytest.mark.parametrize("micro_batch", [32, 16, 12, 11, 8, 7, 5, 3])
+def test_a_part_of_a_step_takes_as_long_as_all_of_it_in_proportion(
+    micro_batch: int, fixed_s: float
+) -> None:
+    device = _OwnClock()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        device.now_s += fixed_s + 0.004 * len(batch)
+        value: torch.Tensor = model(batch).mean()
+        return value
+
+    plan = Plan.split(32, micro_batch)
+    part, whole = (
+        _measured(_plain(loss_fn=loss), plan, device=device, full_accumulation=full).step_time_s
+        for full in (False, True)
+    )
+    assert part == pytest.approx(whole, rel=1e-6)
+    assert whole == pytest.approx(0.004 * 32 + fixed_s * plan.accumulation_steps)
+
+
+def test_a_search_runs_few_micro_batches_however_many_a_plan_has() -> None:
+    run = [_measured(_plain(), Plan.split(64, size)).micro_batches_run for size in (64, 8, 5, 33)]
+    assert run == [1, 2, 3, 2]
 
 
 def test_a_tensor_that_stays_whole_is_not_cut_where_the_batch_reaches_its_size() -> None:
@@ -288,8 +324,8 @@ def test_a_kept_number_is_no_leak() -> None:
 
 
 def test_the_seconds_of_a_start_are_those_beyond_plain_steps() -> None:
-    """Of four micro-batches two are run, so that a step of the warm-up takes half the time."""
-    steps = _Steps(times_s=[0.4, 0.2, 9.0], warm_up_s=21.0, warm_up_steps=5)
-    assert steps.start_up_s(scale=2.0) == pytest.approx(21.0 - 5 * 0.2)
-    assert _Steps(times_s=[1.0], warm_up_s=2.0, warm_up_steps=3).start_up_s(scale=1.0) == 0.0
-    assert _Steps(warm_up_s=2.0, warm_up_steps=1).start_up_s(scale=1.0) is None
+    """Of those as they ran, as the steps of the warm-up do: with fewer micro-batches."""
+    steps = _Steps(as_run_s=[0.2, 0.1, 9.0], warm_up_s=21.0, warm_up_steps=5)
+    assert steps.start_up_s() == pytest.approx(21.0 - 5 * 0.2)
+    assert _Steps(as_run_s=[1.0], warm_up_s=2.0, warm_up_steps=3).start_up_s() == 0.0
+    assert _Steps(warm_up_s=2.0, warm_up_steps=1).start_up_s() is None
