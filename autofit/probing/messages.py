@@ -297,11 +297,23 @@ def request_to_dict(request: Request, strategies: Sequence[Strategy]) -> dict[st
 
 def request_from_dict(data: Mapping[str, Any], strategies: Sequence[Strategy]) -> Request:
     """Return the request that `request_to_dict` wrote, with those of the strategies here."""
-    reader = pickle.Unpickler(io.BytesIO(base64.b64decode(data["request"])))
-    by_name = {strategy.name: strategy for strategy in strategies}
-    reader.persistent_load = by_name.__getitem__  # type: ignore[method-assign]  # as its manual says
-    request: Request = reader.load()
+    written = io.BytesIO(base64.b64decode(data["request"]))
+    request: Request = _RequestReader(written, strategies).load()
     return request
+
+
+class _RequestReader(pickle.Unpickler):
+    """Reads a request in which strategies stand by their names.
+
+    A subclass, because Python 3.13 takes no assignment to `persistent_load`.
+    """
+
+    def __init__(self, written: IO[bytes], strategies: Sequence[Strategy]) -> None:
+        super().__init__(written)
+        self._by_name = {strategy.name: strategy for strategy in strategies}
+
+    def persistent_load(self, pid: str) -> Strategy:
+        return self._by_name[pid]
 
 
 def reply_to_dict(reply: Reply) -> dict[str, Any]:
