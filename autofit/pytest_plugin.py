@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 Checker = Callable[..., "Verdict"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--autofit-method`."""
-    parser.getgroup("autofit").addoption(
-        "--autofit-method",
-        choices=("auto", "probe", "emulate", "rehearse", "predict"),
-        default="auto",
-        help="how autofit_check decides whether a training fits: by a probe on the local GPU, on "
-        "an emulated GPU, by a rehearsal on the meta device, or by a probe where there is a GPU "
-        "(auto)",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker `autofit`, added to every test that uses the fixture."""
     config.addinivalue_line("markers", "autofit: checks that a training fits a VRAM budget")
@@ -46,12 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def autofit_check(request: pytest.FixtureRequest) -> Checker:
+def autofit_check() -> Checker:
     """Return a function that fails the test if a workload does not fit a VRAM budget.
 
     It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`,
-    `global_batch` and `settings`, as on the command line; also `gpu`, and
-    `method` in place of `--autofit-method`. It returns the verdict of `autofit.check`.
+    `global_batch` and `settings`, as on the command line, and the other arguments of
+    `autofit.check`, whose verdict it returns.
     """
 
     def checker(
@@ -64,7 +52,6 @@ def autofit_check(request: pytest.FixtureRequest) -> Checker:
         settings: Mapping[str, Scalar] | None = None,
         plan: Plan | None = None,
         gpu: str | int | None = None,
-        method: str | None = None,
         **options: Any,
     ) -> Verdict:
         __tracebackhide__ = True
@@ -75,7 +62,6 @@ def autofit_check(request: pytest.FixtureRequest) -> Checker:
             plan=plan or workload.plan(micro_batch, accumulation_steps, global_batch, settings),
             vram_budget=vram_budget,
             gpu=gpu,
-            method=method or request.config.getoption("--autofit-method"),
             **options,
         )
         if not verdict.fits:

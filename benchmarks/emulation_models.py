@@ -1,10 +1,10 @@
-"""The rehearsal held against the emulated GPU, on models that nobody here wrote.
+"""Predictions held against the emulated GPU, on models that nobody here wrote.
 
 Models of torchvision, timm, transformers and diffusers, with random weights; in float32, bfloat16
 and float16, with AdamW, fused AdamW and SGD in turn, and every other one with its library's own
-checkpointing, if it has that. `autofit.predict` tells each case by both methods: a rehearsal on the
-meta device, and real training in a worker on the emulated card, where PyTorch's own allocator
-answers; with values from when the training asks for one. Compared are peak allocated, peak
+checkpointing, if it has that. `autofit.predict` tells each case by a dry run; `benchmarks.oracle`
+trains it in a worker on the emulated card, where PyTorch's own allocator answers, with values from
+when the training asks for one. Compared are peak allocated, peak
 reserved, and required bytes: the smallest limit under which the last two of four steps run without
 a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
@@ -33,10 +33,14 @@ from typing import Any
 import torch
 
 from autofit import Plan, Workload, predict
+from autofit.devices.gpus import find_gpu
 from autofit.errors import CannotTell
-from autofit.prediction.predict import Prediction
+from autofit.plan import Dimension
+from autofit.registry import resolve, strategies_of
+from autofit.space import Space
 from benchmarks.emulated_models import MODELS
 from benchmarks.emulation_cases import Case, cases, workload_of
+from benchmarks.oracle.emulation import Emulated, Emulation
 
 GPU = "H200"
 PROMISES = {
@@ -102,15 +106,26 @@ class Result:
         return cls(**read)
 
 
-def told(workload: Workload, plan: Plan, method: str) -> tuple[Bytes, Prediction]:
-    """Return what `autofit.predict` tells, and its bytes without those outside of the allocator."""
-    found = predict(workload, plan=plan, gpu=GPU, method=method)
+def told_by_a_dry_run(workload: Workload, plan: Plan) -> Bytes:
+    found = predict(workload, plan=plan, gpu=GPU)
     required = found.required_bytes - found.breakdown["non_torch"]
-    return Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, required), found
+    return Bytes(found.peak_allocated_bytes, found.peak_reserved_bytes, required)
+
+
+def told_by_the_card(workload: Workload, plan: Plan) -> tuple[Bytes, Emulated]:
+    """Return what torch's own allocator needs; without values unless the training asks for one."""
+    strategies = strategies_of(plan)
+    dimensions = {name: Dimension([value]) for name, value in plan.settings.items()}
+    resolved = resolve(plan, Space(dimensions, workload.sample_batch_size), strategies)
+    with Emulation(workload, strategies, find_gpu(GPU)) as emulation:
+        need = emulation.need(resolved)
+    ample = need.ample
+    found = Bytes(ample.peak_allocated_bytes, ample.peak_reserved_bytes, need.limit_bytes)
+    return found, need
 
 
 def result_of(case: Case) -> Result:
-    """Tell a case by both methods; an error of either is part of the result."""
+    """Tell a case by both; an error of either is part of the result."""
     found: dict[str, Any] = {}
     try:
         workload = workload_of(case)
@@ -118,15 +133,15 @@ def result_of(case: Case) -> Result:
         plan = Plan(workload.sample_batch_size, settings=settings)
         started = time.perf_counter()
         try:
-            found["rehearsed"], _ = told(workload, plan, "rehearse")
+            found["rehearsed"] = told_by_a_dry_run(workload, plan)
         except CannotTell as refusal:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
         started = time.perf_counter()
-        found["emulated"], prediction = told(workload, plan, "emulate")
+        found["emulated"], need = told_by_the_card(workload, plan)
         found["emulation_s"] = time.perf_counter() - started
-        found["computed_values"] = prediction.computed_values
-        found["estimates"] = prediction.estimates
+        found["computed_values"] = need.computed_values
+        found["estimates"] = need.ample.estimates
     except Exception as error:  # of any kind: the other cases are run all the same
         found["failed"] = f"{type(error).__name__}: {error}"[:300]
     return Result(case, MODELS[case.model].package, **found)

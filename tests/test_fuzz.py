@@ -255,7 +255,7 @@ OPTIONS: dict[str, list[str]] = {
               "--vram-budget", "--device", "--strategies", "--seed", "--isolation"],
     "predict": ["--gpu", "--micro-batch", "--accumulation-steps", "--global-batch", "--set",
                 "--plan", "--strategies"],
-    "check": ["--vram-budget", "--gpu", "--method", "--micro-batch", "--accumulation-steps",
+    "check": ["--vram-budget", "--gpu", "--micro-batch", "--accumulation-steps",
               "--global-batch", "--set", "--plan", "--report", "--device", "--strategies",
               "--against", "--max-regression", "--junit-xml"],
     "report": [],

@@ -795,7 +795,7 @@ def test_no_code_of_the_users_runs_in_this_process(tmp_path: Path) -> None:
     where: Any = {"device": "cpu", "vram_budget": "32MiB"}
     report = autofit.search(workload, max_probes=3, **where)
     assert autofit.probe(workload, **where).ok
-    assert autofit.check(workload, method="probe", **where).fits
+    assert autofit.check(workload, **where).fits
     assert report.soak(workload, steps=8).steps >= 8
     signed = {tuple(line.split()) for line in path.read_text().splitlines()}
     everything = "built forward batch criterion optimizer weight before_step"

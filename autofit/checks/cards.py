@@ -19,7 +19,6 @@ from autofit.devices.request import budget_bytes, check_budget
 from autofit.errors import CannotTell, InvalidRequest, Unsupported, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction.dry_run import traced_sizes
-from autofit.prediction.methods import NCCL_UNKNOWN, plan_of_ranks
 from autofit.prediction.needs import (
     MOST,
     NCCL_BYTES,
@@ -28,6 +27,7 @@ from autofit.prediction.needs import (
     guess_from,
     largest_that_fits,
 )
+from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
 from autofit.prediction.offered import Offered, offered
 from autofit.registry import load_strategies, numerics_level, resolve, strategies_of
 from autofit.space import Space

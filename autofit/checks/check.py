@@ -1,11 +1,10 @@
 """`autofit.check`: does this workload train within this VRAM budget?
 
-A probe decides where there is a GPU, and a prediction where there is none: an emulation or a
-rehearsal. A verdict is True only if a probe ran within the budget, or the prediction fits with its
-margin.
+A probe decides where there is a GPU, and a prediction where there is none, or where a GPU is named.
+A verdict is True only if a probe ran within the budget, or the prediction fits with its margin.
 
-Under torchrun the answer is that of all ranks: they are probed together, or one of so many is
-rehearsed, by rank 0 for all.
+Under torchrun the answer is that of all ranks, which are probed together, or for which rank 0
+predicts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autofit.devices.request import budget_bytes
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan, check_count
-from autofit.prediction.methods import method_of_ranks, method_taken, plan_of_ranks
+from autofit.prediction.of_ranks import plan_of_ranks
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
 from autofit.probing.together import on_every_rank
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     from autofit.probing.meeting import Meeting
     from autofit.probing.survey import Survey
 
-METHODS = ("auto", "probe", "emulate", "rehearse")
-FORMER_METHODS = {"predict": "rehearse"}
-"""Names that are still accepted, and what they mean."""
-
 
 @hides_own_frames
 def check(
@@ -48,7 +43,6 @@ def check(
     plan: Plan | None = None,
     vram_budget: str | float | None = None,
     gpu: str | int | Gpu | None = None,
-    method: str = "auto",
     device: str | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
@@ -62,18 +56,16 @@ def check(
         plan: the plan to check; None: the baseline.
         vram_budget: "24GiB", bytes, or a fraction of the GPU; None: all memory of `gpu` for a
             prediction, or the free memory of the device for a probe.
-        gpu: the GPU to predict for, as for `predict`.
-        method: "probe" runs the plan on this machine's device; "emulate" and "rehearse" need none,
-            see `predict`; "auto" probes if there is a GPU and `gpu` is None, and else predicts.
-            Several ranks are probed by those that torchrun started, and else rehearsed.
-        device: where to probe; None: cuda if there is one.
+        gpu: the GPU to predict for, as for `predict`; None: the plan is probed where there is a
+            GPU, and else predicted for an H200. Several ranks are probed by those that torchrun
+            started, and else predicted.
+        device: where to probe, "cpu" included; None: cuda if there is one.
         strategies, payloads, calibration: as for `predict`.
         world_size: as for `predict`; None under torchrun: its ranks.
 
     Raises:
-        InvalidRequest: an argument is not valid.
-        DeviceUnavailable: method="probe", and the device does not exist.
-        EmulationUnavailable: method="emulate", and what it takes is missing.
+        InvalidRequest: an argument is not valid, or both `gpu` and `device` are given.
+        DeviceUnavailable: the device does not exist.
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
@@ -83,10 +75,9 @@ def check(
     ranks = None if world_size is None else check_count("world_size", world_size)
     if ranks is None and plan is not None and plan.world_size > 1:
         ranks = plan.world_size
-    method = FORMER_METHODS.get(method, method)
-    if world.size == 1 and ranks is not None:  # there are no others here to probe with
-        method = method_of_ranks(method, ranks)
-    probes = will_probe(method, gpu, device)
+    probes = will_probe(gpu, device)
+    if world.size == 1 and ranks not in (None, 1):  # there are no others here to probe with
+        probes = False
     chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
     target = Target(device, vram_budget)
 
@@ -104,7 +95,6 @@ def check(
                 return resolve_here(asked, survey, chosen, payloads)
 
             return _by_probe(*run_one(workload, chosen, target, resolved, meeting=meeting))
-        how = method_of_ranks(method, 1 if asked is None else asked.world_size)
         budget = budget_bytes(
             1.0 if vram_budget is None else vram_budget,
             total_bytes=found.total_bytes,
@@ -113,7 +103,7 @@ def check(
         unknown = Verdict(
             None,
             asked or workload.plan(),
-            method_taken(how, workload.model),
+            "predict",
             budget,
             device="cuda",
             gpu=found.name,
@@ -124,7 +114,6 @@ def check(
                 workload,
                 plan=asked,
                 gpu=gpu,
-                method=how,
                 strategies=strategies,
                 payloads=payloads,
                 calibration=learned,
@@ -136,17 +125,17 @@ def check(
     return on_every_rank(workload, chosen, target, lead)
 
 
-def will_probe(method: str, gpu: str | int | Gpu | None, device: str | None) -> bool:
+def will_probe(gpu: str | int | Gpu | None, device: str | None) -> bool:
     """Return whether a check with these arguments runs the plan.
 
     Raises:
-        InvalidRequest: there is no such method.
+        InvalidRequest: both are given.
     """
-    if method not in (*METHODS, *FORMER_METHODS):
-        raise InvalidRequest(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if method == "auto":
-        return gpu is None and (device is not None or torch.cuda.is_available())
-    return method == "probe"
+    if gpu is not None and device is not None:
+        raise InvalidRequest(
+            f"gpu={gpu!r} asks for a prediction, and device={device!r} for a probe: leave one out"
+        )
+    return gpu is None and (device is not None or torch.cuda.is_available())
 
 
 def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
@@ -159,16 +148,12 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
     return replace(
         unknown,
         fits=fits,
-        method=prediction.method,
         plan=prediction.plan,
         required_bytes=prediction.required_bytes,
         margin_bytes=prediction.interval[1] - prediction.required_bytes,
         breakdown=prediction.breakdown,
         largest_micro_batch=largest,
         peak_allocated_bytes=prediction.peak_allocated_bytes,
-        required_bytes_low=prediction.interval[0] if prediction.method == "emulate" else None,
-        computed_values=prediction.computed_values,
-        estimates=prediction.estimates,
         unknown_bytes=prediction.unknown_bytes,
     )
 

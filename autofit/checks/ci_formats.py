@@ -7,8 +7,7 @@ import traceback
 from xml.etree import ElementTree
 
 from autofit.checks.regression import Regression
-from autofit.checks.verdict import Verdict
-from autofit.prediction.methods import words_of
+from autofit.checks.verdict import METHODS, Verdict
 from autofit.units import format_bytes
 
 
@@ -71,6 +70,6 @@ def markdown(name: str, verdict: Verdict, regression: Regression | None) -> str:
     if regression is not None:
         lines += [f"Against the earlier one: {regression}", ""]
     lines += ["| | |", "|---|---:|"]
-    lines += [f"| method | {words_of(verdict.method, verdict.computed_values)} |"]
+    lines += [f"| method | {METHODS.get(verdict.method, verdict.method)} |"]
     lines += [f"| {label} | {format_bytes(size)} |" for label, size in rows.items() if size]
     return "\n".join(lines) + "\n"

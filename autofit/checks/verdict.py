@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autofit.notebook import shown
 from autofit.plan import PLAN, Plan
-from autofit.prediction.methods import NCCL_UNKNOWN, words_of
+from autofit.prediction.of_ranks import NCCL_UNKNOWN
 from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, Shape, Table, check_shape
 from autofit.units import format_bytes
 
 ASSUMED = " (assumed: no gpu given)"
+METHODS = {"probe": "a probe: run on the device", "predict": "a dry run on torch's meta device"}
+"""By its name, how a verdict was found, for a reader."""
 
 _VERDICT: Shape = {
     "fits": Maybe(FLAG),
@@ -24,9 +26,6 @@ _VERDICT: Shape = {
     "breakdown?": Maybe(Table(AMOUNT)),
     "largest_micro_batch?": Maybe(AMOUNT),
     "detail?": Maybe(TEXT),
-    "required_bytes_low?": Maybe(AMOUNT),
-    "computed_values?": Maybe(FLAG),
-    "estimates?": [TEXT],
     "peak_allocated_bytes?": Maybe(AMOUNT),
     "device?": Maybe(TEXT),
     "gpu?": Maybe(TEXT),
@@ -34,7 +33,6 @@ _VERDICT: Shape = {
     "unknown_bytes?": AMOUNT,
 }
 """A verdict as JSON."""
-_FORMER_METHODS = {"predict": "rehearse"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Verdict:
     Attributes:
         fits: True or False.
         plan: the plan that was checked.
-        method: "probe", "rehearse" or "emulate".
+        method: "probe" or "predict".
         vram_budget_bytes: the budget.
         peak_allocated_bytes: most bytes in live tensors.
         required_bytes: by prediction, the smallest VRAM budget under which the plan runs without
@@ -53,10 +51,6 @@ class Verdict:
         margin_bytes: added to required bytes before the comparison with the budget.
         breakdown: bytes by kind, if predicted.
         largest_micro_batch: the largest that would fit, if the plan does not.
-        required_bytes_low: by emulation, the least that the plan may need on the real GPU; the most
-            is required plus margin.
-        computed_values: whether operators computed on the emulated GPU.
-        estimates: sizes of NVIDIA's libraries that it does not know exactly.
         unknown_bytes: the room that a fit leaves for what is not counted; see `Prediction`.
         detail: why `fits` is unknown, or how the probe ended.
         device: "cuda" or "cpu".
@@ -77,9 +71,6 @@ class Verdict:
     device: str | None = None
     gpu: str | None = None
     gpu_assumed: bool = False
-    required_bytes_low: int | None = None
-    computed_values: bool | None = None
-    estimates: Sequence[str] = ()
     unknown_bytes: int = 0
 
     @property
@@ -105,25 +96,13 @@ class Verdict:
         return "" if name is None else f" on {name}{ASSUMED * self.gpu_assumed}"
 
     def _needs(self) -> str:
-        how = {"probe": "measured", "emulate": "emulated"}.get(self.method, "rehearsed")
+        how = "measured" if self.method == "probe" else "predicted"
         needs = f"{format_bytes(self.required_bytes)} {how}"
-        if self.required_bytes_low is not None and self.required_bytes is not None:
-            low, high = self.required_bytes_low, self.required_bytes + self.margin_bytes
-            needs += f" ({format_bytes(low)} to {format_bytes(high)})"
-            if self.fits is None:
-                needs += f"; the budget lies between: {self._doubt}"
-            return needs
         needs += f" + {format_bytes(self.margin_bytes)} margin" if self.margin_bytes else ""
         if self.unknown_bytes and self.fits is None:
             room = format_bytes(self.unknown_bytes)
             needs += f" + NCCL, not known: leave {room} for it, or measure on the ranks"
         return needs
-
-    @property
-    def _doubt(self) -> str:
-        """What makes the interval as wide as it is."""
-        estimated = "; ".join(self.estimates) or "what recordings of a real GPU differ by"
-        return f"estimated are {estimated}. Probe on the GPU, or leave more room"
 
     def _rows(self) -> list[tuple[str, str]]:
         sizes: list[tuple[str, int | None]] = [("required", self.required_bytes)]
@@ -131,7 +110,7 @@ class Verdict:
         sizes += [("allowed", self.vram_budget_bytes), *(self.breakdown or {}).items()]
         rows = [(name.replace("_", " "), format_bytes(size)) for name, size in sizes]
         rows += [("NCCL", NCCL_UNKNOWN)] if self.unknown_bytes else []
-        return [("method", words_of(self.method, self.computed_values)), *rows]
+        return [("method", METHODS.get(self.method, self.method)), *rows]
 
     def explain(self) -> str:
         """Return the verdict and a table of required, allowed and broken-down bytes."""
@@ -159,9 +138,6 @@ class Verdict:
             "device": self.device,
             "gpu": self.gpu,
             "gpu_assumed": self.gpu_assumed,
-            "required_bytes_low": self.required_bytes_low,
-            "computed_values": self.computed_values,
-            "estimates": list(self.estimates),
             "unknown_bytes": self.unknown_bytes,
         }
 
@@ -174,7 +150,4 @@ class Verdict:
         """
         check_shape(data, _VERDICT, "the verdict")
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        method = _FORMER_METHODS.get(data["method"], data["method"])
-        estimates = tuple(data.get("estimates", ()))
-        plan = Plan.from_dict(data["plan"])
-        return cls(**known | {"plan": plan, "method": method, "estimates": estimates})
+        return cls(**known | {"plan": Plan.from_dict(data["plan"])})

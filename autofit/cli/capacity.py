@@ -29,7 +29,6 @@ from autofit.cli.options import (
     Target,
     WorldSize,
     check_writable,
-    one_of,
     read_budget,
 )
 from autofit.cli.target import load_target
@@ -71,20 +70,12 @@ GpuName = Annotated[
         "--gpu", help="predict for this one: L4, A100-80GB, or a size", callback=_check_gpu
     ),
 ]
-MethodName = Annotated[
-    str,
-    typer.Option(
-        help="rehearse (meta device), emulate (emulated GPU), or auto",
-        callback=one_of("auto", "rehearse", "emulate"),
-    ),
-]
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
 def predict(
     target: Target,
     gpu: GpuName = None,
-    method: MethodName = "auto",
     micro_batch: MicroBatch = None,
     accumulation_steps: AccumulationSteps = None,
     global_batch: GlobalBatch = None,
@@ -114,7 +105,6 @@ def predict(
             prediction = run(
                 workload,
                 gpu=gpu,
-                method=method,
                 strategies=strategies,
                 world_size=world_size,
                 **chosen,
@@ -137,13 +127,6 @@ def check(
     target: Target,
     vram_budget: Budget = None,
     gpu: GpuName = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="probe, emulate, rehearse, or auto: probe where there is a GPU",
-            callback=one_of("auto", "probe", "emulate", "rehearse", "predict"),
-        ),
-    ] = "auto",
     micro_batch: MicroBatch = None,
     accumulation_steps: AccumulationSteps = None,
     global_batch: GlobalBatch = None,
@@ -198,7 +181,6 @@ def check(
             tuned,
             vram_budget=read_budget(vram_budget),
             gpu=gpu,
-            method=method,
             device=device,
             strategies=strategies,
             world_size=world_size,
@@ -306,7 +288,6 @@ def _as_tuned(
     *,
     vram_budget: str | float | None,
     gpu: str | None,
-    method: str,
     device: str | None,
 ) -> dict[str, Any]:
     """Return the report's budget, GPU and calibration where no others were given.
@@ -319,14 +300,14 @@ def _as_tuned(
     from autofit.checks.check import will_probe
 
     on_cpu = tuned.record.environment.get("device") == "cpu"
-    if on_cpu and method in ("auto", "probe") and gpu is None and device is None:
+    if on_cpu and gpu is None and device is None:
         device = "cpu"
-    probes = will_probe(method, gpu, device)
+    probes = will_probe(gpu, device)
     if vram_budget is None and on_cpu and not (probes and device == "cpu"):
         raise InvalidRequest(
             f"the report was made on the CPU, and its budget of "
             f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
-            "takes: give --vram-budget, or neither --gpu, --device nor a --method but probe"
+            "takes: give --vram-budget, or neither --gpu nor --device"
         )
     # Naming the report's GPU requests a prediction, so do not where a probe is possible.
     return {

@@ -221,7 +221,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
 
 
 def _cannot_tell(unsupported: Unsupported) -> CannotTell:
-    way_out = 'Run it with autofit.probe, or method="probe", on a machine with the GPU'
+    way_out = "Run it with autofit.probe on a machine with the GPU"
     if _TWO_DEVICES.search(unsupported.reason):
         way_out = (
             "A tensor on the CPU is combined with one of the batch or the model. Where your code "
@@ -339,7 +339,7 @@ def refuse_compiled(model: torch.nn.Module) -> None:
             raise CannotTell(
                 f"memory cannot be predicted: {name or 'the model'} is compiled by {compiler}, "
                 "which fuses operators and reuses buffers. Leave compilation out, or run it with "
-                'autofit.probe, or method="probe", on a machine with the GPU'
+                "autofit.probe on a machine with the GPU"
             )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-from autofit.devices.cpu import host_memory
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
@@ -19,25 +18,18 @@ from autofit.notebook import shown
 from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
-from autofit.prediction.dry_run import LARGE_BYTES, dry_run
-from autofit.prediction.methods import (
-    NCCL_UNKNOWN,
-    method_of_ranks,
-    method_taken,
-    plan_of_ranks,
-    words_of,
-)
+from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import (
     SharedRuns,
     largest_that_fits,
     need_of,
     told,
 )
+from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
 from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Phase, Strategy
-from autofit.training.batch import tensors_of
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import format_bytes
 
@@ -51,7 +43,6 @@ def predict(
     *,
     plan: Plan | None = None,
     gpu: str | int | Gpu | None = None,
-    method: str = "auto",
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
@@ -59,17 +50,14 @@ def predict(
 ) -> Prediction:
     """Predict the memory of a plan on a GPU, without a GPU.
 
-    After a search on that GPU, `calibration=report.calibration` makes it more accurate.
+    The training runs on torch's meta device, where nothing is computed, and its allocations are
+    replayed through a simulation of the CUDA caching allocator. After a search on that GPU,
+    `calibration=report.calibration` makes it more accurate.
 
     Args:
         workload: model, sample batch, loss and optimizer.
         plan: None: the baseline, with every setting plain.
         gpu: a name such as "L4" or "A100-80GB", a size such as "24GiB", or bytes; None: H200.
-        method: "rehearse" traces the training on torch's meta device, where nothing is computed;
-            "emulate" runs it in a worker on an emulated GPU, under torch's own allocator, which
-            takes the CUDA build of torch and a C++ compiler. "auto" emulates where these are and
-            no GPU is, and else rehearses; it also rehearses a training that asks for values, which
-            an emulation has to compute, and emulates it if that cannot tell.
         strategies: names or Strategy objects that may have settings in the plan; None: the
             installed strategies whose settings the plan has.
         payloads: by setting, as in a report's dimensions; None: as the strategies say.
@@ -77,28 +65,22 @@ def predict(
             an empty one has no effect.
         world_size: how many GPUs train together, each with its share of the global batch; None:
             as many as the plan says, else one. The prediction is that of the GPU which needs most,
-            without what NCCL holds; several are rehearsed.
+            without what NCCL holds.
 
     Raises:
         InvalidRequest: an argument is not valid, or there is no such GPU, setting or value.
-        CannotTell: by rehearsal, the training cannot run without values; the message names the
-            user's line.
-        EmulationUnavailable: method="emulate", and what it takes is missing.
+        CannotTell: the training cannot run without values; the message names the user's line.
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
     chosen = plan_of_ranks(workload, plan, world_size)
-    method = method_of_ranks(method, chosen.world_size)
-    taken = method_taken(method, workload.model)
     found = find_gpu(gpu)
     learned = Calibration.of(calibration)
     if learned is not None:
         found = replace(found, context_bytes=learned.non_torch_bytes)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    asked = _Question(workload, chosen, found, own, payloads or {})
-    if taken == "rehearse":
-        return _rehearsed(asked)
-    return _emulated(asked) if method == taken else _emulated_if_quick(asked)
+    resolved = _resolved(workload, chosen, found, own, payloads or {})
+    return predict_resolved(workload, resolved, found)
 
 
 @dataclass(frozen=True)
@@ -117,10 +99,6 @@ class Prediction:
             Gradients are 0 where the peak lies before the first of them is made: at the end of a
             forward without accumulation, for an update drops them.
         interval: (low, high) around required_bytes; `fits` uses the high end.
-        method: "rehearse" or "emulate".
-        computed_values: whether operators computed; None for a rehearsal, which never computes.
-        estimates: sizes of NVIDIA's libraries that the emulated GPU does not know exactly, and that
-            widen the interval.
         unknown_bytes: the room that a fit leaves for what is not counted: 2 GiB for NCCL where the
             plan is one of several ranks, else 0.
         micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
@@ -136,22 +114,15 @@ class Prediction:
     interval: tuple[int, int]
     micro_batch_cost: Cost | None = field(repr=False)
     _resolved: ResolvedPlan = field(repr=False, compare=False)
-    _needs: Callable[[int], AbstractContextManager[HighBytes]] = field(repr=False, compare=False)
-    method: str = "rehearse"
-    computed_values: bool | None = None
-    estimates: tuple[str, ...] = ()
+    _needs: Callable[[], HighBytes] = field(repr=False, compare=False)
     unknown_bytes: int = 0
 
     def fits(self, vram_budget_bytes: int) -> bool | None:
         """Return whether the plan fits into a VRAM budget, with the margin of the interval.
 
-        None: an emulation cannot tell, since the budget lies inside the interval; or what NCCL
-        takes decides, which is unknown.
+        None: what NCCL takes decides, which is unknown.
         """
-        low, high = self.interval
-        if self.method == "emulate" and low <= vram_budget_bytes < high:
-            return None
-        return told(high, self.unknown_bytes, vram_budget_bytes)
+        return told(self.interval[1], self.unknown_bytes, vram_budget_bytes)
 
     @cached_property
     def largest_micro_batch(self) -> int | None:
@@ -164,28 +135,25 @@ class Prediction:
         Settings and accumulation steps stay. Further plans are predicted, the returned one among
         them; a plan that cannot be predicted counts as one that does not fit (a model may look at
         the values of its batch, which are not kept for a very large one).
-
-        Raises:
-            CannotTell: values are computed, for which the host has too little memory.
         """
         plan = self.plan
         steps, settings = plan.accumulation_steps, plan.settings
-        with self._needs(vram_budget_bytes) as high_bytes:
+        high_bytes = self._needs()
 
-            def need(micro_batch: int) -> int:
-                if micro_batch == plan.micro_batch:
-                    return self.interval[1] + self.unknown_bytes
-                scaled = Plan(
-                    micro_batch,
-                    accumulation_steps=steps,
-                    settings=settings,
-                    world_size=plan.world_size,
-                )
-                with suppress(CannotTell):
-                    return high_bytes(replace(self._resolved, plan=scaled))
-                return sys.maxsize
+        def need(micro_batch: int) -> int:
+            if micro_batch == plan.micro_batch:
+                return self.interval[1] + self.unknown_bytes
+            scaled = Plan(
+                micro_batch,
+                accumulation_steps=steps,
+                settings=settings,
+                world_size=plan.world_size,
+            )
+            with suppress(CannotTell):
+                return high_bytes(replace(self._resolved, plan=scaled))
+            return sys.maxsize
 
-            return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
+        return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
 
     def __str__(self) -> str:
         lines = (f"  {label:<20}{text}" for label, text in self._rows().items())
@@ -198,7 +166,6 @@ class Prediction:
     def _rows(self) -> dict[str, str]:
         low, high = (format_bytes(size) for size in self.interval)
         rows = {
-            "method": words_of(self.method, self.computed_values),
             "required": f"{format_bytes(self.required_bytes)} ({low} to {high})",
             "peak reserved": format_bytes(self.peak_reserved_bytes),
             "peak allocated": f"{format_bytes(self.peak_allocated_bytes)}, of which at that moment",
@@ -209,8 +176,6 @@ class Prediction:
             rows["NCCL"] = NCCL_UNKNOWN
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they are made later, and dropped after each update)"
-        if self.estimates:
-            rows["estimated"] = "; ".join(self.estimates)
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -218,9 +183,6 @@ class Prediction:
         return {
             "plan": self.plan.to_dict(),
             "gpu": self.gpu.name,
-            "method": self.method,
-            "computed_values": self.computed_values,
-            "estimates": list(self.estimates),
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "required_bytes": self.required_bytes,
@@ -302,115 +264,41 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         interval=(need.required_bytes - need.margin_bytes, need.high_bytes),
         micro_batch_cost=run.micro_batch_cost,
         _resolved=resolved,
-        _needs=partial(_rehearsed_needs, workload, gpu),
+        _needs=partial(_needs_of_others, workload, gpu),
         unknown_bytes=need.unknown_bytes,
     )
 
 
-@contextmanager
-def _rehearsed_needs(workload: Workload, gpu: Gpu, _: int) -> Iterator[HighBytes]:
+def _needs_of_others(workload: Workload, gpu: Gpu) -> HighBytes:
     runs = SharedRuns(workload)
 
     def high_bytes(resolved: ResolvedPlan) -> int:
         need = runs.need(resolved, gpu)
         return need.high_bytes + need.unknown_bytes
 
-    yield high_bytes
+    return high_bytes
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What is asked: the plan of a workload on a GPU, its strategies, and payloads by setting."""
+def _resolved(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+) -> ResolvedPlan:
+    """Resolve a plan with the dimensions that its strategies offer on the meta device.
 
-    workload: Workload
-    plan: Plan
-    gpu: Gpu
-    strategies: Sequence[Strategy]
-    payloads: Mapping[str, Any]
+    Strategies whose payloads are given are not asked: they may have found them by measuring.
 
-    def resolved(self) -> ResolvedPlan:
-        """Resolve the plan with the dimensions that its strategies offer on the meta device.
-
-        Strategies whose payloads are given are not asked: they may have found them by measuring.
-
-        Raises:
-            InvalidRequest: a setting or a value that the GPU does not have.
-            CannotTell: the payload of a setting can only be found by running the model.
-        """
-        dimensions: dict[str, Dimension] = {}
-        ranks = self.plan.world_size
-        for strategy in self.strategies:
-            settings = settings_of(strategy.name, self.plan.settings)
-            if settings_of(strategy.name, self.payloads):
-                dimensions |= {name: Dimension([value]) for name, value in settings.items()}
-            elif settings or (ranks > 1 and strategy.phase is Phase.PARALLEL):
-                dimensions |= meta_dimensions(strategy, settings, self.workload, self.gpu, ranks)
-        space = Space(dimensions, self.workload.sample_batch_size)
-        return resolve(self.plan, space, self.strategies, self.payloads)
-
-
-def _rehearsed(asked: _Question) -> Prediction:
-    return predict_resolved(asked.workload, asked.resolved(), asked.gpu)
-
-
-def _emulated_if_quick(asked: _Question) -> Prediction:
-    """Predict by emulation; where it would have to compute, by rehearsal if that can tell."""
-    from autofit.prediction.emulated_look import ValuesAsked
-
-    try:
-        return _emulated(asked, may_compute=False)
-    except ValuesAsked:
-        with suppress(CannotTell):
-            return _rehearsed(asked)
-    return _emulated(asked, values=True)
-
-
-def _emulated(asked: _Question, **computing: bool) -> Prediction:
-    """Predict a plan by running it on an emulated GPU, like `predict`."""
-    from autofit.prediction.emulate import Emulation
-
-    with Emulation(asked.workload, asked.strategies, asked.gpu, **computing) as emulation:
-        try:
-            resolved = asked.resolved()
-        except CannotTell:  # the meaning of a setting is found by running the model
-            resolved = emulation.resolve(asked.plan, asked.payloads)
-        need = emulation.need(resolved)
-    ample = need.ample
-    return Prediction(
-        plan=resolved.plan,
-        gpu=asked.gpu,
-        peak_allocated_bytes=ample.peak_allocated_bytes,
-        peak_reserved_bytes=ample.peak_reserved_bytes,
-        required_bytes=need.required_bytes,
-        breakdown={**ample.breakdown, "non_torch": ample.non_torch_bytes},
-        interval=need.interval,
-        micro_batch_cost=None,
-        _resolved=resolved,
-        _needs=partial(_emulated_needs, asked, need.computed_values),
-        method="emulate",
-        computed_values=need.computed_values,
-        estimates=ample.estimates,
-    )
-
-
-@contextmanager
-def _emulated_needs(asked: _Question, values: bool, vram_budget_bytes: int) -> Iterator[HighBytes]:
-    from autofit.prediction.emulate import Emulation
-
-    _, free_bytes = host_memory()
-    if values and vram_budget_bytes > free_bytes:
-        raise CannotTell(
-            "the largest micro-batch is not told: the training asks for values, so each size would "
-            f"be trained on the CPU in up to {format_bytes(vram_budget_bytes)} of host memory, of "
-            f"which {format_bytes(free_bytes)} are free. Predict the size that you have in mind"
-        )
-    made = Emulation(asked.workload, asked.strategies, asked.gpu, values=values, roomy=True)
-    with made as emulation:
-        sample_bytes = sum(tensor.nbytes for tensor in tensors_of(asked.workload.batch(1)))
-
-        def high_bytes(resolved: ResolvedPlan) -> int:
-            if resolved.plan.micro_batch * sample_bytes > LARGE_BYTES:
-                raise CannotTell("a batch of this size is not made on the host")
-            return emulation.high_bytes(resolved, vram_budget_bytes)
-
-        yield high_bytes
+    Raises:
+        InvalidRequest: a setting or a value that the GPU does not have.
+        CannotTell: the payload of a setting can only be found by running the model.
+    """
+    dimensions: dict[str, Dimension] = {}
+    for strategy in strategies:
+        settings = settings_of(strategy.name, plan.settings)
+        if settings_of(strategy.name, payloads):
+            dimensions |= {name: Dimension([value]) for name, value in settings.items()}
+        elif settings or (plan.world_size > 1 and strategy.phase is Phase.PARALLEL):
+            dimensions |= meta_dimensions(strategy, settings, workload, gpu, plan.world_size)
+    return resolve(plan, Space(dimensions, workload.sample_batch_size), strategies, payloads)

@@ -28,20 +28,20 @@ def workload(**options: Any) -> Workload:
 
 
 def test_it_fits_by_prediction() -> None:
-    verdict = check(workload(), vram_budget="2GiB", gpu="L4", method="rehearse")
+    verdict = check(workload(), vram_budget="2GiB", gpu="L4")
     assert verdict.fits is True
-    assert verdict.method == "rehearse"
+    assert verdict.method == "predict"
     assert verdict.required_bytes is not None
     assert verdict.headroom_bytes == 2 * GIB - verdict.required_bytes
     assert "2.00 GiB" in str(verdict)
 
 
 def test_it_does_not_fit_by_prediction() -> None:
-    verdict = check(workload(), plan=Plan(100_000), vram_budget="2GiB", gpu="L4", method="rehearse")
+    verdict = check(workload(), plan=Plan(100_000), vram_budget="2GiB", gpu="L4")
     assert verdict.fits is False
     assert verdict.largest_micro_batch is not None
     smaller = Plan(verdict.largest_micro_batch)
-    assert check(workload(), plan=smaller, vram_budget="2GiB", gpu="L4", method="rehearse").fits
+    assert check(workload(), plan=smaller, vram_budget="2GiB", gpu="L4").fits
     assert str(smaller.micro_batch) in str(verdict)
     explained = verdict.explain()
     assert all(word in explained for word in ("required", "allowed", "activations", "weights"))
@@ -64,18 +64,16 @@ def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
 
 
 def test_the_margin_decides_between_required_and_budget() -> None:
-    exact = check(workload(), vram_budget="2GiB", gpu="L4", method="rehearse")
+    exact = check(workload(), vram_budget="2GiB", gpu="L4")
     assert exact.required_bytes is not None
-    just_enough = check(
-        workload(), vram_budget=exact.required_bytes + 1, gpu="L4", method="rehearse"
-    )
+    just_enough = check(workload(), vram_budget=exact.required_bytes + 1, gpu="L4")
     assert just_enough.fits is False
     assert just_enough.margin_bytes > 0
 
 
 def test_without_a_budget_it_is_the_gpus_memory() -> None:
-    assert 21 * GIB < check(workload(), gpu="L4", method="rehearse").vram_budget_bytes < 24 * GIB
-    half = check(workload(), gpu="L4", vram_budget=0.5, method="rehearse").vram_budget_bytes
+    assert 21 * GIB < check(workload(), gpu="L4").vram_budget_bytes < 24 * GIB
+    half = check(workload(), gpu="L4", vram_budget=0.5).vram_budget_bytes
     assert 10 * GIB < half < 12 * GIB
 
 
@@ -85,22 +83,22 @@ def test_what_cannot_be_traced_is_undecided() -> None:
         return loss * (1 if loss.item() > 0 else 2)
 
     made = workload(criterion=None, loss_fn=loss_fn)
-    verdict = check(made, vram_budget="2GiB", gpu="L4", method="rehearse")
+    verdict = check(made, vram_budget="2GiB", gpu="L4")
     assert verdict.fits is None
     assert verdict.required_bytes is verdict.headroom_bytes is None
     assert "loss.item() > 0" in str(verdict)
-    split = check(replace(made, global_batch=20), vram_budget="2GiB", gpu="L4", method="rehearse")
+    split = check(replace(made, global_batch=20), vram_budget="2GiB", gpu="L4")
     assert split.plan == Plan.split(20, 8)
 
 
 def test_a_probe_on_the_cpu_device() -> None:
-    enough = check(workload(), vram_budget="400MiB", method="probe", device="cpu")
+    enough = check(workload(), vram_budget="400MiB", device="cpu")
     assert (enough.fits, enough.method) == (True, "probe")
     assert enough.required_bytes is not None
     assert enough.required_bytes < 400 * MIB
     assert (enough.device, enough.gpu, enough.plan) == ("cpu", None, Plan(8))
     assert re.search("8 x 1.*400 MiB.*cpu", str(enough))
-    little = check(workload(), vram_budget="60MiB", method="probe", device="cpu")
+    little = check(workload(), vram_budget="60MiB", device="cpu")
     assert little.fits is False
 
 
@@ -110,11 +108,11 @@ def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.Monkey
 
     for place in ("devices.open", "probing.inprocess"):
         monkeypatch.setattr(f"autofit.{place}.open_device", opened_here)
-    verdict = check(workload(), vram_budget=400 * MIB, method="probe", device="cpu")
+    verdict = check(workload(), vram_budget=400 * MIB, device="cpu")
     assert verdict.fits
     assert verdict.vram_budget_bytes == 400 * MIB
 
 
-def test_a_method_that_there_is_not() -> None:
-    with pytest.raises(InvalidRequest, match="auto, probe, emulate, rehearse"):
-        check(workload(), vram_budget="2GiB", method="guess")
+def test_a_gpu_and_a_device_are_refused_together() -> None:
+    with pytest.raises(InvalidRequest, match=r"gpu='L4'.*device='cpu'"):
+        check(workload(), vram_budget="2GiB", gpu="L4", device="cpu")

@@ -125,7 +125,7 @@ def test_a_check_without_a_device_predicts_one_of_the_ranks(folder: Path) -> Non
     output, errors, code = run(folder, "check", TARGET, *asked)
     verdict = json.loads(output)
     assert code == 0, errors
-    assert (verdict["fits"], verdict["method"], verdict["gpu"]) == (True, "rehearse", "H100")
+    assert (verdict["fits"], verdict["method"], verdict["gpu"]) == (True, "predict", "H100")
     assert (verdict["plan"]["world_size"], verdict["plan"]["global_batch"]) == (2, 8)
 
 

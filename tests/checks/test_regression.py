@@ -26,21 +26,21 @@ def written(tmp_path: Path, content: object) -> Path:
 
 
 def test_verdicts_of_one_method_compare_required_bytes(tmp_path: Path) -> None:
-    before = written(tmp_path, verdict("rehearse", 1000, 900).to_dict())
-    regression = compare_with(verdict("rehearse", 1040, 900), before, 0.05)
+    before = written(tmp_path, verdict("predict", 1000, 900).to_dict())
+    regression = compare_with(verdict("predict", 1040, 900), before, 0.05)
     assert regression.quantity == "required bytes"
     assert regression.growth == pytest.approx(0.04)
     assert regression.passed
 
 
 def test_more_than_allowed_does_not_pass(tmp_path: Path) -> None:
-    before = written(tmp_path, verdict("rehearse", 1000, 900).to_dict())
-    assert not compare_with(verdict("rehearse", 1060, 900), before, 0.05).passed
+    before = written(tmp_path, verdict("predict", 1000, 900).to_dict())
+    assert not compare_with(verdict("predict", 1060, 900), before, 0.05).passed
 
 
 def test_verdicts_of_two_methods_compare_peak_allocated(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("probe", 1000, 500).to_dict())
-    regression = compare_with(verdict("rehearse", 2000, 505), before, 0.05)
+    regression = compare_with(verdict("predict", 2000, 505), before, 0.05)
     assert regression.quantity == "peak allocated bytes"
     assert regression.passed
 
@@ -86,7 +86,7 @@ def test_a_probe_compares_with_what_a_report_held(tmp_path: Path) -> None:
 
 def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
     before = written(tmp_path, report("cuda:0", "NVIDIA L4"))
-    now = replace(verdict("rehearse", 1100, 800), device="cuda", gpu="H200", plan=Plan(16))
+    now = replace(verdict("predict", 1100, 800), device="cuda", gpu="H200", plan=Plan(16))
     line = str(compare_with(now, before, 0.05))
     assert re.search("8 x 1.*16 x 1.*L4.*H200.*probe", line)
     named_alike = replace(now, gpu="L4", plan=Plan(8), method="probe")
@@ -95,14 +95,14 @@ def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
 
 def test_bytes_on_the_cpu_are_not_held_against_a_gpus(tmp_path: Path) -> None:
     before = written(tmp_path, report("cpu", None))
-    now = replace(verdict("rehearse", 1100, 800), device="cuda", gpu="L4")
+    now = replace(verdict("predict", 1100, 800), device="cuda", gpu="L4")
     with pytest.raises(InvalidRequest, match=r"cpu.*L4"):
         compare_with(now, before, 0.05)
     assert compare_with(replace(now, device="cpu", gpu=None), before, 0.05).passed
 
 
 def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None:
-    now = replace(verdict("rehearse", 1000, 900), device="cuda", gpu="L4")
+    now = replace(verdict("predict", 1000, 900), device="cuda", gpu="L4")
     older = now.to_dict()
     for name in ("device", "gpu", "gpu_assumed"):
         del older[name]
@@ -111,7 +111,7 @@ def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
-    before = written(tmp_path, verdict("rehearse", 1000, None).to_dict())
+    before = written(tmp_path, verdict("predict", 1000, None).to_dict())
     with pytest.raises(InvalidRequest, match="figure"):
         compare_with(verdict("probe", None, None), before, 0.05)
 

@@ -12,14 +12,14 @@ from autofit.plan import Plan
 from autofit.units import GIB
 
 PARTS = {"weights": 2 * GIB, "optimizer_state": 4 * GIB, "non_torch": GIB // 2}
-FITS = Verdict(True, Plan(8), "rehearse", 24 * GIB, 20 * GIB, GIB, PARTS)
-LARGE = Verdict(False, Plan(16), "rehearse", 24 * GIB, 30 * GIB, GIB, PARTS, 11)
+FITS = Verdict(True, Plan(8), "predict", 24 * GIB, 20 * GIB, GIB, PARTS)
+LARGE = Verdict(False, Plan(16), "predict", 24 * GIB, 30 * GIB, GIB, PARTS, 11)
 RAN = Verdict(True, Plan(8), "probe", 24 * GIB, 20 * GIB)
-UNKNOWN = Verdict(None, Plan(8), "rehearse", 24 * GIB, detail="loss.item() in train.py:3")
+UNKNOWN = Verdict(None, Plan(8), "predict", 24 * GIB, detail="loss.item() in train.py:3")
 
 
 def test_one_line() -> None:
-    assert str(FITS) == "8 x 1 fits in 24.0 GiB: 20.0 GiB rehearsed + 1.00 GiB margin"
+    assert str(FITS) == "8 x 1 fits in 24.0 GiB: 20.0 GiB predicted + 1.00 GiB margin"
     assert str(RAN) == "8 x 1 fits in 24.0 GiB: 20.0 GiB measured"
     assert str(LARGE).endswith("the largest micro-batch that fits is 11")
     assert str(UNKNOWN) == "8 x 1 could not be told in 24.0 GiB: loss.item() in train.py:3"

@@ -57,7 +57,7 @@ def test_check_says_yes(target: str) -> None:
     code, said = run("check", target, "--gpu", "L4", "--micro-batch", "8")
     assert code == 0
     assert re.search(r"fits.*22\.0 GiB", said)
-    assert "rehearsed" in said
+    assert "predicted" in said
 
 
 def test_check_says_no_and_what_would_fit(target: str) -> None:
@@ -121,7 +121,7 @@ def test_an_undecided_verdict_cannot_be_compared(target: str, tmp_path: Path) ->
     assert run("check", branching, "--gpu", "L4", "--against", str(earlier))[0] == 5
 
 
-@pytest.mark.parametrize("command", [["check", "--method", "predict"], ["predict"]])
+@pytest.mark.parametrize("command", [["check"], ["predict"]])
 def test_a_gpu_that_nobody_named_is_said_to_be_assumed(target: str, command: list[str]) -> None:
     assert re.search("H200.*assumed", run(*command, target)[1])
     assert json.loads(run(*command, target, "--json")[1])["gpu_assumed"] is True
@@ -156,12 +156,11 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     code, said = run(*of_report)
     assert (code, json.loads(said)["method"]) == (0, "probe")
     assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
-    for words in (["--gpu", "L4"], ["--method", "predict"]):
-        refused = CliRunner().invoke(app, [*of_report, *words]).exception
-        assert isinstance(refused, InvalidRequest)
-        assert "CPU" in str(refused)
+    refused = CliRunner().invoke(app, [*of_report, "--gpu", "L4"]).exception
+    assert isinstance(refused, InvalidRequest)
+    assert "CPU" in str(refused)
     code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
-    assert (code, json.loads(said)["method"]) == (0, "rehearse")
+    assert (code, json.loads(said)["method"]) == (0, "predict")
     assert json.loads(said)["plan"]["micro_batch"] == made["best"]["plan"]["micro_batch"]
 
 
@@ -186,13 +185,13 @@ def test_check_of_a_tuned_plan_probes_where_it_can(
     code, said = run(*of_report, "--device", "cpu")
     assert (code, json.loads(said)["method"]) == (0, "probe")
     assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
-    named = json.loads(run(*of_report, "--method", "predict")[1])
+    named = json.loads(run(*of_report)[1])
     same = json.loads(run(*of_report, "--gpu", "L4")[1])
     assert named == same
-    assert named["method"] == "rehearse"
+    assert named["method"] == "predict"
     learned = {"non_torch_bytes": named["breakdown"]["non_torch"] + 2**20}
     of_gpu.write_text(json.dumps(made | {"calibration": learned}))
-    exact = json.loads(run(*of_report, "--method", "predict")[1])
+    exact = json.loads(run(*of_report)[1])
     assert exact["required_bytes"] == named["required_bytes"] + 2**20
 
 

@@ -329,7 +329,7 @@ def test_a_plan_can_be_taken_from_a_report(
     "command",
     [
         ("probe", "models.py:small", *ON_CPU, "--plan"),
-        ("check", "models.py:small", "--method", "probe", "--device", "cpu", "--report"),
+        ("check", "models.py:small", "--device", "cpu", "--report"),
     ],
 )
 def test_a_level_means_the_modules_that_the_report_names(
@@ -431,7 +431,7 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
             "--micro-batch 0", "--set no.such=1", "--set precision.dtype", "--plan gone.json",
         )),
         *(["check", target, *more.split()] for more in (
-            "--gpu L5", "--method guess", "--max-regression 5", "--against gone.json",
+            "--gpu L5", "--max-regression 5", "--against gone.json",
             "--report gone.json", "--micro-batch 0 --gpu L4",
         )),
         ["predict", target, "--gpu", "L5"], ["soak", "gone.json"], ["doctor", "--device", "tpu"],

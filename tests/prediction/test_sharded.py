@@ -247,7 +247,7 @@ def test_nccl_is_said_to_be_unknown_and_leaves_room() -> None:
     assert found.fits(high) is None
     assert found.fits(high + NCCL_BYTES - 1) is None
     assert found.fits(high + NCCL_BYTES) is True
-    alone = autofit.predict(workload(), gpu="H100", method="rehearse")
+    alone = autofit.predict(workload(), gpu="H100")
     assert "NCCL" not in str(alone)
     assert alone.fits(alone.interval[1]) is True
 
@@ -288,7 +288,6 @@ def test_the_largest_micro_batch_fits_with_room_for_nccl() -> None:
     [
         ({"world_size": 0}, "world_size must be a whole number from 1"),
         ({"world_size": 4, "plan": Plan(4, world_size=2)}, "the plan is of 2 ranks"),
-        ({"world_size": 2, "method": "emulate"}, "runs one GPU alone"),
         (
             {"world_size": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
             "a global batch of 6 samples cannot be shared by 8 ranks",

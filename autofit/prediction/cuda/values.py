@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.amp import grad_scaler
 from torch.optim import lbfgs
 from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public one
 
@@ -96,21 +95,14 @@ def asked_by_an_optimizer() -> bool:
     first million steps). LBFGS is left out: it decides by values what to do.
     """
     frame = sys._getframe()
-    while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
+    while frame.f_back is not None and passes_on(frame.f_code.co_filename):
         frame = frame.f_back
-    asker = frame.f_code.co_filename
-    return asker.startswith(_OPTIMIZERS) and asker != lbfgs.__file__
+    return is_an_optimizer(frame.f_code.co_filename)
 
 
-def asked_by_torch() -> bool:
-    """Return whether torch reads a value now that changes no allocation, on an emulated GPU.
-
-    A gradient scaler asks whether gradients overflowed, and is told that they did not.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None and _passes_on(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame.f_code.co_filename == grad_scaler.__file__ or asked_by_an_optimizer()
+def is_an_optimizer(file: str) -> bool:
+    """Return whether a file is one of torch's optimizers that decide nothing by values."""
+    return file.startswith(_OPTIMIZERS) and file != lbfgs.__file__
 
 
 def asking_line() -> str:
@@ -232,7 +224,7 @@ _UTILITIES = tuple(
 )
 
 
-def _passes_on(file: str) -> bool:
+def passes_on(file: str) -> bool:
     """Return whether a file's code only stands between the code that asks and the answer."""
     return file.startswith(_OURS) or file.endswith(_UTILITIES)
 
@@ -244,7 +236,7 @@ def _first_line(error: Exception) -> str:
 def _users_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line that is neither torch's nor autofit's; else what torch ran."""
     files = [(frame, frame.filename) for frame in frames]
-    others = [frame for frame, file in files if not _passes_on(file) and not file.startswith("<")]
+    others = [frame for frame, file in files if not passes_on(file) and not file.startswith("<")]
     users = [frame for frame in others if not frame.filename.startswith(_TORCH)]
     called = [frame for frame in others if not frame.filename.endswith(_CALLS)]
     for frame in [*reversed(users), *called]:  # else the outermost: the user's module or criterion

@@ -7,6 +7,7 @@ look ends as soon as the training asks for a value: what it would be told means 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from bisect import bisect_right
@@ -17,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp import grad_scaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.emulation.driver import estimates, reads_watched
@@ -27,7 +29,7 @@ from autofit.memory.replay import STEADY_STEPS, Event, Recording, required_bytes
 from autofit.memory.tracer import storages_of, tensors_in
 from autofit.plan import ResolvedPlan
 from autofit.prediction.breakdown import bytes_at_peak
-from autofit.prediction.cuda.values import asked_by_torch, asking_line
+from autofit.prediction.cuda.values import asking_line, is_an_optimizer, passes_on
 from autofit.probing.faults import fault_of
 from autofit.probing.measure import micro_batches_to_run, warm_up
 from autofit.training.batch import map_tensors
@@ -53,6 +55,22 @@ class ValuesAsked(Exception):
     def __init__(self, line: str = "") -> None:
         super().__init__(line)
         self.line = line
+
+
+def _asked_by_torch() -> bool:
+    """Return whether torch reads a value now that changes no allocation.
+
+    A gradient scaler asks whether gradients overflowed, and is told that they did not.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    asker = frame.f_code.co_filename
+    return asker == grad_scaler.__file__ or is_an_optimizer(asker)
+
+
+def _is_between(file: str) -> bool:
+    return file == __file__ or passes_on(file)
 
 
 @dataclass(frozen=True)
@@ -201,7 +219,7 @@ def _values_refused() -> Iterator[None]:
     ended = threading.Event()
 
     def seen() -> bool:  # below the code that asks: what is raised here would be swallowed
-        if ended.is_set() or asked_by_torch():
+        if ended.is_set() or _asked_by_torch():
             return True
         lines.append(asking_line())
         threading.Timer(_PATIENCE_S, stop).start()

@@ -1,0 +1,34 @@
+"""The plan of one of several ranks, and what a prediction cannot know of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofit.errors import InvalidRequest
+from autofit.plan import Plan, check_count
+from autofit.space import Space
+
+if TYPE_CHECKING:
+    from autofit.training.workload import Workload
+
+NCCL_UNKNOWN = "not known, 0 counted"
+"""What NCCL holds on a rank: it lies outside of torch, and no measurement says how much."""
+
+
+def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None) -> Plan:
+    """Return the plan for so many ranks; None: the baseline, and as many as the plan says.
+
+    Raises:
+        InvalidRequest: the plan says another number, or its samples cannot be shared by so many.
+    """
+    if plan is None:
+        ranks = 1 if world_size is None else check_count("world_size", world_size)
+        global_batch = workload.global_batch
+        return Space({}, workload.sample_batch_size, global_batch, world_size=ranks).baseline
+    if world_size is None or check_count("world_size", world_size) == plan.world_size:
+        return plan
+    if plan.world_size > 1:
+        raise InvalidRequest(
+            f"world_size={world_size}, but the plan is of {plan.world_size} ranks: leave one out"
+        )
+    return plan.on(world_size)
