@@ -54,7 +54,7 @@ def apply(
         InvalidRequest: see `Report.apply`.
     """
     from autofit.training.batch import BatchWatch
-    from autofit.training.optimizers import build_optimizer
+    from autofit.training.optimizers import build_optimizer, check_is_factory
     from autofit.training.training import Training
 
     functions = {name: value for name, value in given.items() if value is not None}
@@ -64,7 +64,8 @@ def apply(
     _warn_of_another_size(record, model)
     world = _world_of(record.best.plan)
     made = optimizer
-    if world.size > 1 and callable(optimizer):  # of parameters, which sharding replaces first
+    if world.size > 1:
+        check_is_factory(optimizer, has_train_step=recipe.train_step is not None)
         made = partial(build_optimizer, optimizer, place=None)
     else:
         _check_live(optimizer, model, has_train_step=recipe.train_step is not None)

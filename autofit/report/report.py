@@ -156,7 +156,8 @@ class Report:
 
         Args:
             model: on the device it trains on.
-            optimizer: over its parameters; with train_step, a mapping of several.
+            optimizer: over its parameters; with train_step, a mapping of several. For a plan of
+                several ranks, a function of parameters, such as torch.optim.AdamW.
             loss_fn, criterion, loss_weight, before_step, train_step: None: as in the search. A
                 loaded report holds no functions, so pass those of the search.
             strategies: names or Strategy objects that apply the plan's settings; None: those of
@@ -166,9 +167,9 @@ class Report:
             A training, which is a context manager: leaving it restores model and optimizer.
 
         Raises:
-            InvalidRequest: the model holds no tensor, the optimizer cannot step, a function of the
-                search is missing, the search had no loss and none is given, or a strategy of the
-                plan is not installed.
+            InvalidRequest: the model holds no tensor, the optimizer cannot step, or is live where
+                the plan has several ranks, a function of the search is missing, the search had no
+                loss and none is given, or a strategy of the plan is not installed.
 
         Warns:
             UserWarning: the model has another number of parameters than that of the search.

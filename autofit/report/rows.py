@@ -106,12 +106,15 @@ def apply_lines(record: Record) -> Iterator[str]:
         return
     again = ", ".join(f"{name}=..." for name in record.functions_given)
     yield f'# a saved one: autofit.load("report.json"){again and f", and {again} to apply"}'
+    plan, optimizer = record.best.plan, "optimizer"
+    if plan.world_size > 1:
+        optimizer = "make_optimizer"
+        yield "# make_optimizer: a function of parameters, such as torch.optim.AdamW"
     if record.lacks_loss:
         yield "# the search had no loss: give your own"
-        yield "with report.apply(model, optimizer, loss_fn=...) as training:"
+        yield f"with report.apply(model, {optimizer}, loss_fn=...) as training:"
     else:
-        yield "with report.apply(model, optimizer) as training:"
-    plan = record.best.plan
+        yield f"with report.apply(model, {optimizer}) as training:"
     samples = counted(plan.samples_per_step, "sample")
     whose = "this rank's share of " if plan.world_size > 1 else ""
     yield f"    for batch in loader:  # {whose}{samples}{'' if whose else ' each'}"

@@ -28,6 +28,9 @@ from autofit.units import counted, kind_of
 Batch: TypeAlias = Any
 """Any pytree of tensors: a tensor, a tuple, a mapping, a dataclass, or these nested."""
 
+Gathered: TypeAlias = Callable[..., list[list[float]]]
+"""Numbers of this rank -> those of every rank, by rank."""
+
 BatchMaker: TypeAlias = Callable[[int], Batch]
 """n -> a batch of n samples."""
 
@@ -200,12 +203,19 @@ class BatchWatch:
         self._looked: set[tuple[torch.Size, ...]] = set()
         self._warned: set[str] = set()
 
-    def look(self, batch: Batch, *, stacklevel: int) -> None:
+    def look(self, batch: Batch, *, stacklevel: int, gathered: Gathered | None = None) -> None:
         """Warn of this batch, if there is a reason that was not given yet.
 
         A smaller batch is one only at first: the last of an epoch often is.
+
+        Args:
+            batch: of a training step; this rank's share of it.
+            stacklevel: of the line that the warning names.
+            gathered: numbers of this rank -> those of every rank, each of which looks as often;
+                None: this device trains alone.
         """
-        if self._looks_left and (unequal := self._ignored_unequally(batch)):
+        if self._looks_left and (unequal := self._ignored_unequally(batch, gathered)):
+            self._looks_left = 0
             self._warn("ignored", unequal, stacklevel + 1)
         shapes = tuple(tensor.shape for tensor in tensors_of(batch))
         if shapes in self._looked:
@@ -226,13 +236,14 @@ class BatchWatch:
             f"instead of {meant}"
         )
 
-    def _ignored_unequally(self, batch: Batch) -> str | None:
+    def _ignored_unequally(self, batch: Batch, gathered: Gathered | None) -> str | None:
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self._plan.micro_batch))
-        if len(sizes) == 1:
+        if len(sizes) == 1 and gathered is None:
             return None
         is_first = self._looks_left == _MOST_LOOKED_INTO
         self._looks_left -= 1
+        name, shares = "a batch", (0.0, 0.0)
         for place, tensor in enumerate(tensors_of(batch)):
             is_of_samples = tensor.dim() >= 2 and tensor.shape[0] == samples and tensor.numel()
             if not is_of_samples or tensor.dtype not in (torch.int64, torch.int32):
@@ -240,16 +251,19 @@ class BatchWatch:
             if tensor.layout != torch.strided or not (is_first or tensor.device.type == "cpu"):
                 continue  # reading values off a GPU waits for it
             ignored = (tensor == IGNORED).flatten(1).double().mean(1)
-            shares = [float(part.mean()) for part in torch.split(ignored, list(sizes))]
-            if max(shares) - min(shares) > 1e-9:
-                name = list(describe(batch))[place]
-                return (
-                    f"{name} of a training step has {min(shares):.0%} targets to ignore "
-                    f"({IGNORED}) in one micro-batch and {max(shares):.0%} in another: weighted by "
-                    "their samples, they do not add up to a mean over the valid targets. Give "
-                    "loss_weight, which counts those of a batch, to the search or to apply"
-                )
-        return None
+            found = [float(part.mean()) for part in torch.split(ignored, list(sizes))]
+            if (max(found) - min(found), max(found)) > (shares[1] - shares[0], shares[1]):
+                name, shares = list(describe(batch))[place], (min(found), max(found))
+        of_ranks = [shares] if gathered is None else gathered(*shares)
+        least, most = min(low for low, _ in of_ranks), max(high for _, high in of_ranks)
+        if most - least <= 1e-9:
+            return None
+        return (
+            f"{name} of a training step has {least:.0%} targets to ignore ({IGNORED}) in one "
+            f"micro-batch and {most:.0%} in another{'' if gathered is None else ' of all ranks'}: "
+            "weighted by their samples, they do not add up to a mean over the valid targets. Give "
+            "loss_weight, which counts those of a batch, to the search or to apply"
+        )
 
     def _longer(self, batch: Batch, samples: int) -> str | None:
         for name, now in describe(batch).items():

@@ -59,6 +59,24 @@ def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> N
             )
 
 
+def check_is_factory(chosen: object, *, has_train_step: bool) -> None:
+    """Refuse what is no function of parameters: one that is live would train none of the shards.
+
+    Raises:
+        InvalidRequest: it is live, or it lacks what it needs beside it.
+    """
+    check_has_train_step(chosen, has_train_step=has_train_step)
+    for entry in by_name(chosen).values():
+        if not callable(entry):
+            raise InvalidRequest(
+                "a plan of several ranks makes the optimizer itself, of the parameters that "
+                "sharding leaves: give apply a function of parameters, such as torch.optim.AdamW "
+                "or functools.partial(torch.optim.AdamW, lr=3e-4), not one that is live, as this "
+                f"{type(entry).__name__}. What state it is to have is loaded into "
+                "training.optimizer"
+            )
+
+
 def build_optimizer(
     chosen: OptimizerChoice,
     model: torch.nn.Module,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,7 +109,7 @@ class Training(AbstractContextManager["Training"]):
             self.ranks = self._ranks_of(world) if is_parallel else None
             if not is_parallel:
                 self.place_model()
-            if not (is_parallel and callable(optimizer)):
+            if not is_parallel:
                 self.optimizer = self._made(optimizer)
             for strategy, settings, payloads in applied:
                 if strategy.phase > Phase.PARALLEL:
@@ -229,8 +230,7 @@ class Training(AbstractContextManager["Training"]):
         """
         if self._ended:
             raise InvalidRequest("this training has ended: make another with report.apply(...)")
-        if self._watch is not None:
-            self._watch.look(batch, stacklevel=2)
+        self._look(batch)
         self.zero_grad()
         if self.recipe.train_step is not None:
             return self._users_step(self.recipe.train_step, batch)
@@ -252,6 +252,11 @@ class Training(AbstractContextManager["Training"]):
             del loss, micro_batch  # else this graph stays alive during the next forward
         assert total is not None  # a batch has at least one sample
         return self._over_ranks(total)
+
+    def _look(self, batch: Batch) -> None:
+        if self._watch is not None:
+            gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
+            self._watch.look(batch, stacklevel=3, gathered=gathered)
 
     def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
@@ -278,8 +283,7 @@ class Training(AbstractContextManager["Training"]):
         no weight, the rank's heaviest one is run again without any.
         """
         self.has_split = True
-        if self._watch is not None:
-            self._watch.look(batch, stacklevel=2)
+        self._look(batch)
         samples = batch_size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if self.ranks is not None:

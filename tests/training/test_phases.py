@@ -142,15 +142,15 @@ def test_who_comes_before_the_optimizer_sees_none(phase: Phase, sees: bool) -> N
         assert looks.saw is not None
 
 
-def test_a_live_optimizer_is_there_from_the_start() -> None:
-    """As after `Report.apply`."""
-    looks = Looks("looks", Phase.PARALLEL)
+def test_a_live_optimizer_of_parameters_that_are_replaced_is_refused() -> None:
+    """It would train nothing, and nobody would be told."""
     workload = _workload()
     model = workload.build_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    plan = ResolvedPlan(Plan(4, settings={"looks.on": True}), strategies=[looks])
-    with Training(model, optimizer, Recipe(), plan, device=CPU):
-        assert looks.saw is optimizer
+    shards = Shards("shards", Phase.PARALLEL)
+    plan = ResolvedPlan(Plan(4, settings={"shards.on": True}), strategies=[shards])
+    with pytest.raises(Unsupported, match="function of the parameters"):
+        Training(model, optimizer, Recipe(), plan, device=CPU)
 
 
 def test_an_optimizer_is_replaced_and_given_back() -> None:
