@@ -60,7 +60,7 @@ class OptimizerImplementation:
         """
         found: Mapping[str, Sequence[str]] = context.profile(_found, 1)
         if found and context.device.type != "meta":
-            samples = min(_SAMPLES, context.samples_per_step)
+            samples = min(_SAMPLES, context.samples_per_step, context.most_samples or _SAMPLES)
             micro_batches = context.samples_per_step / samples
             tried = list(found)
             raised: Mapping[str, str] = {}

@@ -26,7 +26,14 @@ from autofit.equivalence.gradients import SAMPLES_OF_A_COMPARISON, Around, compa
 from autofit.errors import release_exception
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison
-from autofit.training.batch import Batch, batched_places, describe, map_batched, tensors_of
+from autofit.training.batch import (
+    Batch,
+    batch_size,
+    batched_places,
+    describe,
+    map_batched,
+    tensors_of,
+)
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -47,20 +54,33 @@ class Resplit:
     notes: tuple[str, ...] = ()
 
 
-def decide_resplit(builder: TrainingBuilder, workload: Workload) -> Resplit:
+def decide_resplit(
+    builder: TrainingBuilder,
+    workload: Workload,
+    *,
+    most_samples: int | None = None,
+    lost: str | None = None,
+) -> Resplit:
     """Decide whether split batches of the workload may train in place of whole ones.
 
     Args:
         builder: builds the trainings that are compared.
         workload: of the builder; its model is not used.
+        most_samples: the most that may be run; None: any number.
+        lost: how comparing them lost a worker before, so that they are not; None: it did not.
     """
     allowed = workload.allow_resplit
     if workload.global_batch is None or workload.global_batch == 1:
         return Resplit(True)
     if workload.train_step is not None:
         return _unknown("train_step decides how a batch is split", "allow_resplit", allowed)
+    if lost is not None:
+        why = f"split and whole gradients could not be compared ({lost})"
+        return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
     try:
-        batch = workload.batch(SAMPLES_OF_A_COMPARISON)
+        batch = workload.batch(
+            min(SAMPLES_OF_A_COMPARISON, most_samples or SAMPLES_OF_A_COMPARISON)
+        )
         places = workload.batched_places or batched_places(batch)
         batch = _varied(batch, places)
         if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):
@@ -97,14 +117,15 @@ def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
 def _split_against_whole(
     builder: TrainingBuilder, batch: Batch, around: Around | None = None
 ) -> Comparison:
-    samples, seed = SAMPLES_OF_A_COMPARISON, builder.seed
-    whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in (samples, 3))
+    samples, seed = batch_size(batch), builder.seed
+    sizes = samples, -(-samples // 2)
+    whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
     return compare_passes(builder, ((whole, seed), (split, seed)), batch, around or nullcontext)
 
 
 def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
     """Compare the same samples under two seeds, which shows the noise of the model itself."""
-    whole = ResolvedPlan(Plan(SAMPLES_OF_A_COMPARISON))
+    whole = ResolvedPlan(Plan(batch_size(batch)))
     return compare_passes(builder, ((whole, builder.seed), (whole, builder.seed + 1)), batch)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from autofit.equivalence.steps import Apply, StepComparer
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidRequest, Unsupported
 from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.strategy import Capabilities, Comparison, Strategy, World
 from autofit.training.builder import TrainingBuilder
@@ -27,13 +27,18 @@ class StrategyContext:
     Args:
         builder: builds the trainings.
         notes: where `note` appends.
+        most_samples: see `autofit.strategy.Context.most_samples`.
 
     Attributes:
         notes: the strategy's notes for the reader of a report.
+        samples_run: the most that a profile or comparison was to run so far.
     """
 
-    def __init__(self, builder: TrainingBuilder, notes: list[str]) -> None:
-        self.notes = notes
+    def __init__(
+        self, builder: TrainingBuilder, notes: list[str], most_samples: int | None = None
+    ) -> None:
+        self.notes, self.most_samples = notes, most_samples
+        self.samples_run = 0
         self._builder = builder
         self._training: Training | None = None
         self._comparer: StepComparer | None = None
@@ -80,9 +85,18 @@ class StrategyContext:
 
     def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` of a plain training of a fresh model."""
+        self._check_allowed(micro_batch)
         self.close()  # a large model fits on the device once
         self._builder.reclaim()
         return self._builder.profile(run, micro_batch)
+
+    def _check_allowed(self, micro_batch: int) -> None:
+        if self.most_samples is not None and micro_batch > self.most_samples:
+            raise Unsupported(
+                f"it was to run {micro_batch} samples, and {self.most_samples} are the most that "
+                "may be run here"
+            )
+        self.samples_run = max(self.samples_run, micro_batch)
 
     def compare(
         self,
@@ -113,6 +127,7 @@ class StrategyContext:
         return self._comparer_at(micro_batch).compare(apply, plain, key, seed=seed, update=update)
 
     def _comparer_at(self, micro_batch: int) -> StepComparer:
+        self._check_allowed(micro_batch)
         if self._comparer is None or self._comparer.micro_batch != micro_batch:
             self.close()  # a large model fits on the device once
             self._builder.reclaim()

@@ -124,6 +124,12 @@ class Reply:
     worth_repeating: bool = False
     is_consequence: bool = False
 
+    def value_or_raise(self) -> Any:
+        """Return the value of a call; raise what came out of it instead."""
+        if (error := self.exception_to_raise()) is not None:
+            raise error
+        return self.value
+
     def exception_to_raise(self) -> BaseException | None:
         """Return the exception as the user is to see it, with the traceback text as its cause."""
         error = self.exception
@@ -191,23 +197,35 @@ class NoReply(Exception):
         self.detail = detail
 
 
-@dataclass(frozen=True)
+@dataclass
 class Deadline:
-    """Until when a reply is awaited.
+    """Until when a reply is awaited; stages of what is asked may each have their own time.
 
     Attributes:
         at: in the seconds of `time.monotonic`.
-        ends_search: whether the time of the whole search is over then; else it counts as a hang.
+        ends_at: when the whole search ends; who has not answered before that counts as hung.
+        seconds: that were given, at first or by `restart`.
     """
 
     at: float
-    ends_search: bool
+    ends_at: float
+    seconds: float
 
     @classmethod
     def after(cls, seconds: float, ends_at: float = math.inf) -> Deadline:
         """Return the deadline in so many seconds, or the end of the search where that is first."""
-        at = time.monotonic() + seconds
-        return cls(min(at, ends_at), ends_search=ends_at < at)
+        deadline = cls(ends_at, ends_at, seconds)
+        deadline.restart(seconds)
+        return deadline
+
+    def restart(self, seconds: float) -> None:
+        """Await the reply for so many seconds from now, and not beyond the end of the search."""
+        self.at, self.seconds = min(time.monotonic() + seconds, self.ends_at), seconds
+
+    @property
+    def ends_search(self) -> bool:
+        """Whether the time of the whole search is over then; else it counts as a hang."""
+        return self.at == self.ends_at
 
     @property
     def seconds_left(self) -> float:

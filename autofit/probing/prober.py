@@ -37,7 +37,15 @@ from autofit.probing.messages import (
     Reply,
     ignore_stage,
 )
-from autofit.probing.survey import StrategyLost, Survey, note_own_copy, take_survey
+from autofit.probing.survey import (
+    FIRST_SAMPLES,
+    SPLIT_GRADIENTS,
+    StrategyLost,
+    Survey,
+    note_own_copy,
+    stage_of,
+    take_survey,
+)
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.strategy import Comparison, Strategy
 from autofit.training.workload import Workload
@@ -49,6 +57,10 @@ if TYPE_CHECKING:
 MOST_REPEATS = 2
 """Times that a contended probe is run again; one whose size may not be to blame, once."""
 MOST_WORKERS_PER_PLAN = 3
+FORWARDS_OF_A_LOOK = 50
+"""A look at the workload is expected to take as long as so many first forwards of a few samples.
+
+The longest of the built-in strategies took 24 of them, for a GPT-2 of 12 layers on a CPU."""
 _LARGEST_SEED = 2**32 - 1
 _Result = TypeVar("_Result")
 
@@ -114,9 +126,13 @@ class Deadlines:
 
     def of(self, request: ProbeRequest) -> float:
         """Return the seconds after which this probe counts as hung."""
-        if request.expected_seconds is None:
+        return self.of_duration(request.expected_seconds)
+
+    def of_duration(self, expected_seconds: float | None) -> float:
+        """Return the seconds after which what is expected to take so long counts as hung."""
+        if expected_seconds is None:
             return self.unknown_s
-        return max(self.shortest_s, self.patience * request.expected_seconds)
+        return max(self.shortest_s, self.patience * expected_seconds)
 
 
 class Prober(AbstractContextManager["Prober"]):
@@ -206,18 +222,26 @@ class Prober(AbstractContextManager["Prober"]):
         return self._survey
 
     def _take_survey(self) -> Survey:
-        """Return the survey without the strategies under which the device died, in two workers.
+        """Return the survey without the strategies whose looks lost two workers.
 
-        And without what ranks parted ways over: their workers are new ones, each time.
+        The second look runs no more samples than the sample batch has. And without what ranks
+        parted ways over: their workers are new ones, each time.
         """
         left_out: dict[str, str] = {}
+        sparing: dict[str, str] = {}
         raised: dict[tuple[str, Scalar], str | None] = {}
         while True:
-            look_up = partial(take_survey, left_out=left_out, raised=raised)
+            look_up = partial(take_survey, left_out=left_out, sparing=sparing, raised=raised)
+            call = Call(
+                partial(look_up, vram_budget_bytes=self.vram_budget_bytes), self.vram_budget_bytes
+            )
+            looks = _Looks([each.name for each in self.strategies], self._deadlines)
             try:
-                return self.run(partial(look_up, vram_budget_bytes=self.vram_budget_bytes))
+                survey: Survey = self._answer(call, looks=looks).value_or_raise()
+                return survey
             except StrategyLost as lost:
-                left_out[lost.strategy] = f"the device failed while it was asked ({lost.detail})"
+                known = left_out if lost.strategy in sparing else sparing
+                known[lost.strategy] = lost.detail
             except Exception as error:
                 under = blamed(error)
                 if under is None or under in raised:
@@ -281,7 +305,10 @@ class Prober(AbstractContextManager["Prober"]):
         return self.run(function, vram_budget_bytes)
 
     def run(
-        self, function: Callable[[Session], _Result], vram_budget_bytes: int | None = None
+        self,
+        function: Callable[[Session], _Result],
+        vram_budget_bytes: int | None = None,
+        expected_seconds: float | None = None,
     ) -> _Result:
         """Call `function(session)` where the workload and the device are; see `Call`.
 
@@ -290,32 +317,42 @@ class Prober(AbstractContextManager["Prober"]):
         Args:
             function: of a module, with `functools.partial` for further arguments.
             vram_budget_bytes: None: the prober's own budget.
+            expected_seconds: how long it takes; None: unknown.
 
         Raises:
             WorkerFailed: the worker ended or hung instead of answering, or the device died.
             Exception: what the function raised, as it was raised.
         """
-        reply = self._answer(Call(function, vram_budget_bytes or self.vram_budget_bytes))
-        if (error := reply.exception_to_raise()) is not None:
-            raise error
-        result: _Result = reply.value
+        call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
+        result: _Result = self._answer(call, expected_seconds).value_or_raise()
         return result
 
-    def _answer(self, call: Call, *, has_died: bool = False) -> Reply:
+    def _answer(
+        self,
+        call: Call,
+        expected_seconds: float | None = None,
+        *,
+        looks: _Looks | None = None,
+        has_died: bool = False,
+    ) -> Reply:
+        again = partial(self._answer, call, expected_seconds, looks=looks, has_died=True)
         try:
-            deadline = self._ready(self._deadlines.unknown_s, self._ends_at)
-            reply = self._channel.call(call, deadline, self._on_stage)
+            deadline = self._ready(self._deadlines.of_duration(expected_seconds), self._ends_at)
+            on_stage = self._on_stage if looks is None else looks.bounding(deadline, self._on_stage)
+            reply = self._channel.call(call, deadline, on_stage)
         except NoReply as lost:
+            if looks is not None and looks.now is not None:
+                raise StrategyLost(looks.now, lost.detail) from None
             if has_died or lost.outcome is Outcome.TIMEOUT:
                 raise WorkerFailed(lost.detail) from None
-            return self._answer(call, has_died=True)
+            return again()
         self._settle(reply)
-        if None in (reply.device_fault, reply.exception) or not self._channel.is_replaceable:
+        is_look = isinstance(reply.exception, StrategyLost)  # which its next look repeats
+        has_failed = None not in (reply.device_fault, reply.exception)
+        if is_look or not (has_failed and self._channel.is_replaceable):
             return reply
         if not has_died:
-            return self._answer(call, has_died=True)
-        if isinstance(reply.exception, StrategyLost):
-            return reply
+            return again()
         raise WorkerFailed(
             f"the device failed outside a probe, also in a fresh worker: {reply.device_fault}. A "
             "device-side assert is most often an index out of range in the model, the loss or the "
@@ -381,6 +418,40 @@ class Prober(AbstractContextManager["Prober"]):
             self._channel.drop()
         elif reply.spent:
             self._gone = reply.device_fault
+
+
+class _Looks:
+    """Follows a survey by its stages: whose look is under way, and how long it may take.
+
+    Args:
+        names: of the strategies that look.
+        deadlines: of the prober.
+
+    Attributes:
+        now: the name of the look that is under way; None: something else is.
+    """
+
+    def __init__(self, names: Sequence[str], deadlines: Deadlines) -> None:
+        self._look_of = {stage_of(name): name for name in (*names, SPLIT_GRADIENTS)}
+        self._deadlines = deadlines
+        self.now: str | None = None
+
+    def bounding(self, deadline: Deadline, on_stage: OnStage) -> OnStage:
+        """Return `on_stage`, with each stage moving the deadline."""
+        self.now, stage_before, began = None, "", time.monotonic()
+        look_s = self._deadlines.unknown_s
+
+        def moved(stage: str) -> None:
+            nonlocal stage_before, began, look_s
+            if stage_before == FIRST_SAMPLES:
+                forward_s = time.monotonic() - began
+                look_s = min(look_s, self._deadlines.of_duration(FORWARDS_OF_A_LOOK * forward_s))
+            stage_before, began = stage, time.monotonic()
+            self.now = self._look_of.get(stage)
+            deadline.restart(self._deadlines.unknown_s if self.now is None else look_s)
+            on_stage(stage)
+
+        return moved
 
 
 def open_prober(

@@ -25,13 +25,13 @@ from autofit.snapshot import process
 from autofit.snapshot.objects import live_objects
 from autofit.snapshot.snapshot import Snapshot
 from autofit.space import Space
-from autofit.strategy import Comparison
+from autofit.strategy import Comparison, Strategy
 from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
-from autofit.units import format_bytes
+from autofit.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session
@@ -163,12 +163,23 @@ def note_own_copy(survey: Survey, workload: Workload) -> Survey:
     return replace(survey, notes=(*survey.notes, note))
 
 
+LOOKING = "looking the workload over"
+FIRST_SAMPLES = f"{LOOKING}: its first samples"
+SPLIT_GRADIENTS = "split gradients"
+"""The name of the look that compares split and whole gradients."""
+
+
+def stage_of(look: str) -> str:
+    """Return the stage of a look, by a strategy's name or `SPLIT_GRADIENTS`."""
+    return f"{LOOKING}: {look}"
+
+
 class StrategyLost(Exception):
-    """The device died while a strategy looked the workload over.
+    """The worker or the device was lost during a look at the workload.
 
     Attributes:
-        strategy: its name.
-        detail: how the device fails since.
+        strategy: whose look it was; `SPLIT_GRADIENTS` for the one that is no strategy's.
+        detail: how it was lost.
     """
 
     def __init__(self, strategy: str, detail: str) -> None:
@@ -180,6 +191,7 @@ def take_survey(
     session: Session,
     vram_budget_bytes: int,
     left_out: Mapping[str, str] = MappingProxyType({}),
+    sparing: Mapping[str, str] = MappingProxyType({}),
     raised: Mapping[tuple[str, Scalar], str | None] = MappingProxyType({}),
 ) -> Survey:
     """Return the facts of a session's workload on its device, which is limited to the budget.
@@ -187,6 +199,7 @@ def take_survey(
     Args:
         session: holds both, limited to `vram_budget_bytes`.
         left_out: by name, why a strategy is not asked for its dimensions.
+        sparing: by name, why a strategy may run no more samples than the sample batch has.
         raised: see `autofit.equivalence.ranks.without_unequal`.
 
     Raises:
@@ -198,7 +211,7 @@ def take_survey(
     # On the CPU device, whose budget binds only under accounting, accounting is on for the loss
     # alone: it would distort the times that strategies take while they profile, and would count
     # twice the gradients that are compared in host memory.
-    session.on_stage("looking the workload over")
+    session.on_stage(LOOKING)
     busy = session.builder.device.busy()
     one, world = _OneModel(session.builder), session.builder.world
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
@@ -208,20 +221,25 @@ def take_survey(
         from autofit.probing import alike  # most searches are of one device
 
         nodes = alike.machines_of(builder, model.fingerprint, model.weights)
-    loss = _loss_source(builder)
-    dimensions, notes = _dimensions(session, builder, left_out)
+    loss = _loss_source(session, builder)
+    dimensions, notes = _dimensions(session, builder, left_out, sparing)
     if world.size > 1:
         from autofit.equivalence import ranks
 
         alike.check_shared(world.size, session.strategies, dimensions, notes)
-        session.on_stage("looking the workload over: gradients of several ranks")
+        session.on_stage(stage_of("gradients of several ranks"))
         dimensions, unequal = ranks.without_unequal(
             session.builder, session.strategies, dimensions, raised
         )
         notes += [*unequal, *ranks.normalizing_apart(one.model)]
     workload = builder.fresh_workload()
-    session.on_stage("looking the workload over: split gradients")
-    resplit = decide_resplit(builder, workload)
+    session.on_stage(stage_of(SPLIT_GRADIENTS))
+    resplit = decide_resplit(
+        builder,
+        workload,
+        most_samples=workload.sample_batch_size if SPLIT_GRADIENTS in sparing else None,
+        lost=left_out.get(SPLIT_GRADIENTS),
+    )
     return Survey(
         environment=builder.device.environment,
         vram_budget_bytes=vram_budget_bytes,
@@ -333,9 +351,10 @@ def _sum_of(parameters: Sequence[torch.Tensor]) -> float:
     return sum(float(values.sum(dtype=torch.float64)) for values in finite)
 
 
-def _loss_source(builder: TrainingBuilder) -> str | None:
+def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
     if builder.fresh_workload().train_step is not None:
         return LossSource.TRAIN_STEP
+    session.on_stage(FIRST_SAMPLES)
     try:
         return _source_in_a_trial_forward(builder)
     except Exception as error:
@@ -359,25 +378,53 @@ def _source_in_a_trial_forward(builder: TrainingBuilder) -> str:
 
 
 def _dimensions(
-    session: Session, builder: TrainingBuilder, left_out: Mapping[str, str]
+    session: Session,
+    builder: TrainingBuilder,
+    left_out: Mapping[str, str],
+    sparing: Mapping[str, str],
 ) -> tuple[dict[str, Dimension], list[str]]:
     dimensions: dict[str, Dimension] = {}
-    notes = [f"{name} left out: {why}" for name, why in left_out.items()]
+    notes: list[str] = []
+    own_size = builder.fresh_workload().sample_batch_size
     for strategy in session.strategies:
-        if strategy.name in left_out:
+        name = strategy.name
+        if name in left_out:
+            notes.append(f"{name} left out: {left_out[name]}")
             continue
-        session.on_stage(f"looking the workload over: {strategy.name}")
-        context = StrategyContext(builder, notes)
-        try:
-            dimensions |= collect_dimensions([strategy], context)
-        except InvalidRequest:  # a broken plug-in, or arguments that fail in any probe
-            raise
-        except Exception as error:
-            if (fault := session.device_fault()) is not None:
-                raise StrategyLost(strategy.name, fault) from error
-            release_exception(error)
-            notes.append(f"{strategy.name} left out: {type(error).__name__}: {error}")
-        finally:
-            context.close()
-            builder.reclaim_or_not()
+        session.on_stage(stage_of(name))
+        beyond = sparing.get(name)
+        context = StrategyContext(builder, [], own_size if beyond else None)
+        found = _look(session, builder, strategy, context)
+        # Of several ranks all have to look alike, and another may have raised nothing
+        if isinstance(found, str) and context.samples_run > own_size and builder.world.size == 1:
+            beyond, context = found, StrategyContext(builder, [], own_size)
+            found = _look(session, builder, strategy, context)
+        notes += context.notes
+        if isinstance(found, str):
+            notes.append(f"{name} left out: {found}")
+            continue
+        dimensions |= found
+        if beyond is not None:
+            notes.append(
+                f"{name} was looked at with no more than {counted(own_size, 'sample')}, as many as "
+                f"the sample batch has: with more, {beyond}"
+            )
     return dimensions, notes
+
+
+def _look(
+    session: Session, builder: TrainingBuilder, strategy: Strategy, context: StrategyContext
+) -> dict[str, Dimension] | str:
+    """Return a strategy's dimensions, or in words what it raised instead."""
+    try:
+        return dict(collect_dimensions([strategy], context))
+    except InvalidRequest:  # a broken plug-in, or arguments that fail in any probe
+        raise
+    except Exception as error:
+        if (fault := session.device_fault()) is not None:
+            raise StrategyLost(strategy.name, f"the device failed ({fault})") from error
+        release_exception(error)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        context.close()
+        builder.reclaim_or_not()

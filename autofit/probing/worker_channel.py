@@ -295,7 +295,7 @@ class WorkerProcess:
             NoReply: it ended instead, or did not answer in time; it has been killed.
             SearchTimedOut: it did not answer before the search ended; it has been killed.
         """
-        kills, waited_s = oom_kills(), deadline.seconds_left
+        kills = oom_kills()
         self._asked += 1
         try:
             send(self._requests, {**message, "number": self._asked})
@@ -309,7 +309,7 @@ class WorkerProcess:
                 raise SearchTimedOut("the time of the search is over") from None
             stack = self._stack()
             self.kill()
-            words = f"no answer within {format_seconds(waited_s)}; it hung here:\n{stack}"
+            words = f"no answer within {format_seconds(deadline.seconds)}; it hung here:\n{stack}"
             raise NoReply(Outcome.TIMEOUT, words) from None
         if reply is None:
             returncode = self._reap()

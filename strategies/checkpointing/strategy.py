@@ -217,10 +217,12 @@ def _long_enough(context: Context, small: StepProfile) -> tuple[StepProfile, int
     the samples take two sizes in any case.
     """
     assert small.step_s is not None
+    most = context.most_samples or LARGE[-1]
     if small.step_s >= LONG_ENOUGH_S:
-        return _profile_if_it_fits(context, 2 * SMALL, small, timed=False) or small, SMALL
+        double = min(2 * SMALL, most)
+        return _profile_if_it_fits(context, double, small, timed=False) or small, SMALL
     found = small
-    for micro_batch in LARGE:
+    for micro_batch in sorted({min(size, most) for size in LARGE}):
         larger = _profile_if_it_fits(context, micro_batch, small, timed=True)
         if larger is None:
             break

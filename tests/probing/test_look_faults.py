@@ -1,0 +1,126 @@
+"""A workload that trains well at its sample batch's size, and ends its worker at a larger one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.plan import ResolvedPlan
+from autofit.planning.search_spec import SearchSpec
+from autofit.probing.messages import ProbeRequest
+from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.registry import load_strategies
+from autofit.searching.engine import run_search
+from autofit.training.workload import Workload
+from autofit.units import MIB
+
+SAMPLES = 4
+
+
+class Ends(nn.Module):
+    """Does something to its process from a micro-batch on."""
+
+    def __init__(self, end: Callable[[], object], least: int) -> None:
+        super().__init__()
+        layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        self.body, self.end, self.least = nn.Sequential(*layers), end, least
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) >= self.least:
+            self.end()
+        output: torch.Tensor = self.body(inputs)
+        return output
+
+
+def _signals(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+ENDS: dict[str, Callable[[], object]] = {
+    "killed": partial(_signals, signal.SIGKILL),
+    "aborts": os.abort,
+    "hangs": partial(time.sleep, 3600.0),
+    "stops": partial(_signals, signal.SIGSTOP),
+}
+
+
+def _opened(end: str, least: int, *names: str, **more: Any) -> Prober:
+    workload = Workload(Ends(ENDS[end], least), torch.randn(SAMPLES, 64), **more)
+    deadlines = Deadlines(shortest_s=15.0, patience=1.0)
+    return open_prober(
+        workload, load_strategies(names), Target("cpu", "64MiB"), deadlines=deadlines
+    )
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_look_is_repeated_with_no_more_samples_than_the_sample_batch(end: str) -> None:
+    with _opened(end, 16, "checkpointing", "optimizer") as prober:
+        survey = prober.survey()
+    assert len(survey.dimensions["checkpointing.level"].values) > 1
+    (note,) = (note for note in survey.notes if note.startswith("checkpointing"))
+    assert f"{SAMPLES} samples" in note
+    assert "left out" not in note
+
+
+@pytest.mark.parametrize("end", ["killed", "aborts"])
+def test_such_a_model_is_searched_below_the_size_that_ends_its_worker(end: str) -> None:
+    with _opened(end, 16, "checkpointing", global_batch=32) as prober:
+        survey = prober.survey()
+        spec = SearchSpec(survey.space(), 64 * MIB, seed=0, identity={"test": end})
+        result = run_search(prober, spec, max_probes=8)
+    assert result.best.ok
+    assert result.best.plan.micro_batch < 16
+    assert result.baseline.plan.samples_per_step == 32
+
+
+class EndsInBackward(Ends):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.body(inputs)
+        if len(inputs) < self.least:
+            output.register_hook(lambda gradient: self.end())  # type: ignore[no-untyped-call]  # torch
+        return output
+
+
+def test_what_fails_at_the_sample_batchs_size_too_is_left_out() -> None:
+    """Looks train two samples, of which the trial forward computes no gradients."""
+    workload = Workload(EndsInBackward(ENDS["killed"], SAMPLES), torch.randn(SAMPLES, 64))
+    strategies = load_strategies(["checkpointing", "precision"])
+    with open_prober(workload, strategies, Target("cpu", "64MiB")) as prober:
+        survey = prober.survey()
+        probed = prober.probe(ProbeRequest(ResolvedPlan(survey.space().baseline)))
+    assert any(note.startswith("checkpointing left out: ") for note in survey.notes)
+    assert "checkpointing.level" not in survey.dimensions
+    assert probed.measurement.ok
+
+
+def test_gradients_that_cannot_be_compared_leave_the_accumulation_count_as_it_is() -> None:
+    """Of a split and a whole batch of five samples, which the sample batch has not."""
+    with _opened("killed", 5, global_batch=8) as prober:
+        survey = prober.survey()
+    assert survey.resplit is not None
+    assert survey.resplit.equal
+    assert survey.may_resplit
+    with _opened("killed", 3, global_batch=8) as prober:
+        survey = prober.survey()
+    assert survey.resplit is None
+    assert not survey.may_resplit
+    assert any("could not be compared" in note for note in survey.notes)
+
+
+def test_an_error_beyond_the_sample_batch_costs_no_levels() -> None:
+    def refuses() -> None:
+        raise ValueError("no more than the sample batch")
+
+    workload = Workload(Ends(refuses, SAMPLES + 1), torch.randn(SAMPLES, 64))
+    strategies = load_strategies(["checkpointing"])
+    with open_prober(workload, strategies, Target("cpu", "64MiB")) as prober:
+        survey = prober.survey()
+    assert len(survey.dimensions["checkpointing.level"].values) > 1
