@@ -1,7 +1,12 @@
 """Decide whether the accumulation count may change, by comparing gradients on a few samples.
 
-Where the gradients differ beyond rounding, the count stays at the baseline's unless the user allows
-otherwise, and a note says by how much they differ, where, and what would free it.
+Where the gradients differ beyond rounding, all together or of one parameter, the count stays at the
+baseline's unless the user allows otherwise, and a note says by how much they differ, where, and
+what would free it.
+
+Modules are compared as in evaluation, where random numbers do not hide a difference. So whether one
+forward leaves what the next one reads (codebooks that follow the features, running normalizers) is
+looked at apart, as modules train: such a forward sees other numbers in each micro-batch.
 
 Equal gradients on the sample batch say nothing of batches with padding, over which many losses take
 the mean of what is valid. So what could be padding is tried too: masks of the sample batch that
@@ -13,16 +18,33 @@ Targets may never be ignored in the training, so there a note says for what equa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autofit.equivalence.gradients import SAMPLES_OF_A_COMPARISON, Around, compare_passes
+from autofit.equivalence.comparison import (
+    GRADIENT,
+    StepTrace,
+    alike,
+    compare,
+    owners_of,
+    parameters_apart,
+)
+from autofit.equivalence.gradients import (
+    SAMPLES_OF_A_COMPARISON,
+    Around,
+    accumulated,
+    compare_passes,
+    run_pass,
+    run_passes,
+)
+from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison
@@ -37,6 +59,8 @@ from autofit.training.batch import (
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
 from autofit.training.workload import Workload
+
+Repeated: TypeAlias = Callable[[], Iterable[StepTrace]]
 
 
 @dataclass(frozen=True)
@@ -86,27 +110,30 @@ def decide_resplit(
         if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):
             why = "copies of one sample do not show whether split gradients equal whole ones"
             return _unknown(why, "samples that differ", allowed)
-        comparison = _split_against_whole(builder, batch)
-        noise = None if comparison.equal else _whole_against_whole(builder, batch)
+        split = _split_against_whole(builder, batch)
+        noise = None if split.equal else _whole_against_whole(builder, batch)
+        carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
         why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
         return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
     finally:
         builder.reclaim_or_not()
+    if carried is not None:
+        return Resplit(allowed, carried.comparison, (_note_of_state(carried, allowed),))
     if noise is None:
         return (
-            Resplit(True, comparison)
+            Resplit(True, split.comparison)
             if allowed
-            else _with_padding(builder, batch, places, comparison)
+            else _with_padding(builder, batch, places, split.comparison)
         )
     if not noise.equal and not allowed:
         why = (
             "the model draws random numbers that move the gradients of the same samples by "
             f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
-        return Resplit(False, comparison, (_kept(why, "allow_resplit"),))
-    return Resplit(allowed, comparison, (_note(comparison, workload),))
+        return Resplit(False, split.comparison, (_kept(why, "allow_resplit"),))
+    return Resplit(allowed, split.comparison, (_note(split, workload),))
 
 
 def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
@@ -114,13 +141,121 @@ def _unknown(why: str, way_out: str, allowed: bool) -> Resplit:
     return Resplit(allowed, notes=() if allowed else (_kept(why, way_out),))
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """Two ways to the gradients of the same samples.
+
+    Attributes:
+        comparison: of loss and gradients.
+        apart: parameters whose own gradients differ by more than roundings explain -> how far;
+            looked for where loss and all gradients together are equal.
+        state: names of what the first way changed in the model.
+    """
+
+    comparison: Comparison
+    apart: Mapping[str, float]
+    state: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return self.comparison.equal
+
+    def by(self) -> str:
+        """Return how far they differ, and where."""
+        if not self.apart:
+            return f"{self.comparison.gradient:.1%}"
+        largest = sorted(self.apart, key=lambda name: -self.apart[name])[:3]
+        told = ", ".join(f"{self.apart[name]:.1%} in {name}" for name in largest)
+        return f"{told} ({self.comparison.gradient:.2%} of all gradients together)"
+
+
+def _compared(first: StepTrace, second: StepTrace, repeated: Repeated) -> _Compared:
+    """Compare two passes; `repeated()` returns more of the first, which noise alone changes."""
+    found = compare(first, second)
+    if not found.equal or not parameters_apart(first, second):
+        return _Compared(found, {})
+    apart = parameters_apart(first, second, repeated())
+    differences = tuple(f"{GRADIENT}{name}" for name in apart)
+    return _Compared(replace(found, modules=owners_of(apart), differences=differences), apart)
+
+
 def _split_against_whole(
-    builder: TrainingBuilder, batch: Batch, around: Around | None = None
-) -> Comparison:
+    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
+) -> _Compared:
     samples, seed = batch_size(batch), builder.seed
     sizes = samples, -(-samples // 2)
     whole, split = (ResolvedPlan(Plan.split(samples, size)) for size in sizes)
-    return compare_passes(builder, ((whole, seed), (split, seed)), batch, around or nullcontext)
+    first, second = run_passes(builder, ((whole, seed), (split, seed)), batch, around)
+
+    def repeated() -> Iterator[StepTrace]:
+        yield from run_passes(builder, ((whole, seed + 1),), batch, around)
+        for by in (first.rounding, -first.rounding):
+            rounded = partial(_rounded, by=by, around=around)
+            yield from run_passes(builder, ((whole, seed),), batch, rounded)
+
+    return _compared(first, second, repeated)
+
+
+@contextmanager
+def _rounded(training: Training, *, by: float, around: Around) -> Iterator[None]:
+    """Train weights that are this share larger: a rounding, which moves what roundings move."""
+    for parameter in training.plain_model.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.data.mul_(1 + by)
+    with around(training):
+        yield
+
+
+def _second_against_first(builder: TrainingBuilder, batch: Batch) -> _Compared | None:
+    """Compare a pass in training mode with one that finds what it left; None: they are equal.
+
+    Also None where a pass from the start differs as much: it draws numbers that no seed repeats.
+    """
+    plan, seed = ResolvedPlan(Plan(batch_size(batch))), builder.seed
+    builder.reclaim()
+    with builder.training(builder.fresh_workload(), plan) as training:
+        before = dict(state_of(training.model, updated=False))
+        first = accumulated(training, batch, seed=seed, calm=False)
+        after = dict(state_of(training.model, updated=False))
+        second = accumulated(training, batch, seed=seed, calm=False)
+    del training
+
+    def again() -> StepTrace:
+        return run_pass(builder, plan, seed, batch, calm=False)
+
+    found = _compared(first, second, lambda: [again()])
+    if found.equal or not compare(first, again()).equal:
+        return None
+    return replace(found, state=_changed(before, after, first.normalizing))
+
+
+def _changed(
+    before: Mapping[str, Any], after: Mapping[str, Any], normalizing: Collection[str]
+) -> tuple[str, ...]:
+    """Return the names of what differs, tensors first.
+
+    Statistics that only evaluation reads are none of them, nor random states, which a seed sets.
+    """
+    names = [
+        name
+        for name, value in after.items()
+        if not alike(before.get(name), value, 0.0)
+        and not name.endswith("random state")
+        and name.rpartition(" ")[2].rpartition(".")[0] not in normalizing
+    ]
+    return tuple(sorted(names, key=lambda name: not torch.is_tensor(after[name])))
+
+
+def _note_of_state(carried: _Compared, allowed: bool) -> str:
+    more = " and others" * (len(carried.state) > 3)
+    where = f"{', '.join(carried.state[:3])}{more}" or "what it keeps outside its modules"
+    why = (
+        f"a forward in training changes {where}, which the next one reads: it moves the gradients "
+        f"of the same samples by {carried.by()}, so split gradients differ from whole ones"
+    )
+    if allowed:
+        return f"{why}: allow_resplit was given, so the accumulation count is free"
+    return _kept(why, "allow_resplit")
 
 
 def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
@@ -129,10 +264,11 @@ def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
     return compare_passes(builder, ((whole, builder.seed), (whole, builder.seed + 1)), batch)
 
 
-def _note(comparison: Comparison, workload: Workload) -> str:
+def _note(split: _Compared, workload: Workload) -> str:
+    comparison = split.comparison
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
-    why = f"split gradients differ from whole ones by {comparison.gradient:.1%}{where}"
+    why = f"split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
     if workload.allow_resplit:
         return f"{why}: allow_resplit was given, so the accumulation count is free"
     if comparison.normalizes_over_batch or workload.loss_weight is not None:
@@ -159,17 +295,16 @@ def _with_padding(
     if masks and (found := _tried(builder, masked)) is not None and not found.equal:
         why = (
             f"split gradients equal whole ones on the sample batch, whose masks "
-            f"({', '.join(masks)}) leave nothing out, and differ by {found.gradient:.1%} where "
-            "they do"
+            f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
         kept = _kept(why, "loss_weight (what the masks leave), or allow_resplit")
-        return Resplit(False, found, (kept,))
+        return Resplit(False, found.comparison, (kept,))
     if builder.fresh_workload().loss_weight is None:
         found = _tried(builder, batch, _targets_ignored)
         if found is not None and not found.equal:
             note = (
                 "split gradients equal whole ones on the sample batch, and differ by "
-                f"{found.gradient:.1%} where some targets of a sample are ignored, as padding is: "
+                f"{found.by()} where some targets of a sample are ignored, as padding is: "
                 "unless no batch of the training has such, give loss_weight (the valid targets)"
             )
             return Resplit(True, comparison, (note,))
@@ -177,8 +312,8 @@ def _with_padding(
 
 
 def _tried(
-    builder: TrainingBuilder, batch: Batch, around: Around | None = None
-) -> Comparison | None:
+    builder: TrainingBuilder, batch: Batch, around: Around = nullcontext
+) -> _Compared | None:
     """Return how split and whole compare on altered samples; None: the model refuses those."""
     try:
         return _split_against_whole(builder, batch, around)

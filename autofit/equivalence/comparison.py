@@ -7,7 +7,7 @@ name and no more strictly than two runs of the same step agree with each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -43,6 +43,7 @@ class StepTrace:
         gradients: of each parameter that has one, by name; strided and real.
         state: other tensors and plain values after the step, by a readable name.
         tolerance: relative difference that roundings in the types of this step explain.
+        rounding: relative size of one rounding in the coarsest of those types.
         normalizing: names of the modules that normalized over the batch.
         ran: names of the modules whose forward ran.
     """
@@ -50,6 +51,7 @@ class StepTrace:
     loss: torch.Tensor | float
     gradients: Mapping[str, torch.Tensor]
     tolerance: float = 0.0
+    rounding: float = 0.0
     normalizing: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     ran: frozenset[str] = frozenset()
@@ -129,7 +131,7 @@ class NoiseFloor:
             if name in self._unstable:
                 continue
             both = name in ours and name in theirs
-            if not both or not _alike(ours[name], theirs[name], self.allowed(name)):
+            if not both or not alike(ours[name], theirs[name], self.allowed(name)):
                 yield name
 
 
@@ -165,6 +167,40 @@ def compare(first: StepTrace, second: StepTrace, noise: NoiseFloor | None = None
     return replace(found, modules=_owners_of_largest(distances))
 
 
+def parameters_apart(
+    whole: StepTrace, other: StepTrace, repeated: Iterable[StepTrace] = ()
+) -> dict[str, float]:
+    """Return the parameters whose gradients differ by more than roundings, each with how far.
+
+    One of them may hide in the norm of all: that of a router, or of a gate, is often a thousandth
+    of it. Its own tolerance is that of all gradients together, relative to its own size, and what
+    is left of the difference must be more than noise, for a gradient that is zero but for roundings
+    (of a bias before a normalization) differs from itself by as much as it is large. So it is not
+    less than ROOM times the difference that any of `repeated` shows, nor than ROOM roundings of its
+    type in the norm of all gradients: each element is a sum of terms as large as those.
+
+    Args:
+        whole, other: compared.
+        repeated: steps that differ from `whole` by noise alone.
+    """
+    sizes = {name: _norm(gradient) for name, gradient in whole.gradients.items()}
+    tolerance, total = max(whole.tolerance, other.tolerance), math.hypot(*sizes.values())
+    others, apart = [each.gradients for each in repeated], {}
+    for name, gradient in {**whole.gradients, **other.gradients}.items():
+        distance = _distance(whole.gradients.get(name), other.gradients.get(name))
+        eps = torch.finfo(gradient.dtype).eps if gradient.dtype.is_floating_point else 0.0
+        noise = [_distance(whole.gradients.get(name), each.get(name)) for each in others]
+        size = sizes.get(name, 0.0)
+        if distance > max(tolerance * size, ROOM * max(noise, default=0.0), ROOM * eps * total):
+            apart[name] = _relative(distance, size)
+    return apart
+
+
+def owners_of(parameters: Iterable[str]) -> tuple[str, ...]:
+    """Return modules by name; a parameter of the model's own stands for itself."""
+    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in parameters))
+
+
 def _loss_difference(first: float, second: float) -> float:
     """Return the relative difference; NaN and infinity equal themselves."""
     same = first == second or (math.isnan(first) and math.isnan(second))
@@ -172,10 +208,8 @@ def _loss_difference(first: float, second: float) -> float:
 
 
 def _owners_of_largest(distances: Mapping[str, float]) -> tuple[str, ...]:
-    """Return modules by name; a parameter of the model's own stands for itself."""
     differing = [name for name in distances if distances[name]]
-    largest = sorted(differing, key=lambda name: -distances[name])[:3]
-    return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in largest))
+    return owners_of(sorted(differing, key=lambda name: -distances[name])[:3])
 
 
 def _total_difference(
@@ -192,7 +226,7 @@ def _total_difference(
     return _relative(math.hypot(*distances), math.hypot(*(_norm(first[name]) for name in names)))
 
 
-def _alike(one: Any, other: Any, allowed: float) -> bool:
+def alike(one: Any, other: Any, allowed: float) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and bool(one == other or one != one)  # NaN is not itself
     if not _are_comparable(one, other):

@@ -7,7 +7,7 @@ batch differ from a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase  # the one class behind all bat
 from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.equivalence.comparison import StepTrace, compare
+from autofit.equivalence.steps import seed_everything
 from autofit.errors import InvalidRequest, release_exception
 from autofit.plan import ResolvedPlan
 from autofit.strategy import Comparison
@@ -53,18 +54,21 @@ def compare_passes(
     builder: TrainingBuilder, passes: tuple[Pass, Pass], batch: Batch, around: Around = nullcontext
 ) -> Comparison:
     """Return how two passes over the same batch differ; raises as `compare_plans` does."""
+    first, second = run_passes(builder, passes, batch, around)
+    return compare(first, second)
 
-    def compared(*, calm: bool) -> Comparison:
-        first, second = (run_pass(builder, *each, batch, around, calm=calm) for each in passes)
-        return compare(first, second)
 
+def run_passes(
+    builder: TrainingBuilder, passes: Sequence[Pass], batch: Batch, around: Around = nullcontext
+) -> list[StepTrace]:
+    """Return the passes over the same batch, all in the same modes."""
     try:
-        return compared(calm=True)
+        return [run_pass(builder, *each, batch, around) for each in passes]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # some models have a loss in training mode only
         release_exception(error)
-    return compared(calm=False)
+    return [run_pass(builder, *each, batch, around, calm=False) for each in passes]
 
 
 def run_pass(
@@ -100,8 +104,8 @@ def accumulated(training: Training, batch: Batch, *, seed: int, calm: bool = Tru
     }
     training.zero_grad()
     types.update(parameter.dtype for parameter in model.parameters())
-    tolerance = max((_tolerance(dtype, training.device.type) for dtype in types), default=0.0)
-    return StepTrace(loss, by_name, tolerance, normalizing)
+    eps = max((_rounding(dtype, training.device.type) for dtype in types), default=0.0)
+    return StepTrace(loss, by_name, _tolerance(eps), eps, normalizing)
 
 
 def batch_normalizing(model: torch.nn.Module) -> list[str]:
@@ -117,7 +121,7 @@ def _normalizes_over_batch(module: torch.nn.Module) -> bool:
 def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:
     """Accumulate, again with a smaller scale for as long as float16 overflows, as training does."""
     while True:
-        torch.manual_seed(seed)
+        seed_everything(seed)
         training.zero_grad()
         loss = float(training.accumulate(batch))
         scaler = training.scaler
@@ -180,16 +184,20 @@ def _types_of_outputs() -> Iterator[set[torch.dtype]]:
         handle.remove()
 
 
-def _tolerance(dtype: torch.dtype, device_type: str) -> float:
-    """Return the sum of roundings: some thousand units in the last place, or a few coarse ones.
+def _rounding(dtype: torch.dtype, device_type: str) -> float:
+    """Return the relative size of a rounding; 0 for whole numbers.
 
     On a GPU float32 counts as TF32, in which cuDNN convolves by default.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    eps = torch.finfo(dtype).eps
     if device_type == "cuda" and dtype in (torch.float32, torch.complex64):
-        eps = torch.finfo(torch.float16).eps
+        dtype = torch.float16
+    return torch.finfo(dtype).eps
+
+
+def _tolerance(eps: float) -> float:
+    """Return the sum of roundings: some thousand units in the last place, or a few coarse ones."""
     return min(eps * 8192, max(eps * 4, 1e-3))
 
 

@@ -150,7 +150,7 @@ class StepComparer:
                 loss = training.step(self._batch).detach().clone()
         finally:
             hook.remove()
-        state = dict(_state(training.model, updated=update))
+        state = dict(state_of(training.model, updated=update))
         for name, value in _outside(training.model).items():
             if (added := value - outside.get(name, 0)) != 0:
                 state[name] = added
@@ -218,8 +218,11 @@ def _strided(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.layout != torch.strided else gradient.clone()
 
 
-def _state(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what a step left in the model and the random states, by names for a reader."""
+def state_of(model: nn.Module, *, updated: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what a step left in the model and the random states, by names for a reader.
+
+    Of parameters their values where they are `updated`, else the sum of their bits.
+    """
     for name, parameter in model.named_parameters():
         values = parameter.detach().clone() if updated else checksum(parameter)
         yield f"parameter {name}", values

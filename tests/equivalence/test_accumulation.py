@@ -1,0 +1,185 @@
+"""Whether split batches train as whole ones: of each parameter, and of what forwards keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autofit.equivalence.accumulation import Resplit, decide_resplit
+from autofit.equivalence.strategy_context import PlainContext
+from autofit.training.workload import Workload
+
+X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(16, 1)
+
+
+def decided(build: Callable[[], nn.Module], batch: Any = (X, Y), **more: Any) -> Resplit:
+    """Return the decision on a model that is built alike each time."""
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return build()
+
+    given = {"criterion": nn.functional.mse_loss, "global_batch": 16, **more}
+    make = partial(Workload, seeded, batch, **given)
+    return decide_resplit(PlainContext(make)._builder, make())
+
+
+class Routed(nn.Module):
+    """The loss of the router balances the batch, and is small beside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.embed(x))
+        self.shares = self.router(hidden.detach()).softmax(-1)
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+def balanced(model: Any, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    loss: torch.Tensor = nn.functional.mse_loss(model(inputs), targets + 3)
+    chosen = nn.functional.one_hot(model.shares.argmax(-1), 8).float().mean(0)
+    balance: torch.Tensor = (chosen * model.shares.mean(0)).sum()
+    return loss + 1e-3 * balance
+
+
+def test_one_parameter_that_differs_does_not_hide_in_all_gradients_together() -> None:
+    found = decided(Routed, criterion=None, loss_fn=balanced)
+    assert not found.allowed
+    assert found.comparison is not None
+    assert found.comparison.gradient < found.comparison.tolerance
+    assert found.comparison.modules == ("router",)
+    (note,) = found.notes
+    assert "router.weight" in note
+    assert "allow_resplit" in note
+    assert decided(Routed, criterion=None, loss_fn=balanced, allow_resplit=True).allowed
+
+
+class Attentive(nn.Module):
+    """A softmax does not see the bias of its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.view(-1, 2, 4)
+        scores = self.query(tokens) @ self.key(tokens).mT
+        mixed: torch.Tensor = (scores.softmax(-1) @ self.value(tokens)).mean((1, 2))
+        return mixed.unsqueeze(1)
+
+
+def _normalized_after_its_bias() -> nn.Module:
+    shaped = nn.Unflatten(1, (2, 4))
+    return nn.Sequential(
+        shaped, nn.Conv1d(2, 8, 3), nn.GroupNorm(8, 8), nn.Flatten(), nn.Linear(16, 1)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("build", [Attentive, _normalized_after_its_bias])
+def test_gradients_that_are_zero_but_for_roundings_are_noise(
+    build: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    found = decided(lambda: build().to(dtype), (X.to(dtype), Y.to(dtype)))
+    assert found.allowed, found.notes
+
+
+class Tracking(nn.Module):
+    """Subtracts a mean that follows its inputs while it trains."""
+
+    mean: torch.Tensor
+
+    def __init__(
+        self, dropout: float = 0.0, *, is_buffer: bool = True, is_read: bool = True
+    ) -> None:
+        super().__init__()
+        self.inner, self.dropout, self.is_read = nn.Linear(8, 16), nn.Dropout(dropout), is_read
+        if is_buffer:
+            self.register_buffer("mean", torch.zeros(16))
+        else:
+            self.mean = torch.zeros(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(torch.relu(self.inner(x)))
+        before = self.mean if self.is_read else 0.0
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean(0)
+        return torch.tanh(hidden - before)
+
+
+class Codebook(nn.Module):
+    """Quantizes to codes that move to the features assigned to them, as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(4, 16), requires_grad=False)
+        self.inner = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(x)
+        nearest = torch.cdist(hidden.detach(), self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                self.codes[nearest] = 0.5 * self.codes[nearest] + 0.5 * hidden
+        return hidden * quantized
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Tracking, "1.mean"),
+        (partial(Tracking, 0.5), "1.mean"),
+        (partial(Tracking, is_buffer=False), "1.mean"),
+        (Codebook, "1.codes"),
+    ],
+)
+def test_what_one_forward_leaves_and_the_next_reads_is_found_and_named(
+    make: Callable[[], nn.Module], name: str
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), make(), nn.Linear(16, 1))
+
+    found = decided(build)
+    assert not found.allowed
+    assert found.comparison is not None
+    assert found.comparison.gradient > 0.02
+    (note,) = found.notes
+    assert name in note
+    free = decided(build, allow_resplit=True)
+    assert free.allowed
+    assert name in free.notes[0]
+
+
+class Counting(nn.Module):
+    """Counts its forwards, which changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls: torch.Tensor = self.calls + 1
+        self.times += 1
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "features"), [(Counting, 8), (nn.Dropout, 8), (partial(Tracking, is_read=False), 16)]
+)
+def test_what_no_forward_reads_and_what_is_random_leave_the_count_free(
+    make: Callable[[], nn.Module], features: int
+) -> None:
+    found = decided(lambda: nn.Sequential(make(), nn.Linear(features, 1)))
+    assert found.allowed
+    assert found.notes == ()
