@@ -14,6 +14,7 @@ import torch
 
 from autofit.devices.base import Environment, MemoryReading
 from autofit.devices.nvml import CONTEXT_BYTES, Nvml, ProcessMemory, device_uuid, process_that_grew
+from autofit.devices.statistics import AllocatorStatistics
 from autofit.errors import DeviceUnavailable
 from autofit.strategy import Capabilities
 from autofit.units import format_bytes
@@ -106,9 +107,11 @@ class CudaDevice:
         self._listed_as = self._find_itself()
         free, self.total_bytes = map(int, torch.cuda.mem_get_info(index))
         self.free_bytes = min(free + self._own_bytes(), self.total_bytes)
+        self._statistics = AllocatorStatistics(self.torch_device)
 
     def close(self) -> None:
         """Release cached memory and restore the memory fraction and the current device."""
+        self._statistics.close()
         try:
             self.release_cache()
             torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device)
@@ -193,7 +196,7 @@ class CudaDevice:
 
     def read(self) -> MemoryReading:
         """Return the caching allocator's statistics, and the process's bytes outside it."""
-        statistics = torch.cuda.memory_stats(self.torch_device)
+        statistics = self._statistics.read()
         reserved = int(statistics.get("reserved_bytes.all.current", 0))
         return MemoryReading(
             allocated_bytes=int(statistics.get("allocated_bytes.all.current", 0)),
@@ -210,7 +213,7 @@ class CudaDevice:
 
     def reset_peaks(self) -> None:
         """Restart the peaks at the current values."""
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._statistics.restart_peaks()
 
     def release_cache(self) -> None:
         """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90).
