@@ -29,7 +29,8 @@ class Space:
         world_size: devices that train together, each with its own micro-batches.
 
     Raises:
-        InvalidRequest: a count is below one, or the global batch cannot be shared by the ranks.
+        InvalidRequest: a count is below one, the global batch cannot be shared by the ranks, or
+            the baseline's micro-batch is larger than the largest to try.
     """
 
     dimensions: Mapping[str, Dimension]
@@ -47,6 +48,13 @@ class Space:
                 object.__setattr__(self, name, check_count(name, count))
         if self.global_batch is not None and self.world_size > 1:
             self._split(self.global_batch, 1, {})  # refuses what cannot be shared
+        largest, baseline = self.max_micro_batch, self._baseline_micro_batch()
+        if largest is not None and baseline > largest:
+            raise InvalidRequest(
+                f"max_micro_batch={largest} leaves out the baseline, which the sample batch gives "
+                f"a micro-batch of {baseline}: every plan is compared with it. Give a sample batch "
+                f"of at most {largest} samples, or a larger max_micro_batch"
+            )
 
     @property
     def baseline(self) -> Plan:
@@ -178,12 +186,9 @@ class Space:
                 yield dimension
 
     def _baseline_micro_batch(self) -> int:
-        wanted = self.sample_batch_size
-        if self.max_micro_batch is not None:
-            wanted = min(wanted, self.max_micro_batch)
         if self.global_batch is None:
-            return wanted
-        return self._split(self.global_batch, wanted, {}).micro_batch
+            return self.sample_batch_size
+        return self._split(self.global_batch, self.sample_batch_size, {}).micro_batch
 
     def _split(self, global_batch: int, micro_batch: int, settings: Settings) -> Plan:
         size = min(micro_batch, self.samples_per_rank or micro_batch)

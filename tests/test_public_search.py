@@ -547,6 +547,7 @@ def test_progress_names_every_stage_from_the_first_to_the_last(isolation: str) -
     assert stages == [
         *starts,
         "looking the workload over",
+        "looking the workload over: its first samples",
         "looking the workload over: precision",
         "looking the workload over: split gradients",
         "comparing the answer's gradients with the baseline's",

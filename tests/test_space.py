@@ -54,11 +54,19 @@ def test_with_one_the_baseline_is_the_split_nearest_below_it(
     assert baseline.global_batch == global_batch
 
 
+@pytest.mark.parametrize("global_batch", [None, 64])
+def test_a_bound_below_the_sample_batch_is_refused_and_renames_no_baseline(
+    global_batch: int | None,
+) -> None:
+    with pytest.raises(InvalidRequest, match="max_micro_batch=6 leaves out the baseline"):
+        Space({}, 9, global_batch=global_batch, max_micro_batch=6)
+    assert Space({}, 9, global_batch=5, max_micro_batch=6).baseline == Plan.split(5, 5)
+
+
 def test_a_plan_never_exceeds_what_was_asked_nor_the_bounds() -> None:
     free = Space({}, 4, max_micro_batch=6)
     assert free.plan(100, {}).micro_batch == 6
     assert free.plan(0, {}).micro_batch == 1
-    assert Space({}, 9, max_micro_batch=6).baseline.micro_batch == 6
     kept = Space({}, 4, global_batch=10, max_micro_batch=6)
     assert kept.plan(100, {}) == Plan.split(10, 6)
     assert kept.largest_micro_batch == 6

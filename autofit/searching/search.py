@@ -116,7 +116,7 @@ def search(
         strategies: names or Strategy objects; None: all that `numerics` allows.
         numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
             may change the arithmetic.
-        max_micro_batch: the largest micro-batch to try, in samples.
+        max_micro_batch: the largest micro-batch to try, in samples; at least the baseline's.
         max_probes: the most probes, baseline and confirmations counted.
         timeout: seconds from the call until the search ends, with what was measured by then. A
             probe that runs is ended, but with isolation="inprocess", which can only wait for it.
@@ -185,6 +185,14 @@ def search(
             f"share=True is for searches of one device each, and torchrun started {ranks} "
             "ranks: leave it out"
         )
+    Space(  # refuses what leaves no baseline, before anything is started
+        {},
+        workload.sample_batch_size,
+        global_batch=workload.global_batch,
+        max_micro_batch=max_micro_batch,
+        even_split=workload.even_split,
+        world_size=ranks,
+    )
     target = Target(device, vram_budget, seed, isolation)
 
     def lead(meeting: Meeting | None) -> Record:

@@ -119,7 +119,7 @@ def space(**options: Any) -> Space:
         space(sample_batch_size=8192),
         space(sample_batch_size=2**17, max_micro_batch=2**17),
         space(max_micro_batch=8),
-        space(max_micro_batch=1),
+        space(sample_batch_size=1, max_micro_batch=1),
         space(global_batch=32),
         space(global_batch=32, may_resplit=False),
     ],
