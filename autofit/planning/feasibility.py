@@ -123,11 +123,15 @@ class Exclusions:
 
     def why(self, settings: Settings) -> str | None:
         """Return why a variant is excluded; None if it is not."""
+        if not self.blamed:  # spaces may have thousands of variants
+            return None
         have = set(settings.items())
         return next((why for blamed, why in self.blamed.items() if have.issuperset(blamed)), None)
 
     def bound(self, settings: Settings) -> int | None:
         """Return a variant's largest micro-batch that is not known to be refused; None: any."""
+        if not self.shared and not self.largest:
+            return None
         have = set(settings.items())
         bounds = [size for common, size in self.shared if have.issuperset(common)]
         own = self.largest.get(variant_key(settings))
@@ -135,6 +139,8 @@ class Exclusions:
 
     def least(self, settings: Settings) -> int:
         """Return a variant's smallest micro-batch that is not known to fail."""
+        if not self.smallest_of:
+            return max(self.smallest, 1)
         return max(self.smallest, self.smallest_of.get(variant_key(settings), 1))
 
 

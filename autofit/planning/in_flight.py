@@ -32,7 +32,7 @@ def believing(posterior: Posterior, plans: Sequence[Plan]) -> Posterior:
         Trial(number, Role.SEARCH, plan, _forecast(posterior, plan))
         for number, plan in enumerate(known, start=first)
     ]
-    return Posterior(posterior.spec, posterior.measured, believed)
+    return Posterior(posterior.spec, posterior.measured, believed, posterior.given)
 
 
 def _forecast(posterior: Posterior, plan: Plan) -> Measurement:

@@ -82,7 +82,7 @@ def decide(
     doubted = _surprise(posterior) if may_repeat else None
     if doubted is not None:
         return doubted
-    costly = np.array([space.is_costly(settings) for settings in posterior.variants])
+    costly = posterior.trial_costs_s > 0
     plan = propose(posterior, posterior.usable & ~costly, may_repeat=may_repeat)
     if plan is None and costly.any():
         seconds = _probe_seconds(posterior)
@@ -202,7 +202,7 @@ def _probe_seconds(posterior: Posterior) -> Array:
     space = posterior.spec.space
     ran = [t.measurement for t in posterior.fitting if not space.is_costly(t.plan.settings)]
     usual = [m.seconds for m in ran if m.seconds is not None]
-    extra_s = np.array([space.trial_cost_s(settings) for settings in posterior.variants])
+    extra_s = posterior.trial_costs_s
     return extra_s + (float(np.mean(usual)) if usual else 0.0)
 
 

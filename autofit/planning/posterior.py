@@ -44,6 +44,82 @@ beforehand. Where launches overlap kernels, a small micro-batch takes as long as
 tells little of larger ones, and settings differ in how much they launch."""
 
 
+class Given:
+    """What follows from the specification alone, whatever was probed: found once for a search.
+
+    Attributes:
+        variants: the settings of every variant.
+        index: the place of each.
+    """
+
+    def __init__(self, spec: SearchSpec) -> None:
+        self._spec = spec
+        self.variants: list[Settings] = list(spec.space.variants())
+        self.index: dict[VariantKey, int] = {
+            variant_key(settings): index for index, settings in enumerate(self.variants)
+        }
+
+    @cached_property
+    def largest_micro_batches(self) -> list[int]:
+        """The largest micro-batch of each variant's plans."""
+        return [self._spec.space.largest_micro_batch_of(settings) for settings in self.variants]
+
+    @cached_property
+    def trial_costs_s(self) -> Array:
+        """(variants): the extra seconds of a probe of each."""
+        return np.array([self._spec.space.trial_cost_s(settings) for settings in self.variants])
+
+    @cached_property
+    def predicted_lines(self) -> Mapping[int, MemoryLine]:
+        """Predicted memory lines by variant index."""
+        return self._by_index(self._spec.predicted_lines)
+
+    @cached_property
+    def memory_family(self) -> LineFamily:
+        """The prior of bytes over micro-batch."""
+        return LineFamily(
+            self.variants,
+            self._spec.space.dimensions,
+            MEMORY_PRIOR,
+            slope_hints=self.hints("bytes_per_sample"),
+            intercept_hints=self.hints("fixed_bytes"),
+            lines=self.predicted_lines,
+        )
+
+    @cached_property
+    def time_family(self) -> LineFamily:
+        """The prior of seconds over micro-batch."""
+        lines = self._by_index(self._spec.predicted_times)
+        return LineFamily(
+            self.variants,
+            self._spec.space.dimensions,
+            PREDICTED_TIME_PRIOR if lines else TIME_PRIOR,
+            slope_hints=self.hints("seconds_per_sample"),
+            lines=lines,
+        )
+
+    def hints(self, field: str) -> Hints:
+        """Return that field of the hints of all values."""
+        return {
+            (name, value): factor
+            for name, dimension in self._spec.space.dimensions.items()
+            for value, hint in dimension.hints.items()
+            if (factor := getattr(hint, field)) is not None and factor > 0
+        }
+
+    def _by_index(self, lines: Mapping[VariantKey, MemoryLine]) -> Mapping[int, MemoryLine]:
+        """Return predicted lines by variant index; empty without the plain variant's.
+
+        Lines with a coefficient that has no logarithm are left out.
+        """
+        found = {
+            index: line
+            for key, index in self.index.items()
+            if (line := lines.get(key)) is not None and min(line) > 0
+        }
+        return found if 0 in found else {}
+
+
 class Posterior:
     """The posterior of a space after some trials.
 
@@ -51,24 +127,27 @@ class Posterior:
         spec: the specification of the search.
         measured: the trials that were run, less accidents of an ill machine.
         in_flight: trials that are believed, not measured; see `autofit.planning.in_flight`.
+        given: what other posteriors of the specification use too.
         probes: both.
         variants: the settings of every variant; arrays have one column for each.
     """
 
     def __init__(
-        self, spec: SearchSpec, trials: Sequence[Trial], in_flight: Sequence[Trial] = ()
+        self,
+        spec: SearchSpec,
+        trials: Sequence[Trial],
+        in_flight: Sequence[Trial] = (),
+        given: Given | None = None,
     ) -> None:
         self.spec, self.in_flight = spec, tuple(in_flight)
-        self.variants: list[Settings] = list(spec.space.variants())
-        self._index: dict[VariantKey, int] = {
-            variant_key(settings): index for index, settings in enumerate(self.variants)
-        }
+        self.given = given or Given(spec)
+        self.variants, self._index = self.given.variants, self.given.index
         self.measured = [t for t in trusted(trials) if t.plan.variant in self._index]
         self.probes = [*self.measured, *self.in_flight]
 
     def updated(self, trials: Sequence[Trial]) -> Posterior:
         """Return the posterior after those trials: this one if they hold the same probes."""
-        fresh = Posterior(self.spec, trials)
+        fresh = Posterior(self.spec, trials, given=self.given)
         return self if fresh.probes == self.probes else fresh
 
     @property
@@ -93,8 +172,8 @@ class Posterior:
     @cached_property
     def bound(self) -> MicroBatches:
         """(variants): the largest micro-batch that no probe has ruled out."""
-        most, least = self.spec.space.largest_micro_batch_of, self.exclusions.bound
-        bounds = [(most(settings), least(settings)) for settings in self.variants]
+        least, largest = self.exclusions.bound, self.given.largest_micro_batches
+        bounds = zip(largest, map(least, self.variants), strict=True)
         return np.array([own if bound is None else min(own, bound) for own, bound in bounds])
 
     @cached_property
@@ -134,15 +213,7 @@ class Posterior:
     @cached_property
     def memory(self) -> LineDraws:
         """Bytes over micro-batch."""
-        family = LineFamily(
-            self.variants,
-            self.spec.space.dimensions,
-            MEMORY_PRIOR,
-            slope_hints=self._hints("bytes_per_sample"),
-            intercept_hints=self._hints("fixed_bytes"),
-            lines=self._predicted_lines,
-        )
-        return family.draws(self._memory_points(), DRAWS, self.seed)
+        return self.given.memory_family.draws(self._memory_points(), DRAWS, self.seed)
 
     @cached_property
     def time(self) -> LineDraws:
@@ -155,7 +226,7 @@ class Posterior:
                 zip(_REGIMES, spreads, shares, strict=True), start=1
             )
         ]
-        return self._time_family.mixed_draws(self._time_points, parts)
+        return self.given.time_family.mixed_draws(self._time_points, parts)
 
     @property
     def spread(self) -> float:
@@ -171,7 +242,7 @@ class Posterior:
         points = self._time_points
         if points:
             noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
-            fitted = self._time_family.fits(points, [freedom for _, freedom in _REGIMES])
+            fitted = self.given.time_family.fits(points, [freedom for _, freedom in _REGIMES])
             found = fitted(spreads, None)
             for _ in range(2):
                 spreads = [spread_of(log_y - line, noise) for line in found.log_y]
@@ -186,17 +257,6 @@ class Posterior:
         points = self._time_points
         residuals = np.log([point.y for point in points]) - self.time.log_values_of(points)
         return Departures(points, residuals, self.spread, len(self.variants), self.seed + 3)
-
-    @cached_property
-    def _time_family(self) -> LineFamily:
-        lines = self._by_index(self.spec.predicted_times)
-        return LineFamily(
-            self.variants,
-            self.spec.space.dimensions,
-            PREDICTED_TIME_PRIOR if lines else TIME_PRIOR,
-            slope_hints=self._hints("seconds_per_sample"),
-            lines=lines,
-        )
 
     @property
     def seed(self) -> int:
@@ -263,8 +323,7 @@ class Posterior:
 
         The most that was measured: what a compiler has done once it remembers.
         """
-        space = self.spec.space
-        start_up_s = np.array([space.trial_cost_s(settings) for settings in self.variants])
+        start_up_s = self.trial_costs_s.copy()
         measured: dict[int, float] = {}
         for trial in self.fitting if start_up_s.any() else ():
             index, seen_s = self.index(trial.plan), trial.measurement.start_up_s
@@ -272,6 +331,11 @@ class Posterior:
                 measured[index] = max(measured.get(index, 0.0), seen_s)
         start_up_s[list(measured)] = list(measured.values())
         return start_up_s
+
+    @property
+    def trial_costs_s(self) -> Array:
+        """(variants): the extra seconds of a probe of each."""
+        return self.given.trial_costs_s
 
     def over_training(self, log_speed: Array, start_up_s: Array | float) -> Array:
         """Return the log of samples/s over the whole training, its start included.
@@ -298,19 +362,19 @@ class Posterior:
     @property
     def has_predicted_memory(self) -> bool:
         """Whether memory lines were predicted, of all variants or of some to compose them from."""
-        return bool(self._predicted_lines)
+        return bool(self.given.predicted_lines)
 
     @cached_property
     def has_prior_memory(self) -> bool:
         """Whether every variant has prior information on its memory: predicted lines or hints."""
-        hinted = self._hints("bytes_per_sample")
+        hinted = self.given.hints("bytes_per_sample")
         values = {
             (name, value)
             for name, dimension in self.spec.space.dimensions.items()
             for value in dimension.values[1:]
         }
         by_hints = bool(values) and values <= hinted.keys()
-        return by_hints or len(self._predicted_lines) == len(self.variants)
+        return by_hints or len(self.given.predicted_lines) == len(self.variants)
 
     @cached_property
     def memory_limit(self) -> Array:
@@ -355,30 +419,6 @@ class Posterior:
     @cached_property
     def _noise(self) -> Noise:
         return Noise(self.probes)
-
-    def _hints(self, field: str) -> Hints:
-        return {
-            (name, value): factor
-            for name, dimension in self.spec.space.dimensions.items()
-            for value, hint in dimension.hints.items()
-            if (factor := getattr(hint, field)) is not None and factor > 0
-        }
-
-    @cached_property
-    def _predicted_lines(self) -> Mapping[int, MemoryLine]:
-        return self._by_index(self.spec.predicted_lines)
-
-    def _by_index(self, lines: Mapping[VariantKey, MemoryLine]) -> Mapping[int, MemoryLine]:
-        """Return predicted lines by variant index; empty without the plain variant's.
-
-        Lines with a coefficient that has no logarithm are left out.
-        """
-        found = {
-            index: line
-            for key, index in self._index.items()
-            if (line := lines.get(key)) is not None and min(line) > 0
-        }
-        return found if 0 in found else {}
 
     def _memory_points(self) -> list[Point]:
         points = []

@@ -62,6 +62,7 @@ FINDINGS: Shape = {
         "failed?": TEXT,
         "setting?": TEXT,
         "recommended?": FLAG,
+        "probes?": COUNT,
         "lowers_required_bytes?": FLAG,
         "held_bytes?": Maybe(AMOUNT),
         "held_bytes_with?": Maybe(AMOUNT),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from autofit.measurement import Measurement, Outcome, Trial
@@ -19,8 +20,6 @@ from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
 
 SETTING = "expandable_segments:True"
-MOST_PROBES = 3
-"""With them, without them under that budget, and of a faster plan that flushed its cache."""
 _SLACK = 0.03  # of the budget, reserved and not allocated, or there is nothing to gain
 _FULL = 0.9
 _LESS = 0.98
@@ -38,6 +37,15 @@ class Candidates:
 
     best: Trial | None
     flushing: Trial | None
+
+    @property
+    def most_probes(self) -> int:
+        """The most probes that trying them takes; 0 if there is nothing to try.
+
+        Of the best plan with them, without them, and without them in the bytes that it held with
+        them; of the flushing one with them.
+        """
+        return 0 if self.best is self.flushing is None else 3 + (self.flushing is not None)
 
 
 def candidates(best: Trial, trials: Sequence[Trial], vram_budget_bytes: int) -> Candidates:
@@ -65,6 +73,7 @@ def try_expandable_segments(
     resolved: ResolvedPlan,
     flushing: ResolvedPlan | None,
     vram_budget_bytes: int,
+    expected_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Run plans with expandable segments and say what that changes, as the report keeps it.
 
@@ -73,26 +82,29 @@ def try_expandable_segments(
         resolved: the best plan.
         flushing: a faster plan that flushes its cache; None: there is none.
         vram_budget_bytes: of the search.
+        expected_seconds: how long a probe of these plans takes; None: unknown.
 
     Raises:
         SearchTimedOut, WorkerFailed: as `Prober.probe`.
     """
     without: Measurement | None = None
     faster = None
+    probe = partial(_probe, prober, expected_seconds=expected_seconds)
     with prober.environment({CONFIGURED_BY[0]: SETTING}):
-        held = _probe(prober, resolved, vram_budget_bytes)
+        held = probe(resolved, vram_budget_bytes)
         if flushing is not None:
-            faster = _probe(prober, flushing, vram_budget_bytes)
-    plain = _probe(prober, resolved, vram_budget_bytes)
+            faster = probe(flushing, vram_budget_bytes)
+    plain = probe(resolved, vram_budget_bytes)
     lowers = False
     if held.ok and plain.ok and (held.held_bytes or 0) < _LESS * (plain.held_bytes or 0):
         prober.renew()
-        without = _probe(prober, resolved, held.held_bytes or vram_budget_bytes)
+        without = probe(resolved, held.held_bytes or vram_budget_bytes)
         lowers = without.outcome.about_memory
     removes = faster is not None and faster.ok
     return {
         "setting": f"{CONFIGURED_BY[0]}={SETTING}",
         "recommended": lowers or removes,
+        "probes": 2 + (faster is not None) + (without is not None),
         "lowers_required_bytes": lowers,
         "held_bytes": plain.held_bytes,
         "held_bytes_with": held.held_bytes,
@@ -102,8 +114,14 @@ def try_expandable_segments(
     }
 
 
-def _probe(prober: Prober, resolved: ResolvedPlan, vram_budget_bytes: int) -> Measurement:
+def _probe(
+    prober: Prober, resolved: ResolvedPlan, vram_budget_bytes: int, expected_seconds: float | None
+) -> Measurement:
     request = ProbeRequest(
-        resolved, vram_budget_bytes, full_accumulation=True, most_timed_seconds=_TIMED_S
+        resolved,
+        vram_budget_bytes,
+        full_accumulation=True,
+        expected_seconds=expected_seconds,
+        most_timed_seconds=_TIMED_S,
     )
     return prober.probe(request).measurement

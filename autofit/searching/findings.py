@@ -121,17 +121,22 @@ class _Findings:
         """Try expandable segments where they may help and the probes suffice."""
         from autofit.searching import allocator  # a search of few probes has none for it
 
-        if probes_left is not None and probes_left < allocator.MOST_PROBES:
-            return
         budget, trials = self._spec.vram_budget_bytes, self._record.trials
         worth = allocator.candidates(self._record.best, trials, budget)
-        if worth.best is None and worth.flushing is None:
+        short = probes_left is not None and probes_left < worth.most_probes
+        if short or not worth.most_probes:
             return
+        tried = (self._record.best, worth.flushing)
+        seconds = [trial.measurement.seconds or 0.0 for trial in tried if trial is not None]
         with self._failure("allocator") as facts:
             self._on_stage("trying expandable segments of the allocator")
             flushing = None if worth.flushing is None else self._resolved(worth.flushing)
             facts |= allocator.try_expandable_segments(
-                self._prober, self._resolved(self._record.best), flushing, budget
+                self._prober,
+                self._resolved(self._record.best),
+                flushing,
+                budget,
+                expected_seconds=max(seconds) or None,
             )
 
     def _shares(self, trial: Trial, trace: str | None) -> Mapping[str, float] | None:

@@ -360,7 +360,8 @@ def _sufficient(posterior: Posterior) -> int | None:
 def with_measured_need(error: NoFeasiblePlan, prober: Prober, spec: SearchSpec) -> NoFeasiblePlan:
     """Return the error with what the nearest plan needs on a CPU: measured beyond the budget.
 
-    The budget of a CPU is an account alone, so exceeding it takes nothing from anyone.
+    The budget of a CPU bounds an account of tensors and not the process (see
+    `autofit.devices.cpu`), so a plan that exceeds it can be run; up to half of the host's memory.
     """
     if error.plan is None:
         return error

@@ -270,6 +270,8 @@ def search(
                                 kept_s=kept_s,
                             )
                         except NoFeasiblePlan as error:
+                            if allowance.probes_left(trials()) == 0:
+                                raise
                             raise with_measured_need(error, prober, spec) from None
                         sessions = store.session_seconds
                         trials = partial(getattr, result, "trials")
@@ -332,7 +334,12 @@ def _record(
         probes_left=probes_left,
         on_stage=on_stage,
     )
-    return replace(record, findings=findings)
+    tried = findings.get("allocator", {}).get("probes", 0)
+    return replace(
+        record,
+        findings=findings,
+        search=replace(record.search, probes=record.search.probes + tried),
+    )
 
 
 def _kind_of_store(share: bool) -> type[Store]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.memory.expandable import CONFIGURED_BY, expandable_segments
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Target, open_prober
-from autofit.searching.allocator import candidates, try_expandable_segments
+from autofit.probing.prober import Prober, Target, open_prober
+from autofit.searching.allocator import Candidates, candidates, try_expandable_segments
 from autofit.training.workload import Workload
 from autofit.units import MIB
 
@@ -161,3 +161,18 @@ def test_a_faster_plan_that_still_flushes_its_cache_is_no_reason() -> None:
     flushing = ResolvedPlan(Plan(16))
     assert recommended(Recorded((OK, 300), (OK, 300), (OK, 300)), flushing) == (True, False)
     assert recommended(Recorded((OK, 300), (RETRIES, 300), (OK, 300)), flushing) == (False, False)
+
+
+def test_what_may_be_tried_takes_four_probes_at_most() -> None:
+    fits = trial(Outcome.OK, 10, 200, 300)
+    assert Candidates(None, None).most_probes == 0
+    for flushing in (None, trial(Outcome.RETRIES, 20, 480, 512)):
+        of_flushing = [(OK, 300)] if flushing else []
+        prober = Recorded((OK, 200), *of_flushing, (OK, 300), (OOM, 200))
+        resolved = None if flushing is None else ResolvedPlan(Plan(16))
+        found = try_expandable_segments(
+            cast("Prober", prober), ResolvedPlan(Plan(8)), resolved, BUDGET
+        )
+        most = Candidates(fits, flushing).most_probes
+        assert found["probes"] == len(prober.budgets) <= most
+    assert most == 4
