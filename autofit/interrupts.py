@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -28,20 +29,27 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+PATIENCE_S = 5.0
+"""After a Ctrl-C, others are ignored for as long: what was measured is being written. The worker is
+ended meanwhile, which takes less than a second unless a driver holds it."""
+
+
 class Interrupts:
     """Whether Ctrl-C came: an import or a finalizer may swallow its KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self._came = False
+        self._came_at: float | None = None
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C came."""
-        if self._came:
+        if self._came_at is not None:
             raise KeyboardInterrupt
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
-        signal.default_int_handler(number, frame)
+        now = time.monotonic()
+        if self._came_at is None or now - self._came_at > PATIENCE_S:
+            self._came_at = now
+            signal.default_int_handler(number, frame)
 
 
 _ANSWERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _interrupt}
@@ -51,8 +59,13 @@ _ANSWERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _interrup
 def interrupts_remembered() -> Iterator[Interrupts]:
     """Note every Ctrl-C, and SIGTERM that counts as one, for `check`.
 
-    A handler of the user's for Ctrl-C stays in force instead.
+    A handler of the user's for Ctrl-C stays in force instead. Where they are remembered already,
+    they are so by the same object.
     """
+    owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    if isinstance(owner, Interrupts):
+        yield owner
+        return
     interrupts = Interrupts()
     is_users = signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_IGN)
     if is_users or threading.current_thread() is not threading.main_thread():
@@ -65,7 +78,8 @@ def interrupts_remembered() -> Iterator[Interrupts]:
         yield interrupts
     finally:
         for number in ours:
-            signal.signal(number, _ANSWERS[number])
+            if signal.getsignal(number) == interrupts._answer:  # else the body put one in force
+                signal.signal(number, _ANSWERS[number])
 
 
 @contextmanager

@@ -283,7 +283,7 @@ def _fork_workers(connection: socket.socket) -> None:
 
 def _program(arguments: list[str]) -> Callable[[], object]:
     """What a new interpreter does with these arguments."""
-    while arguments[0] == "-u":
+    while arguments[0] in ("-u", "-P", "-s"):
         arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]

@@ -9,6 +9,7 @@ ended, with what had been measured.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -57,7 +58,7 @@ from autofit.cli.options import (
 )
 from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
-from autofit.interrupts import ended_like_interrupted
+from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 from autofit.world import world_of_environment
 
 app = typer.Typer(
@@ -155,21 +156,21 @@ def search(
     )
     from autofit.cli.progress import ProgressLine
 
-    with (
-        stdout_for_results_only(),
-        ProgressLine() if leads() else nullcontext() as progress,
-    ):
-        if progress is not None:
-            progress.show_stage(f"loading {target}")
-        workload = load_target(target)  # before the slow imports: it may be mistyped
-        from autofit.searching.result import INTERRUPTED
-        from autofit.searching.search import search as run
+    with ended_like_interrupted(), interrupts_remembered():
+        with (
+            stdout_for_results_only(),
+            ProgressLine() if leads() else nullcontext() as progress,
+        ):
+            if progress is not None:
+                progress.show_stage(f"loading {target}")
+            workload = load_target(target)  # before the slow imports: it may be mistyped
+            from autofit.searching.result import INTERRUPTED
+            from autofit.searching.search import search as run
 
-        if global_batch is not None:
-            workload = replace(workload, global_batch=global_batch)
-        if allow_resplit:
-            workload = replace(workload, allow_resplit=True)
-        with ended_like_interrupted():
+            if global_batch is not None:
+                workload = replace(workload, global_batch=global_batch)
+            if allow_resplit:
+                workload = replace(workload, allow_resplit=True)
             report = run(
                 workload,
                 vram_budget=read_budget(vram_budget),
@@ -188,14 +189,16 @@ def search(
                 progress=progress or False,
                 profile=profile,
             )
-    report = replace(
-        report, record=replace(report.record, workload={**report.record.workload, "target": target})
-    )
-    if leads():
-        with saving(report, out or ()):
-            show_report(report, as_json, verbose=verbose)
-    if report.record.search.stopped_because == INTERRUPTED:
-        raise Interrupted("interrupted: the report holds what had been measured by then")
+        report = replace(
+            report,
+            record=replace(report.record, workload={**report.record.workload, "target": target}),
+        )
+        if leads():
+            with saving(report, out or ()):
+                show_report(report, as_json, verbose=verbose)
+        if report.record.search.stopped_because == INTERRUPTED:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending for it already
+            raise Interrupted("interrupted: the report holds what had been measured by then")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
 import tempfile
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
         key: the device's unique name on this host, such as the UUID of a GPU.
 
     Raises:
-        DeviceUnavailable: another search holds it.
+        DeviceUnavailable: another search holds it, or its file cannot be used.
     """
 
     def __init__(self, key: str) -> None:
@@ -47,12 +48,12 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._file, 100, 0).decode(errors="replace").strip()
+            signed = re.match(rb"process \d+", os.pread(self._file, 100, 0))
+            holder = signed[0].decode() if signed else "of another user"
             os.close(self._file)
             raise DeviceUnavailable(
-                f"another search ({holder or 'of another user'}) is using the device {key}. Two at "
-                "once would distort each other's memory and times: wait for it to end, or choose "
-                "another device"
+                f"another search ({holder}) is using the device {key}. Two at once would distort "
+                "each other's memory and times: wait for it to end, or choose another device"
             ) from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file), os.stat(self._path)):
@@ -72,10 +73,31 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, read-only where it is another user's."""
+    """Open the lock file, read-only where it is another user's.
+
+    Raises:
+        DeviceUnavailable: there is no such file to be had: what lies there is something else.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would wait for its other end
     while True:
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except PermissionError:
-            with suppress(FileNotFoundError):  # that user removed it in between
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+            except PermissionError:
+                file = os.open(path, os.O_RDONLY | flags)
+        except FileNotFoundError:  # its user removed it in between
+            continue
+        except OSError as error:
+            raise _unusable(path, error.strerror) from error
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            with suppress(PermissionError):  # another user's
+                os.fchmod(file, 0o644)  # whatever the umask: else a kill locks all others out
+            return file
+        os.close(file)
+        raise _unusable(path, "not a regular file")
+
+
+def _unusable(path: Path, why: str | None) -> DeviceUnavailable:
+    return DeviceUnavailable(
+        f"the lock file of the device, {path}, cannot be used: {why}. Have it removed"
+    )

@@ -102,7 +102,7 @@ ROWS: tuple[Row, ...] = (
         "allocator text",
         Outcome.OOM,
         text=_text(
-            r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory\b",
+            r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory(?:\. Tried to allocate| \(|\.?$)",
             r"Allocation on device .* would exceed allowed memory",
         ),
     ),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import atexit
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from autofit.errors import WorkerFailed
+from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.probing.prober import Target
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
@@ -36,9 +37,13 @@ def on_every_rank(
         workload, strategies, target: of the prober that `lead` opens; the other ranks have seats.
         lead: called with the meeting of the ranks, or with None where this process is alone; what
             it returns is plain data.
+
+    Raises:
+        InvalidRequest: this process is one of several ranks that torchrun did not start.
     """
     world = world_of_environment()
     if world.size == 1:
+        _refuse_a_group_that_torchrun_did_not_start()
         return lead(None)
     from autofit.probing.meeting import meet
     from autofit.probing.pulse import beating
@@ -48,6 +53,19 @@ def on_every_rank(
     meeting = meet(world)
     with beating(meeting), _cause_before_interrupt():
         return _done(meeting, device, workload, strategies, target, lead)
+
+
+def _refuse_a_group_that_torchrun_did_not_start() -> None:
+    """Each of its ranks would search alone, on the same devices and at the same time."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if (size := distributed.get_world_size()) > 1:
+        raise InvalidRequest(
+            f"this process is rank {distributed.get_rank()} of a process group of {size} that "
+            "torchrun did not start: start the ranks with torchrun, or call autofit in one process "
+            "before init_process_group"
+        )
 
 
 def _done(

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from autofit.devices.base import Device
 from autofit.devices.open import notes_on_choice, open_device
@@ -42,9 +42,22 @@ def main(requests_fd: int, replies_fd: int) -> None:
     """Serve requests until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
+    _tell_of_exits()
     faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
     with os.fdopen(requests_fd) as requests, os.fdopen(replies_fd, "w") as replies:
         _serve(requests, replies)
+
+
+def _tell_of_exits() -> None:
+    """Have an `os._exit` of the user's code print where it is: it leaves nothing else behind."""
+    leave, own_pid = os._exit, os.getpid()
+
+    def leave_with_words(status: int) -> NoReturn:
+        if os.getpid() == own_pid:  # a process that was forked, as for a loader, ends so by nature
+            faulthandler.dump_traceback(all_threads=False)
+        leave(status)
+
+    os._exit = leave_with_words
 
 
 def _serve(requests: IO[str], replies: IO[str]) -> None:

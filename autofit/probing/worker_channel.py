@@ -40,7 +40,6 @@ from autofit.probing.messages import (
     reply_from_dict,
     reply_to,
     request_to_dict,
-    send,
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
 from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
@@ -111,13 +110,15 @@ class WorkerChannel:
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
         if self._process is None or self._device is None:
-            self._process = self._next_process()
             try:
-                opened = self.exchange(
-                    {"open": self._opening}, Deadline.after(START_TIMEOUT_S, ends_at)
-                )
+                opened = self._opened(ends_at)
             except NoReply as lost:
-                raise WorkerFailed(lost.detail) from None
+                if lost.outcome is Outcome.TIMEOUT:
+                    raise WorkerFailed(lost.detail) from None
+                try:  # a death may be an accident: once more
+                    opened = self._opened(ends_at)
+                except NoReply as lost_again:
+                    raise WorkerFailed(lost_again.detail) from None
             if opened["exception"] is not None:
                 self.drop()
                 error = exception_from_dict(opened["exception"])
@@ -145,6 +146,11 @@ class WorkerChannel:
             self.drop()
             for file in self._files:
                 file.close()
+
+    def _opened(self, ends_at: float) -> dict[str, Any]:
+        """Start a worker and return what it says of the device; a death raises NoReply."""
+        self._process = self._next_process()
+        return self.exchange({"open": self._opening}, Deadline.after(START_TIMEOUT_S, ends_at))
 
     def _next_process(self) -> WorkerProcess:
         return self._start()
@@ -197,8 +203,9 @@ def start_worker(
         inherited: descriptors that the worker keeps.
         environment: of the worker.
     """
+    command = [sys.executable, *_flags(), "-c", _BOOTSTRAP, json.dumps(given)]
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", _BOOTSTRAP, json.dumps(given)],  # -u: its last words count
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -206,6 +213,20 @@ def start_worker(
         start_new_session=True,
         env=environment,
     )
+
+
+def _flags() -> list[str]:
+    """Return Python's options for a worker: those that decide where this process imports from.
+
+    -P keeps the current directory off the path, where any json.py would be run; -u, because the
+    last words of a worker count.
+    """
+    given = {
+        "-I": sys.flags.isolated,
+        "-E": sys.flags.ignore_environment,
+        "-s": sys.flags.no_user_site,
+    }
+    return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
 
 
 def _added_paths(environment: Mapping[str, str]) -> list[str]:
@@ -273,7 +294,9 @@ class WorkerProcess:
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._tail = b""
         self._listener = _thread(self._listen)
-        self._threads = [self._listener, _thread(self._drain), _thread(self._watch)]
+        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threads = (self._drain, self._watch, self._write)
+        self._threads = [self._listener, *map(_thread, threads)]
 
     @property
     def pid(self) -> int:
@@ -283,8 +306,7 @@ class WorkerProcess:
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send what no reply is waited for."""
         self._asked += 1
-        with contextlib.suppress(OSError, ValueError):  # its end shows when it is asked
-            send(self._requests, {**message, "number": self._asked})
+        self._outbox.put(json.dumps({**message, "number": self._asked}))
 
     def ask(
         self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
@@ -296,13 +318,10 @@ class WorkerProcess:
             SearchTimedOut: it did not answer before the search ended; it has been killed.
         """
         kills = oom_kills()
-        self._asked += 1
+        self.tell(message)
         try:
-            send(self._requests, {**message, "number": self._asked})
             while (reply := self._reply(deadline)) is not None and "stage" in reply:
                 on_stage(reply["stage"])
-        except (BrokenPipeError, ValueError):
-            reply = None
         except queue.Empty:
             if deadline.ends_search:  # there is no time to ask where it is
                 self.kill()
@@ -341,8 +360,7 @@ class WorkerProcess:
             return None
 
     def _close_pipes(self) -> None:
-        with contextlib.suppress(OSError):
-            self._requests.close()
+        self._outbox.put(None)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -379,6 +397,13 @@ class WorkerProcess:
                 self._replies.put(line)
         self._replies.put(None)
 
+    def _write(self) -> None:
+        """Send what is to be sent; a worker that does not read lets nobody else wait."""
+        with contextlib.suppress(OSError), self._requests:  # its end shows to who waits for it
+            while (line := self._outbox.get()) is not None:
+                self._requests.write(line + "\n")
+                self._requests.flush()
+
     def _drain(self) -> None:
         """Keep the end of what it prints, however much that is and however long its lines."""
         output: IO[bytes] | None = self._process.stdout
@@ -413,10 +438,17 @@ def words_of_death(returncode: int | None, printed: str) -> str:
     if returncode is None:
         how = "did not end when it was killed: it is inside a call of the driver"
     elif returncode < 0:
-        how = f"was ended by {signal.Signals(-returncode).name}"
+        how = f"was ended by {_signal_name(-returncode)}"
     else:
         how = f"exited with {returncode}"
     return f"the worker {how}" + (f"; it printed last:\n{printed}" if printed else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
 
 
 def oom_kills() -> int | None:

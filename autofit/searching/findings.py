@@ -28,7 +28,7 @@ SHARE_FOR_LOADER = 0.15
 """Of the timeout, kept back for measuring a loader."""
 
 
-def findings_of(
+def look_for_findings(
     prober: Prober,
     spec: SearchSpec,
     record: Record,
@@ -37,8 +37,9 @@ def findings_of(
     trace: str | None,
     probes_left: int | None,
     on_stage: OnStage,
-) -> dict[str, Any]:
-    """Return the findings as JSON data, by name; what was not looked at is missing.
+    facts: dict[str, Any],
+) -> None:
+    """Find what there is beside the answer; what was not looked at is missing.
 
     Args:
         prober: of the search.
@@ -48,20 +49,17 @@ def findings_of(
         trace: file for a trace of the best plan; None: none.
         probes_left: of those that the user allows; None: any number.
         on_stage: called with the name of each stage that begins.
+        facts: filled with the findings as JSON data, by name.
     """
-    found = _Findings(prober, spec, record, on_stage)
-    try:
-        if loader is not None:
-            found.look_at_loader(loader)
-        if prober.has_workers or trace is not None:
-            found.look_at_step(trace)
-        if prober.has_workers:
-            found.look_at_state()
-        if prober.has_workers and probes_left != 0:
-            found.look_at_allocator(probes_left)
-    except KeyboardInterrupt:  # the answer is there
-        pass
-    return found.facts
+    found = _Findings(prober, spec, record, on_stage, facts)
+    if loader is not None:
+        found.look_at_loader(loader)
+    if prober.has_workers or trace is not None:
+        found.look_at_step(trace)
+    if prober.has_workers:
+        found.look_at_state()
+    if prober.has_workers and probes_left != 0:
+        found.look_at_allocator(probes_left)
 
 
 def _state_costs(session: Session) -> dict[str, Any]:
@@ -72,12 +70,16 @@ def _state_costs(session: Session) -> dict[str, Any]:
 
 
 class _Findings:
-    """The findings so far."""
-
-    def __init__(self, prober: Prober, spec: SearchSpec, record: Record, on_stage: OnStage) -> None:
+    def __init__(
+        self,
+        prober: Prober,
+        spec: SearchSpec,
+        record: Record,
+        on_stage: OnStage,
+        facts: dict[str, Any],
+    ) -> None:
         self._prober, self._spec, self._record = prober, spec, record
-        self._on_stage = on_stage
-        self.facts: dict[str, Any] = {}
+        self._on_stage, self.facts = on_stage, facts
 
     def look_at_loader(self, loader: Loader) -> None:
         """Measure the workload's loader against the best plan."""

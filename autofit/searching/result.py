@@ -230,7 +230,7 @@ def difference_of(prober: Prober, result: SearchResult) -> Mapping[str, Any] | N
         first, second = (resolve(p, spec.space, prober.strategies) for p in (baseline, best))
         compared = prober.compare(first, second, samples, spec.vram_budget_bytes).to_dict()
     # A note is not worth failing a search that has its answer.
-    except (Exception, KeyboardInterrupt, SystemExit):
+    except (Exception, SystemExit):
         return None
     finite = math.isfinite(compared["loss"]) and math.isfinite(compared["gradient"])
     return compared if finite else None
@@ -255,7 +255,7 @@ def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
         found = prober.run(partial(memory_use_of, plans=resolved, step_seconds=seconds))
         return {**found, **left_out}
     # A picture is not worth failing a search that has its answer.
-    except (Exception, KeyboardInterrupt, SystemExit):
+    except (Exception, SystemExit):
         return {}
 
 

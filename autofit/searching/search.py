@@ -15,6 +15,7 @@ from optuna.samplers import BaseSampler
 
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.interrupts import interrupts_remembered
 from autofit.measurement import Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
@@ -29,10 +30,11 @@ from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
-from autofit.searching.findings import SHARE_FOR_LOADER, findings_of
+from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
+    INTERRUPTED,
     SearchResult,
     difference_of,
     memory_of,
@@ -199,7 +201,8 @@ def search(
         """Search, with several ranks or with one device."""
         kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
         trials: Callable[[], Sequence[Trial]] = tuple  # so far
-        with _shown(progress) as on_event:
+        record: Record | None = None
+        with interrupts_remembered(), _shown(progress) as on_event:
 
             def on_stage(stage: str) -> None:
                 on_event(events.StageStarted(stage, allowance.progress(trials())))
@@ -292,6 +295,10 @@ def search(
                     on_stage("ending the worker")
             except SearchTimedOut:
                 raise allowance.too_short() from None
+            except KeyboardInterrupt:
+                if record is None:
+                    raise
+                record = _interrupted(record)
             on_stage("writing the report")
             if share:  # its seconds are those of the study
                 return record
@@ -317,29 +324,38 @@ def _record(
     """Return the record of a result, with what is looked at after it."""
     if survey.busy is None and survey.environment.gpu is None:
         survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
-    if result.may_probe:
-        on_stage("comparing the answer's gradients with the baseline's")
-    difference = difference_of(prober, result)
-    memory = memory_of(prober, result) if is_alone else {}
+    difference, memory, findings = None, {}, {}
+    try:
+        if result.may_probe:
+            on_stage("comparing the answer's gradients with the baseline's")
+        difference = difference_of(prober, result)
+        memory = memory_of(prober, result) if is_alone else {}
+    except KeyboardInterrupt:
+        result = replace(result, stopped_because=INTERRUPTED, may_probe=False)
     chosen = tuple(prober.strategies)
     record = record_of(survey, result, chosen, workload, difference, memory, sessions)
     if not result.may_probe or not is_alone:
         return record
-    findings = findings_of(
-        prober,
-        result.spec,
-        record,
-        loader=workload.loader,
-        trace=trace,
-        probes_left=probes_left,
-        on_stage=on_stage,
-    )
+    try:
+        look_for_findings(
+            prober,
+            result.spec,
+            record,
+            loader=workload.loader,
+            trace=trace,
+            probes_left=probes_left,
+            on_stage=on_stage,
+            facts=findings,
+        )
+    except KeyboardInterrupt:
+        record = _interrupted(record)
     tried = findings.get("allocator", {}).get("probes", 0)
-    return replace(
-        record,
-        findings=findings,
-        search=replace(record.search, probes=record.search.probes + tried),
-    )
+    summary = replace(record.search, probes=record.search.probes + tried)
+    return replace(record, findings=findings, search=summary)
+
+
+def _interrupted(record: Record) -> Record:
+    return replace(record, search=replace(record.search, stopped_because=INTERRUPTED))
 
 
 def _kind_of_store(share: bool) -> type[Store]:

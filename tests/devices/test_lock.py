@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -86,3 +87,62 @@ def test_who_has_opened_the_file_that_a_holder_removes_holds_the_next_one(
     monkeypatch.setattr(fcntl, "flock", lock_once_it_was_removed)
     with DeviceLock(key), pytest.raises(DeviceUnavailable, match=rf"\b{os.getpid()}\b"):
         DeviceLock(key)
+
+
+def _path(key: str) -> Path:
+    return Path("/tmp") / f"autofit-{key}.lock"
+
+
+def test_a_killed_search_of_a_careful_user_locks_nobody_out(key: str) -> None:
+    """With a umask of 077 its file would be readable by that user alone."""
+    before = os.umask(0o077)
+    try:
+        lock = DeviceLock(key)
+    finally:
+        os.umask(before)
+    assert _path(key).stat().st_mode & 0o044 == 0o044
+    lock.release()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
+def test_another_user_takes_over_the_file_of_a_killed_search(key: str) -> None:
+    program = f"""
+import os
+os.umask(0o077)
+from autofit.devices.lock import DeviceLock
+os.setuid(2001 + int(os.sys.argv[1]))
+DeviceLock({key!r})
+os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    try:
+        for user in "01":
+            ended = subprocess.run([sys.executable, "-c", program, user], capture_output=True)
+            assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    finally:
+        _path(key).unlink()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "link"])
+def test_what_is_no_file_at_its_place_is_refused(key: str, kind: str, tmp_path: Path) -> None:
+    path = _path(key)
+    make = {
+        "fifo": lambda: os.mkfifo(path, 0o444),
+        "directory": path.mkdir,
+        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+    }
+    make[kind]()
+    try:
+        with pytest.raises(DeviceUnavailable, match=str(path)):
+            DeviceLock(key)
+    finally:
+        path.rmdir() if kind == "directory" else path.unlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_another_user_wrote_into_the_file_reaches_no_terminal(key: str) -> None:
+    lock = DeviceLock(key)
+    _path(key).write_text("\x1b]0;a title\x07 process 1")
+    with pytest.raises(DeviceUnavailable) as refused:
+        DeviceLock(key)
+    assert "\x1b" not in str(refused.value)
+    lock.release()

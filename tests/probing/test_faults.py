@@ -393,10 +393,18 @@ def test_an_exception_whose_text_raises_is_still_read() -> None:
     assert "Hostile" in fault.message
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["Error: CUDA out of memory is what my colleague said", "see our page on CUDA out of memory"],
+)
+def test_a_text_that_mentions_out_of_memory_is_none(text: str) -> None:
+    assert fault_of(RuntimeError(text)).outcome is Outcome.USER_ERROR
+
+
 def test_a_fault_is_small_plain_data() -> None:
     fault = fault_of(raised(lambda: run_out()))
     assert pickle.loads(pickle.dumps(fault)) == fault
-    flood = fault_of(RuntimeError("CUDA out of memory. " + "é" * 10**6))
+    flood = fault_of(RuntimeError("CUDA out of memory. Tried to allocate " + "é" * 10**6))
     assert flood.outcome is Outcome.OOM
     assert len(flood.message.encode()) <= MESSAGE_BYTES
     assert len(flood.detail) < 400

@@ -1,0 +1,200 @@
+"""How a worker process starts, is asked and ends, with real processes that are no fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.errors import WorkerFailed
+from autofit.measurement import Outcome
+from autofit.probing import worker_channel
+from autofit.probing.messages import Deadline, NoReply
+from autofit.probing.worker_channel import WorkerChannel, WorkerProcess, words_of_death
+from autofit.training.workload import Workload
+
+OPENS = """
+    import os, sys
+    import torch
+    from autofit.probing.worker_channel import WorkerChannel
+    from autofit.training.workload import Workload
+    channel = WorkerChannel(Workload(torch.nn.Linear(2, 2), torch.ones(2, 2)), device="cpu")
+    channel.open()
+    channel.close()
+"""
+
+
+def test_no_code_of_the_current_directory_runs(tmp_path: Path) -> None:
+    """A worker replaces its path at once, and what it imports until then is Python's own."""
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "opens.py"
+    script.write_text(textwrap.dedent(OPENS))
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "sys", "types"):
+        (here / f"{name}.py").write_text(f"open({str(here / 'run')!r}, 'a').write({name!r})")
+    done = subprocess.run([sys.executable, script], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E", "-s"])
+def test_a_worker_imports_from_where_its_parent_does(tmp_path: Path, flag: str) -> None:
+    """Variables that a parent does not read, its worker does not read either."""
+    (tmp_path / "planted").mkdir()
+    planted = tmp_path / "planted" / "sitecustomize.py"
+    planted.write_text(f"open({str(tmp_path / 'run')!r}, 'a').write('x')")
+    script = tmp_path / "opens.py"
+    script.write_text(textwrap.dedent(OPENS))
+    environment = os.environ | {"PYTHONPATH": str(planted.parent)}
+    if flag == "-s":  # reads PYTHONPATH
+        del environment["PYTHONPATH"]
+        environment["HOME"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, flag, script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_request_to_a_worker_that_does_not_read_obeys_its_deadline() -> None:
+    worker = WorkerProcess()
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(NoReply) as lost:
+        worker.ask({"open": {"x": "y" * 300_000}}, Deadline.after(1.0))  # a pipe holds 64 KiB
+    assert lost.value.outcome is Outcome.TIMEOUT
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert "signal 40" in words_of_death(-40, "")
+    assert "SIGKILL" in words_of_death(-signal.SIGKILL, "")
+
+
+def make_workload() -> Workload:
+    return Workload(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=lambda m, b: m(b).square().mean())
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_one_death_while_it_starts_is_an_accident(
+    deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kernel short of memory kills a process: really killed, while torch is imported."""
+    start, started = worker_channel.start_worker, []
+
+    def start_and_kill(*arguments: Any) -> Any:
+        started.append(start(*arguments))
+        if len(started) <= deaths:
+            started[-1].send_signal(signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(worker_channel, "start_worker", start_and_kill)
+    channel = WorkerChannel(make_workload(), device="cpu")
+    try:
+        if deaths == 1:
+            assert channel.open().total_bytes
+        else:
+            with pytest.raises(WorkerFailed, match="SIGKILL"):
+                channel.open()
+    finally:
+        channel.close()
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        os._exit(0)
+
+
+def test_an_immediate_exit_is_told_with_its_place() -> None:
+    workload = Workload(Leaves(), torch.randn(8, 4), loss_fn=lambda m, b: m(b).mean())
+    with pytest.raises(WorkerFailed) as failed:
+        autofit.probe(workload, device="cpu", vram_budget="64MiB")
+    assert f"{Path(__file__).name}" in str(failed.value)
+    assert "in forward" in str(failed.value)
+
+
+def test_a_process_group_that_torchrun_did_not_start_is_refused(tmp_path: Path) -> None:
+    """Each of its ranks would search by itself, all at once."""
+    program = textwrap.dedent(f"""
+        import sys
+        import torch
+        import torch.distributed as dist
+        import autofit
+        rank = int(sys.argv[1])
+        store = dist.FileStore({str(tmp_path / "store")!r}, 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        workload = autofit.Workload(torch.nn.Linear(2, 2), torch.ones(2, 2))
+        try:
+            autofit.probe(workload, device="cpu")
+        except autofit.InvalidRequest as refused:
+            print(refused)
+        dist.destroy_process_group()
+    """)
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, rank], stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    for number, rank in enumerate(ranks):
+        said, _ = rank.communicate(timeout=200)
+        assert f"rank {number} of a process group of 2" in said
+
+
+def test_a_second_ctrl_c_at_once_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nimport autofit\n"
+        "def make():\n"
+        "    batch = (torch.randn(8, 4), torch.randn(8, 4))\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4))\n"
+        "    return autofit.Workload(model, batch, criterion=torch.nn.functional.mse_loss)\n"
+    )
+    command = ("search", "train.py:make", "--device", "cpu", "--vram-budget", "64MiB")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "autofit", *command, "--out", "report.json"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert running.stderr is not None
+    shown = []
+    for line in running.stderr:
+        shown.append(line)
+        if "probe 2" in line:
+            break
+    for _ in range(5):
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    running.communicate(timeout=100)
+    assert running.returncode == 130, shown
+    assert autofit.load(tmp_path / "report.json").best.ok
+
+
+def test_ctrl_c_after_the_search_ends_it_with_its_report() -> None:
+    """The looks that follow the answer are skipped, and the report says that it was interrupted."""
+    stages = []
+
+    def press_ctrl_c(event: Any) -> None:
+        stage = getattr(event, "stage", "")
+        stages.append(stage)
+        if stage.startswith("looking at the optimizer"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    report = autofit.search(
+        make_workload(), device="cpu", vram_budget="64MiB", max_probes=3, progress=press_ctrl_c
+    )
+    assert report.record.search.stopped_because == "interrupted"
+    assert "bounds" in report.record.findings
