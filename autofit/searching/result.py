@@ -151,6 +151,7 @@ def record_of(
             *survey.notes,
             *_not_split(result.best),
             *_not_quiet(survey),
+            *_of_a_cpu(survey),
             *result.best.measurement.notes,
             *_with_more_time(result),
         ),
@@ -169,6 +170,16 @@ def _not_split(best: Trial) -> Iterator[str]:
             f"train_step never called training.micro_batches: unless it splits the batch itself, "
             f"all {plan.samples_per_step} samples of a step ran at once, and not as "
             f"{plan.micro_batch} x {plan.accumulation_steps}"
+        )
+
+
+def _of_a_cpu(survey: Survey) -> Iterator[str]:
+    """Yield a note on what a budget bounds where there is no GPU."""
+    if survey.environment.device == "cpu":
+        yield (
+            "on a CPU the VRAM budget bounds the training's tensors, as the allocator of a GPU "
+            "would hold them; it does not bound the process, whose libraries, Python and working "
+            "memory of kernels may take gigabytes more"
         )
 
 

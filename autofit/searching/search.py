@@ -114,6 +114,7 @@ def search(
             them as it takes) that makes a `DataLoader`; or a live one, made again with other
             numbers of workers. What it delivers is measured against what the best plan consumes.
         vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
+            On a CPU it bounds the training's tensors, not the memory of the process.
         device: "cuda", "cuda:1", "cpu"; None: cuda where there is one.
         strategies: names or Strategy objects; None: all that `numerics` allows.
         numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan

@@ -59,6 +59,32 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     assert endured.to_dict()["plan"] == report.best.plan.to_dict()
 
 
+class TakesLate(Net):
+    """Holds 24 MiB from its fifteenth forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards >= 15:
+            self.held = torch.zeros(24 * MIB, dtype=torch.uint8)
+        output: torch.Tensor = super().forward(inputs)
+        return output
+
+
+def test_memory_taken_after_a_probes_last_step_is_found_by_a_soak() -> None:
+    workload = autofit.Workload(TakesLate(), torch.randn(8, 32), global_batch=8)
+    given: Any = {"device": "cpu", "vram_budget": "32MiB", "strategies": []}
+    report = autofit.search(workload, max_probes=1, **given)
+    assert report.best.ok
+    (note,) = (note for note in report.record.notes if "VRAM budget" in note)
+    assert "process" in note
+    endured = soak(report.record, workload, steps=STEPS)
+    assert not endured.measurement.ok or any("peak" in line for line in endured.deviations)
+
+
 def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
     assert report.soak(steps=8, isolation="inprocess").measurement.ok
     loaded = autofit.load(report.save(tmp_path / "report.json"))
