@@ -112,9 +112,15 @@ class Labels:
         self._note("gradients", [tensor])
 
     def _note_survivors(self, is_last: bool) -> None:
-        """Note what a backward made and left for the next one: gradients that add up."""
-        for number in self._tracer.live_numbers():
-            if number > self._at_micro_batch and number not in self._tracer.forward:
+        """Note what a backward made and left for the next one: gradients that add up.
+
+        What was only resized is of the kind that it was: parameters are gathered into the storages
+        of the last time, which stay when they are freed.
+        """
+        tracer = self._tracer
+        for number in tracer.live_numbers():
+            is_new = number > self._at_micro_batch and number not in tracer.resized
+            if is_new and number not in tracer.forward:
                 self._kinds.setdefault(number, "gradients")
         self._at_micro_batch = self._tracer.last_number
 

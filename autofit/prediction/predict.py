@@ -20,6 +20,7 @@ from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run
 from autofit.prediction.needs import (
+    MOST,
     SharedRuns,
     largest_that_fits,
     need_of,
@@ -91,9 +92,11 @@ class Prediction:
         plan: with every setting of its strategies.
         gpu: the GPU.
         peak_allocated_bytes: most bytes in live tensors.
-        peak_reserved_bytes: most bytes held by the caching allocator if memory is not short.
+        peak_reserved_bytes: most bytes held by the caching allocator if memory is not short; of
+            several ranks, within `required_bytes`.
         required_bytes: the smallest VRAM budget under which the plan runs, non-torch bytes
-            included.
+            included. It may be less than what is held where memory is not short: the cache is
+            emptied while a training warms up.
         breakdown: bytes by kind at the moment of peak allocated: weights, gradients,
             optimizer_state, activations and temporaries, which add up to it; and non_torch.
             Gradients are 0 where the peak lies before the first of them is made: at the end of a
@@ -132,28 +135,31 @@ class Prediction:
     def largest_micro_batch_within(self, vram_budget_bytes: int) -> int | None:
         """Return the largest micro-batch that fits; None: one sample does not.
 
-        Settings and accumulation steps stay. Further plans are predicted, the returned one among
+        Settings stay, and so does the plan's global batch, by accumulation; where it has none, its
+        accumulation steps stay. Further plans are predicted, the returned one among
         them; a plan that cannot be predicted counts as one that does not fit (a model may look at
         the values of its batch, which are not kept for a very large one).
         """
-        plan = self.plan
-        steps, settings = plan.accumulation_steps, plan.settings
-        high_bytes = self._needs()
+        plan, high_bytes = self.plan, self._needs()
+        space = Space({}, 1, plan.global_batch, world_size=plan.world_size)
+
+        def at(micro_batch: int) -> Plan:
+            if micro_batch == plan.micro_batch:
+                return plan
+            if plan.global_batch is None:
+                return replace(plan, micro_batch=micro_batch)
+            return space.plan(micro_batch, plan.settings)
 
         def need(micro_batch: int) -> int:
             if micro_batch == plan.micro_batch:
                 return self.interval[1] + self.unknown_bytes
-            scaled = Plan(
-                micro_batch,
-                accumulation_steps=steps,
-                settings=settings,
-                world_size=plan.world_size,
-            )
             with suppress(CannotTell):
-                return high_bytes(replace(self._resolved, plan=scaled))
+                return high_bytes(replace(self._resolved, plan=at(micro_batch)))
             return sys.maxsize
 
-        return largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch)
+        most = MOST if plan.global_batch is None else space.largest_micro_batch
+        found = largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch, most=most)
+        return None if found is None else at(found).micro_batch
 
     def __str__(self) -> str:
         lines = (f"  {label:<20}{text}" for label, text in self._rows().items())
@@ -254,11 +260,14 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
     breakdown = run.labels.at_peak(recording, expandable_segments=expandable)
     ample = replay(recording, expandable_segments=expandable)
     need = need_of(recording, gpu, resolved.plan.world_size)
+    reserved = ample.peak_reserved_bytes
+    if resolved.plan.world_size > 1:
+        reserved = min(reserved, need.required_bytes - gpu.context_bytes)
     return Prediction(
         plan=resolved.plan,
         gpu=gpu,
         peak_allocated_bytes=ample.peak_allocated_bytes,
-        peak_reserved_bytes=ample.peak_reserved_bytes,
+        peak_reserved_bytes=reserved,
         required_bytes=need.required_bytes,
         breakdown={**breakdown, "non_torch": gpu.context_bytes},
         interval=(need.required_bytes - need.margin_bytes, need.high_bytes),
