@@ -262,6 +262,21 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[rank], ordered[-1 - rank]
 
 
+def median_error(values: Sequence[float]) -> float:
+    """Return the standard error of the log of the median, from the width of `median_interval`.
+
+    Args:
+        values: above zero. Of one alone nothing is known, and the error is 0.
+    """
+    count = len(values)
+    if count < 2:
+        return 0.0
+    low, high = median_interval(values)
+    rank = _median_interval_rank(count)
+    outside = sum(math.comb(count, below) for below in range(rank + 1)) / 2**count
+    return math.log(high / low) / (2 * statistics.NormalDist().inv_cdf(1 - outside))
+
+
 def _median_interval_rank(count: int) -> int:
     """Return how many of `count` sorted values can be cut from each end at 95 % coverage."""
     rank, tail = 0, 1 / 2**count

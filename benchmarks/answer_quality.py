@@ -49,6 +49,7 @@ class Score:
         regret: 1 - speed of the answer / that of the best plan; 1 where nothing was found.
         passed_over: log by which a measured plan was faster than the answer, beyond the interval.
         probes, ooms: counts.
+        is_decided: whether the search named its answer for sure.
     """
 
     seed: int
@@ -57,6 +58,7 @@ class Score:
     passed_over: float
     probes: int
     ooms: int
+    is_decided: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def score(job: Job) -> Score:
         passed_over(probes, result.best.plan, job.noise),
         len(probes),
         sum(not t.ok and t.measurement.outcome.about_memory for t in probes),
+        result.is_decided,
     )
 
 
@@ -120,6 +123,7 @@ def _row(name: str, scores: Sequence[Score]) -> str:
         f"{max(score.passed_over for score in scores):.3f}",
         f"{statistics.mean(score.probes for score in scores):.1f}",
         f"{statistics.mean(score.ooms for score in scores):.2f}",
+        str(sum(not score.is_decided for score in scores)),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -182,8 +186,9 @@ def main() -> None:
     ]
     scores = scores_of(jobs, arguments.workers, arguments.scores)
     if scores:
-        print("| noise | searches | mean regret | 90th | passed over | by at most | probes | OOM |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| noise | searches | mean regret | 90th | passed over | by at most |", end="")
+        print(" probes | OOM | not decided |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for noise in sorted({each.noise for each in scores}):
             print(_row(f"{noise:g}", [each for each in scores if each.noise == noise]))
         print(_row("up to 0.02", [each for each in scores if each.noise <= 0.02]))

@@ -2,23 +2,22 @@
 
 The plans that may be the fastest, and the baseline, are measured again at their full accumulation,
 taking turns. A turn is a block: one probe, whose steps share a worker and a moment, so only several
-blocks tell how well a plan repeats. Turns go on until the plans are told apart, another turn is
-expected to gain too little, or the effort is spent; where the machine changed meanwhile, the leader
-and the baseline go on until two probes of each agree, and where all probes together contradict the
-comparison, the leader and the plan that they favour do. Then the measured speeds of this comparison
-decide, never a line: the plan with the highest median wins. Plans that cannot be told apart are
-tied, and a tie goes to the baseline, then to the plan that changes the arithmetic least, has the
-fewest settings that are not plain, and holds the fewest bytes; but from the fastest of the
-comparison to none that all its probes together show to be slower than another plan.
+blocks tell how well a plan repeats. Turns go on until, with 95 %, no other plan is faster than the
+answer by more than `MOST_LOST`, another turn is expected to gain too little, or the effort is
+spent. Then the measured speeds of this comparison decide, never a line: the plan with the highest
+median wins. Plans that measured within `MOST_GIVEN_UP` of it are tied with it. A tie goes to the
+plans with headroom, then to the baseline, then to the plan that changes the arithmetic least, has
+the fewest settings that are not plain, and holds the fewest bytes.
 
-A search that was cut short before the comparison ended returns its winner so far where the baseline
-has had a turn and nothing measured faster, and else the plan that measured fastest.
+Like is compared with like: blocks with blocks, and the probes of the search, which ran fewer
+micro-batches at other moments, with one another. A search that was cut short before the comparison
+ended returns its winner so far where the baseline has had a turn and the search found nothing
+faster than it; else, the plan that the search found fastest.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,16 +36,18 @@ TIE = 0.005
 that is expected to gain less."""
 
 MOST_GIVEN_UP = 0.02
-"""A tied plan that is preferred to the fastest may be slower by this log speed. The baseline may be
-slower by as much as cannot be told apart."""
+"""A plan is tied with the fastest where it measured slower by no more than this log speed."""
 
-_SIGNIFICANT = 1.96  # standard errors
-_BEHIND = 1.5  # likewise; fewer, because the noise is only estimated
-_CHANGED = math.log(1.25)  # more than a step of fewer micro-batches differs from one of all
+MOST_LOST = 0.05
+"""An answer is decided where, with 95 %, no other plan is faster by more than this log speed."""
+
 _MOST_RIVALS = 2
 _MOST_MEASURED_FASTER = 6  # rivals that no belief may pass over, because they measured faster
 _MOST_BLOCKS = 8
-_BLOCKS_AFTER_CHANGE = 3  # their median leaves out one of before
+_UNSURE = 0.2  # of the log of a factor, to either side with 95 %: "4 times" may be 3.3 or 4.9
+_BLOCKS_WHERE_UNSURE = 3  # of each: their median leaves out one of another moment
+_DOUBT = 0.05  # the probability that a plan is much faster after all, which is left
+_HEADROOM = 2.0  # deviations of held bytes below the budget
 
 
 @dataclass(frozen=True)
@@ -58,53 +59,51 @@ class Finalist:
         blocks: its fitting trials of the comparison, at least one.
         log_speed: median over the blocks of the log of samples per second, with its start over
             the whole training where that is known.
-        error: standard error of that.
     """
 
     plan: Plan
     blocks: tuple[Trial, ...]
     log_speed: float
-    error: float
-
-    def tells_apart(self, other: Finalist) -> float:
-        """Return the difference of log speeds from which the two are told apart."""
-        return max(TIE, _SIGNIFICANT * math.hypot(self.error, other.error))
 
 
 def next_turn(posterior: Posterior) -> Plan | None:
     """Return the plan whose turn it is in the final comparison; None once it has ended."""
     compared = finalists(posterior)
     first = _next_newcomer(posterior, compared)
-    if first is not None:
+    if first is not None or not compared:
         return first
-    may_go_on = 0 < sum(len(finalist.blocks) for finalist in compared) < _MOST_BLOCKS
-    undecided = _undecided(posterior, compared) if may_go_on else []
-    if not undecided and compared:
-        undecided = _of_another_moment(posterior, compared)
-    return min(undecided, key=lambda finalist: len(finalist.blocks)).plan if undecided else None
+    if sum(len(finalist.blocks) for finalist in compared) >= _MOST_BLOCKS:
+        return None
+    winner = _winner(posterior, compared)
+    rivals = _worth_a_turn(posterior, compared, winner)
+    return min([winner, *rivals], key=lambda each: len(each.blocks)).plan if rivals else None
 
 
 def best_of(posterior: Posterior) -> Trial | None:
     """Return the answer; None: nothing fits.
 
     After the final comparison it is a trial of its winner: the one of median speed. So it is where
-    the comparison was cut short after the baseline's turn, unless another plan measured faster.
+    the comparison was cut short after the baseline's turn, unless the search surely found a faster
+    plan.
     """
     compared = finalists(posterior)
+    searched = _searched_log_speeds(posterior)
     if compared:
         winner = _winner(posterior, compared)
-        has_met = len(compared) > 1 and any(
-            finalist.plan == posterior.spec.space.baseline for finalist in compared
-        )
-        is_fastest = has_met and not _measured_faster(posterior, winner.plan)
+        turns = {finalist.plan for finalist in compared}
+        has_met = len(turns) > 1 and posterior.spec.space.baseline in turns
+        ahead = [_ahead(posterior, plan, winner.plan) for plan in searched.keys() - turns]
+        is_fastest = has_met and all(gap <= uncertain for gap, uncertain in ahead)
         if is_fastest or next_turn(posterior) is None:
             return middle_of(winner.blocks)
-    speeds = _mean_log_speeds(posterior)
-    fastest = max(speeds, key=lambda plan: speeds[plan], default=None)
-    if fastest is None:
-        return None
-    trials = [trial for trial in posterior.fitting if trial.plan == fastest]
-    return middle_of([t for t in trials if t.role is Role.CONFIRMED] or trials)
+    fastest = max(searched, key=lambda plan: searched[plan], default=None)
+    blocks = [finalist.blocks for finalist in compared if finalist.plan == fastest]
+    return None if fastest is None else middle_of([*blocks, _searched(posterior)[fastest]][0])
+
+
+def is_decided(posterior: Posterior, best: Plan) -> bool:
+    """Return whether what was measured says that no other plan is much faster than the best."""
+    return not _undecided(posterior, best)
 
 
 def finalists(posterior: Posterior) -> list[Finalist]:
@@ -122,7 +121,6 @@ def finalists(posterior: Posterior) -> list[Finalist]:
                     np.array(compared_log_speed(its)), _start_up_s(posterior, plan)
                 )
             ),
-            _standard_error(posterior, its),
         )
         for plan, its in blocks.items()
     ]
@@ -133,7 +131,8 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     """Return the next plan to compare that has had no turn; None: all have.
 
     First the leader, then the baseline, then the plan that measured fastest, whatever noise is
-    believed to explain; then the rivals, and what measured faster than the answer.
+    believed to explain; then the rivals, what measured faster than the answer, and where that has
+    no headroom, the fastest plan that has and may be tied with it.
     """
     beliefs = {trial.plan: _expected_value(posterior, trial) for trial in posterior.fitting}
     if not beliefs:
@@ -141,7 +140,7 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
     had_turn = {finalist.plan for finalist in compared}
     leader = max(beliefs, key=lambda plan: beliefs[plan])
     baseline = posterior.spec.space.baseline
-    measured = _mean_log_speeds(posterior)
+    measured = _searched_log_speeds(posterior)
     wanted = [leader, baseline] if baseline in beliefs else [leader]
     wanted.append(max(measured, key=lambda plan: measured[plan]))
     rivals = had_turn - {baseline}
@@ -149,129 +148,154 @@ def _next_newcomer(posterior: Posterior, compared: Sequence[Finalist]) -> Plan |
         others = sorted(beliefs, key=lambda plan: -beliefs[plan])
         wanted += [plan for plan in others if _gain_of_turn(posterior, plan, leader) > TIE]
     if compared and len(rivals) <= _MOST_MEASURED_FASTER:
-        wanted += _measured_faster(posterior, _winner(posterior, compared).plan, errors=1.0)
+        winner = _winner(posterior, compared)
+        wanted += _measured_faster(posterior, winner.plan)
+        if _lacks_headroom(posterior, winner.blocks):
+            wanted += _tied_with_headroom(posterior, winner.plan)
     return next((plan for plan in wanted if plan not in had_turn), None)
 
 
-def _undecided(posterior: Posterior, compared: Sequence[Finalist]) -> list[Finalist]:
-    """Return the leader and those it cannot be told from, if the difference may matter.
+def _worth_a_turn(
+    posterior: Posterior, compared: Sequence[Finalist], winner: Finalist
+) -> list[Finalist]:
+    """Return the finalists that more blocks are to tell from the winner: the baseline first.
 
-    The baseline comes before all others, because it would be the answer, and however little it is
-    expected to gain: the report says by how much the answer is faster.
+    It also has more while its blocks and the winner's leave the factor between them unsure, because
+    probes of either disagree.
     """
-    leader, *others = compared
-    near = [
-        other
-        for other in others
-        if leader.log_speed - other.log_speed < leader.tells_apart(other) > MOST_GIVEN_UP
-    ]
-    baseline = [other for other in near if other.plan == posterior.spec.space.baseline]
-    near = baseline or [
-        other for other in near if _gain_of_turn(posterior, other.plan, leader.plan) > TIE
-    ]
-    return [leader, *near] if near else []
-
-
-def _of_another_moment(posterior: Posterior, compared: Sequence[Finalist]) -> list[Finalist]:
-    """Return the leader and a plan that the machine, which changed, may have put behind it.
-
-    Their blocks may tell two moments apart instead of two plans. The plan is one that is faster in
-    all its probes together; else the baseline, where it or the leader changed since its last probe.
-    """
-    leader, *others = compared
-    faster = _measured_faster(posterior, leader.plan)
-    behind = [other for other in others if other.plan in faster]
-    if not behind:
-        behind = [other for other in others if other.plan == posterior.spec.space.baseline]
-        behind = [
-            other
-            for other in behind
-            if _has_changed(posterior, leader.plan) or _has_changed(posterior, other.plan)
+    undecided = _undecided(posterior, winner.plan)
+    near = [each for each in compared if each.plan in undecided]
+    baseline = posterior.spec.space.baseline
+    first = [each for each in near if baseline in (each.plan, winner.plan)]
+    if not first and winner.plan != baseline:
+        first = [
+            each
+            for each in compared
+            if each.plan == baseline
+            and min(len(each.blocks), len(winner.blocks)) < _BLOCKS_WHERE_UNSURE
+            and _ahead(posterior, baseline, winner.plan)[1] > _UNSURE
         ]
-    both = [leader, *behind[:1]]
-    has_blocks = all(len(each.blocks) >= _BLOCKS_AFTER_CHANGE for each in both)
-    return [] if len(both) < 2 or has_blocks else both
+    return first or [
+        each for each in near if _gain_of_turn(posterior, each.plan, winner.plan) > TIE
+    ]
 
 
-def _has_changed(posterior: Posterior, plan: Plan) -> bool:
-    """Return whether the plan's last two probes, of search or comparison, differ beyond noise.
+def _undecided(posterior: Posterior, best: Plan) -> list[Plan]:
+    """Return the plans that, with 95 %, may be faster than the best by more than `MOST_LOST`.
 
-    Beyond that of its first probe, in the search: what the comparison calls noise is such changes.
+    The baseline against the best or a plan that had a turn: as measured, because the report says by
+    how much it is slower. All others by what is believed of them too, since the lines tell of plans
+    that were probed once.
     """
-    its = [trial for trial in posterior.fitting if trial.plan == plan]
-    change = compared_log_speed(its[-2:-1] or its) - compared_log_speed(its[-1:])
-    noise = math.sqrt(2) * posterior.noise(its[0])
-    return abs(change) > max(_CHANGED, _SIGNIFICANT * noise)
+    baseline = posterior.spec.space.baseline
+    had_turn = {finalist.plan for finalist in finalists(posterior)}
+
+    def may_be_faster(plan: Plan) -> bool:
+        if sum(_ahead(posterior, plan, best)) <= MOST_LOST:
+            return False
+        as_measured = plan == baseline or (best == baseline and plan in had_turn)
+        ahead = posterior.log_speed(plan) - posterior.log_speed(best)
+        return as_measured or float((ahead > MOST_LOST).mean()) > _DOUBT
+
+    return [plan for plan in _searched(posterior) if plan != best and may_be_faster(plan)]
+
+
+def _ahead(posterior: Posterior, plan: Plan, other: Plan) -> tuple[float, float]:
+    """Return the log by which a plan measured faster than another, and its 95 % uncertainty.
+
+    By the blocks of both, or else by the probes of the search of both.
+    """
+    blocks = {each.plan: each for each in finalists(posterior)}
+    if plan in blocks and other in blocks:
+        first, second = list(blocks[plan].blocks), list(blocks[other].blocks)
+        ahead = blocks[plan].log_speed - blocks[other].log_speed
+    else:
+        of, speeds = _searched(posterior), _searched_log_speeds(posterior)
+        first, second, ahead = of[plan], of[other], speeds[plan] - speeds[other]
+    errors = posterior.errors
+    error = math.hypot(errors.of_all(first), errors.of_all(second))
+    return ahead, error * errors.significant([*first, *second])
 
 
 def _winner(posterior: Posterior, compared: Sequence[Finalist]) -> Finalist:
     """Return the finalist that wins the final comparison."""
-    leader = compared[0]
-    gaps = {finalist.plan: leader.log_speed - finalist.log_speed for finalist in compared}
-    tied = [
-        finalist
-        for finalist in compared
-        if finalist is leader
-        or (
-            gaps[finalist.plan] <= leader.tells_apart(finalist)
-            and not _measured_faster(posterior, finalist.plan)
-        )
-    ]
-    baseline = posterior.spec.space.baseline
-    near = [finalist for finalist in tied if gaps[finalist.plan] <= MOST_GIVEN_UP]
-    return next((finalist for finalist in tied if finalist.plan == baseline), None) or min(
-        near, key=lambda finalist: _preference(posterior, finalist), default=leader
+    fastest = compared[0].log_speed
+    tied = [each for each in compared if fastest - each.log_speed <= MOST_GIVEN_UP]
+    return min(tied, key=lambda finalist: _preference(posterior, finalist))
+
+
+def _preference(posterior: Posterior, finalist: Finalist) -> tuple[bool, bool, int, int, int]:
+    """Return a key that orders equally fast plans, the most welcome first."""
+    space = posterior.spec.space
+    plain = space.plain_settings
+    changed = [name for name, value in finalist.plan.settings.items() if plain.get(name) != value]
+    numerics = max((posterior.spec.numerics.get(name, 0) for name in changed), default=0)
+    return (
+        _lacks_headroom(posterior, finalist.blocks),
+        finalist.plan != space.baseline,
+        numerics,
+        len(changed),
+        max(_held_bytes(trial) for trial in finalist.blocks),
     )
 
 
-def _preference(posterior: Posterior, finalist: Finalist) -> tuple[int, int, int]:
-    """Return a key that orders equally fast plans, the most welcome first."""
-    plain = posterior.spec.space.plain_settings
-    changed = [name for name, value in finalist.plan.settings.items() if plain.get(name) != value]
-    numerics = max((posterior.spec.numerics.get(name, 0) for name in changed), default=0)
-    return numerics, len(changed), max(_held_bytes(trial) for trial in finalist.blocks)
+def _lacks_headroom(posterior: Posterior, trials: Sequence[Trial]) -> bool:
+    """Return whether a plan may not fit again, as far as held bytes differ from run to run.
 
-
-def _measured_faster(posterior: Posterior, than: Plan, errors: float = _BEHIND) -> list[Plan]:
-    """Return plans that measured faster than that one in all probes together, the fastest first.
-
-    Args:
-        posterior: of the search.
-        than: the plan.
-        errors: by how many standard errors they were faster.
+    Its bytes stray by `Posterior.memory_error`; two such deviations below the budget, about 98 %
+    of all runs fit.
     """
-    speeds = _mean_log_speeds(posterior)
-    noise = {
-        plan: _standard_error(posterior, [t for t in posterior.fitting if t.plan == plan])
-        for plan in speeds
-    }
+    held = max(_held_bytes(trial) for trial in trials)
+    error = posterior.memory_error(held)
+    return held * math.exp(_HEADROOM * error) > posterior.spec.vram_budget_bytes
+
+
+def _tied_with_headroom(posterior: Posterior, winner: Plan) -> list[Plan]:
+    """Return the fastest plan of the search with headroom that is expected to tie, if any."""
+    speed = posterior.mean_log_speed(winner)
+    tied = [
+        plan
+        for plan, trials in _searched(posterior).items()
+        if not _lacks_headroom(posterior, trials)
+        and posterior.mean_log_speed(plan) >= speed - MOST_GIVEN_UP
+    ]
+    return sorted(tied, key=posterior.mean_log_speed)[-1:]
+
+
+def _measured_faster(posterior: Posterior, than: Plan) -> list[Plan]:
+    """Return plans that the search found faster than that one, by an error, the fastest first.
+
+    Those that were compared with it are left out: blocks tell more.
+    """
+    speeds, of = _searched_log_speeds(posterior), _searched(posterior)
+    had_turn = {finalist.plan for finalist in finalists(posterior)}
     return [
         plan
         for plan in sorted(speeds, key=lambda plan: -speeds[plan])
-        if speeds[plan] - speeds[than] > errors * math.hypot(noise[plan], noise[than])
+        if plan not in had_turn
+        and speeds[plan] - speeds[than]
+        > math.hypot(posterior.errors.of_all(of[plan]), posterior.errors.of_all(of[than]))
     ]
 
 
-def _standard_error(posterior: Posterior, trials: Sequence[Trial]) -> float:
-    """Return that of the mean log speed of one plan's trials."""
-    noise = statistics.median(posterior.noise(trial) for trial in trials)
-    return noise / math.sqrt(len(trials))
-
-
-def _mean_log_speeds(posterior: Posterior) -> Mapping[Plan, float]:
-    """Return, per plan that fits, the mean over its probes of the log of samples per second.
-
-    Of all its probes, in the search and in the comparison: what it takes to say that a plan which
-    the belief passed over did measure faster.
-    """
-    rates: dict[Plan, list[float]] = {}
+def _searched(posterior: Posterior) -> Mapping[Plan, list[Trial]]:
+    """Return the search's probes of each plan that fits."""
+    of: dict[Plan, list[Trial]] = {}
     for trial in posterior.fitting:
-        rates.setdefault(trial.plan, []).append(math.log(trial.samples_per_second or 0.0))
+        if trial.role is not Role.CONFIRMED:
+            of.setdefault(trial.plan, []).append(trial)
+    return of
+
+
+def _searched_log_speeds(posterior: Posterior) -> Mapping[Plan, float]:
+    """Return, per plan that fits, its log of samples/s by the probes of the search."""
     return {
         plan: float(
-            posterior.over_training(np.array(statistics.fmean(logs)), _start_up_s(posterior, plan))
+            posterior.over_training(
+                np.array(compared_log_speed(trials)), _start_up_s(posterior, plan)
+            )
         )
-        for plan, logs in rates.items()
+        for plan, trials in _searched(posterior).items()
     }
 
 

@@ -1,6 +1,4 @@
-"""How step times stray: noise from one probe of a plan to the next, and departures from the lines.
-
-A few steps alone tell little of noise, so probes of similar step times are asked together.
+"""How step times depart from their lines.
 
 A step time need not be a line of the micro-batch: launches set a floor, a cache or another kernel
 makes it jump, some sizes suit a kernel better than others. The log of a step time is therefore a
@@ -13,17 +11,11 @@ launch similar kernels on the same device.
 
 from __future__ import annotations
 
-import math
-import statistics
-from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Role, Trial
-from autofit.plan import Plan
 from autofit.planning.curves import Point
 from autofit.planning.least_squares import Array
 
@@ -31,9 +23,6 @@ LEAST = 0.01
 """Standard deviation of the log of a plan's mean step time around its line where nothing says that
 departures are larger: kernels suit some micro-batches better than others."""
 
-_LEAST_NOISE = 0.002  # perfectly regular steps still do not predict the next probe exactly
-_SIMILAR = 1.5  # step times within this factor of each other are assumed to be equally noisy
-_REMEMBERED = 10_000  # probes; each decision of a search asks about all that it made
 _SURE = 2.0  # standard errors by which residuals must exceed noise to be called departures
 _BEYOND = 1e9  # no size has such a log
 _ALIKE = 0.6  # the probability that a variant departs as the others do
@@ -117,99 +106,3 @@ class Departures:
         change = np.interp(log_x, self._common_x, self._common) - seen
         departures: Array = self._values[variants, chosen, draw] + self._alike[:, variants] * change
         return departures
-
-
-class Noise:
-    """The noise of probes.
-
-    Args:
-        probes: of a search; those without step times are left out.
-
-    Attributes:
-        repeated: the timed probes of each plan that was timed more than once, in the search or in
-            the final comparison. That runs steps in full: its blocks repeat one another alone.
-    """
-
-    def __init__(self, probes: Sequence[Trial]) -> None:
-        timed = [trial for trial in probes if trial.measurement.step_times_s]
-        self._usual = _scatter_of_similar(
-            [(seconds_of(trial), scatter_of_steps(trial)) for trial in timed]
-        )
-        alike: dict[tuple[Plan, bool], list[Trial]] = {}
-        for trial in timed:
-            alike.setdefault((trial.plan, trial.role is Role.CONFIRMED), []).append(trial)
-        self.repeated = [trials for trials in alike.values() if len(trials) > 1]
-        in_search = self._excess_of(compared=False, believed=1.0)
-        in_comparison = self._excess_of(compared=True, believed=in_search)
-        self._excess = {False: in_search, True: in_comparison}
-
-    def of(self, trial: Trial) -> float:
-        """Return the standard deviation of the log of a probe's step time, had it been repeated.
-
-        Estimated as the largest of the scatter of the probe's own steps, and the median scatter of
-        all probes with similar step times; the median because one probe that another process
-        disturbed says nothing about the others. Where repeated probes of a plan differ by more than
-        the median, that is so much larger; where by less, both are so much smaller.
-        """
-        excess = self._excess[trial.role is Role.CONFIRMED]
-        own = scatter_of_steps(trial) * min(1.0, excess)
-        return max(own, self._usual[seconds_of(trial)] * excess)
-
-    def _excess_of(self, *, compared: bool, believed: float) -> float:
-        """Return the factor by which probes scatter more than their steps.
-
-        Args:
-            compared: of the final comparison's probes; else, of the search's.
-            believed: the factor until a plan was repeated; it counts as one repetition.
-        """
-        squares, degrees = believed**2, 1
-        for trials in self.repeated:
-            if (trials[0].role is Role.CONFIRMED) is not compared:
-                continue
-            logs = [math.log(seconds_of(trial)) for trial in trials]
-            noise = statistics.fmean(self._usual[seconds_of(trial)] for trial in trials)
-            squares += statistics.variance(logs) * (len(logs) - 1) / noise**2
-            degrees += len(logs) - 1
-        return math.sqrt(squares / degrees)
-
-
-def seconds_of(trial: Trial) -> float:
-    """Return the median seconds of one micro-batch of a timed probe."""
-    middle, _ = _steps(tuple(trial.measurement.step_times_s))
-    return middle / trial.plan.accumulation_steps
-
-
-def scatter_of_steps(trial: Trial) -> float:
-    """Return the standard deviation of the log of a timed probe's steps around their median."""
-    _, scatter = _steps(tuple(trial.measurement.step_times_s))
-    return scatter
-
-
-@lru_cache(_REMEMBERED)
-def _steps(times: tuple[float, ...]) -> tuple[float, float]:
-    """Return the median of step times, and the standard deviation of their logs around it."""
-    middle = statistics.median(times)
-    squares = sum(math.log(seconds / middle) ** 2 for seconds in times)
-    return middle, math.sqrt(squares / max(1, len(times) - 1))
-
-
-def _scatter_of_similar(timed: Sequence[tuple[float, float]]) -> Mapping[float, float]:
-    """Return seconds -> the median scatter of all probes with similar seconds.
-
-    Args:
-        timed: (seconds, scatter) of each probe.
-    """
-    ordered = sorted(timed)
-    within: list[float] = []  # the scatter of ordered[low:high], sorted
-    low = high = 0
-    found: dict[float, float] = {}
-    for seconds, _ in ordered:
-        while high < len(ordered) and ordered[high][0] / seconds < _SIMILAR:
-            insort(within, ordered[high][1])
-            high += 1
-        while ordered[low][0] / seconds <= 1 / _SIMILAR:
-            del within[bisect_left(within, ordered[low][1])]
-            low += 1
-        count = len(within)
-        found[seconds] = max(_LEAST_NOISE, (within[(count - 1) // 2] + within[count // 2]) / 2)
-    return found

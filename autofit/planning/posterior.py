@@ -16,9 +16,10 @@ from functools import cached_property
 import numpy as np
 
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of
+from autofit.noise import Noise, seconds_of
 from autofit.plan import Plan, Settings, VariantKey, variant_key
 from autofit.planning.curves import Freedom, LineDraws, LineFamily, Point
-from autofit.planning.departures import LEAST, Departures, Noise, seconds_of, spread_of
+from autofit.planning.departures import LEAST, Departures, spread_of
 from autofit.planning.feasibility import (
     Exclusions,
     MicroBatches,
@@ -404,7 +405,7 @@ class Posterior:
 
     def noise(self, trial: Trial) -> float:
         """Return the standard deviation of the log of a probe's step time; see `Noise.of`."""
-        return self._noise.of(trial)
+        return self.errors.of(trial)
 
     @cached_property
     def typical_noise(self) -> float:
@@ -414,10 +415,11 @@ class Posterior:
     @property
     def repeated(self) -> list[list[Trial]]:
         """The timed probes of each plan that was timed more than once."""
-        return self._noise.repeated
+        return self.errors.repeated
 
     @cached_property
-    def _noise(self) -> Noise:
+    def errors(self) -> Noise:
+        """The errors of all probes."""
         return Noise(self.probes)
 
     def _memory_points(self) -> list[Point]:

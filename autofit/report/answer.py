@@ -11,15 +11,15 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autofit.measurement import Role, Trial, spread_of
+from autofit.measurement import Role, Trial, probes_of, spread_of
 from autofit.plan import Plan
 from autofit.report.record import Record
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
 
 _TIE = (
-    "a tie goes to the baseline, then to the plan that changes the arithmetic least, has the "
-    "fewest settings that are not plain and needs the least memory"
+    "a tie goes to a plan with headroom, then to the baseline, then to the plan that changes the "
+    "arithmetic least, has the fewest settings that are not plain and needs the least memory"
 )
 
 _UNSTEADY = 0.2  # the uncertainty of the factor, as a share, from which a reader must know it
@@ -34,6 +34,8 @@ def headline(record: Record) -> str:
             f"The global batch changed from {baseline.plan.samples_per_step} to "
             f"{best.plan.samples_per_step} samples: give global_batch to keep it."
         )
+    if not record.search.is_decided:
+        return "\n".join([*lines, _not_decided(record)])
     words = f"Best plan: {describe(best.plan, record)}: {speed_words(best, record)}"
     if not record.is_confirmed:
         words += (
@@ -42,7 +44,7 @@ def headline(record: Record) -> str:
         )
     start = pay_off(record)
     if best.plan == baseline.plan:
-        words += f". Nothing better than your baseline was found: {_next_best(record)}"
+        words += f". {_next_best(record)}"
     elif not baseline.ok:
         words += f", the baseline does not fit ({baseline.measurement.outcome.value})"
     elif record.factor is not None:
@@ -171,38 +173,83 @@ def _against_baseline(factor: float, record: Record) -> str:
     fastest, speed = record.finalists[0]
     if fastest in (best.plan, baseline.plan):
         return words
-    lead = _gap_words(fastest, speed, record)
+    lead = _gap_words(fastest, speed / (record.compared_speed(best.plan) or speed), record)
     return f"{words}; tied with {describe(fastest, record)} ({lead}) and preferred to it"
 
 
-def _next_best(record: Record) -> str:
-    """Return how many plans were run, and how fast the fastest but the best one is."""
-    best, ran = record.best, [t for t in record.trials if t.role is not Role.VETOED]
-    tried = f"{counted(len({trial.plan for trial in ran}), 'plan')} run"
-    finalists = [each for each in record.finalists if each[0] != best.plan]
-    if is_final := record.is_confirmed and bool(finalists):
-        plan, speed = finalists[0]
-    else:
-        others = [(t.plan, _rate(t)) for t in ran if t.ok and t.plan != best.plan]
-        if not others:
-            alone = all(trial.plan == best.plan for trial in ran)
-            return "no other plan was run" if alone else f"{tried}, and no other worked"
-        plan, speed = max(others, key=lambda each: each[1])
-    its_spread = spread_of(*_range_of(plan, record)) * speed
-    is_tie = is_final and speed > (record.speed_of(best) or 0.0)
+def _not_decided(record: Record) -> str:
+    """Return a sentence with the speeds of the fastest plan and the baseline, and no factor."""
+    best, baseline = record.best, record.baseline_beside_best
+    fastest = _trial_of(_fastest_other(record), record) if best.plan == baseline.plan else best
+    words = "Not decided:"
+    if fastest is not None:
+        words += f" {describe(fastest.plan, record)} ran at {_range_words(fastest, record)} and"
+    words += f" the baseline, {describe(baseline.plan, record)}, "
+    words += f"at {_range_words(baseline, record)}" if baseline.ok else "did not fit"
     return (
-        f"{tried}, the fastest other {'finalist' if is_final else 'in the search'} is "
-        f"{describe(plan, record)} at {format_rate(speed, its_spread)}, "
-        f"{_gap_words(plan, speed, record)}{' (a tie, which goes to the baseline)' * is_tie}"
+        f"{words} (95 %), and what was measured does not tell which plan is the fastest: the "
+        f"measurements were noisy, and the search stopped because {record.search.stopped_because}. "
+        "Search again on a quiet machine, or with more probes and time"
     )
 
 
-def _gap_words(plan: Plan, speed: float, record: Record) -> str:
-    """Return how much faster or slower than the best plan another one is, at that speed."""
-    gap = speed / (record.speed_of(record.best) or 1.0) - 1
+def _range_words(trial: Trial, record: Record) -> str:
+    low, high = record.speed_range(trial)
+    spread = spread_of(low, high) * (high or 0.0)
+    return f"{rounded(low or 0.0, spread, 1)} to {format_rate(high, spread)}"
+
+
+def _fastest_other(record: Record) -> tuple[Plan, float] | None:
+    """Return the fastest plan but the best, with its samples/s over the best one's.
+
+    By the final comparison, or else by the search, where both were in it. None: there is none.
+    """
+    best = record.best.plan
+    speed_of = record.compared_speed
+    if not record.is_confirmed or all(plan == best for plan, _ in record.finalists):
+        speed_of = record.searched_speed
+    own = speed_of(best)
+    plans = dict.fromkeys(trial.plan for trial in record.trials if trial.plan != best)
+    speeds = [(plan, speed / own) for plan in plans if own and (speed := speed_of(plan))]
+    return max(speeds, key=lambda each: each[1], default=None)
+
+
+def _trial_of(other: tuple[Plan, float] | None, record: Record) -> Trial | None:
+    """Return a trial of that plan: of its blocks, if it has any."""
+    if other is None:
+        return None
+    ran = [t for t in probes_of(record.trials) if t.plan == other[0] and t.ok]
+    return (record.blocks(other[0]) or ran)[-1]
+
+
+def _next_best(record: Record) -> str:
+    """Return that the baseline is best, how many plans were run, and how fast the next one is."""
+    best, ran = record.best, probes_of(record.trials)
+    found = "Nothing better than your baseline was found"
+    tried = f"{counted(len({trial.plan for trial in ran}), 'plan')} run"
+    other = _fastest_other(record)
+    trial = _trial_of(other, record)
+    if other is None or trial is None:
+        alone = all(each.plan == best.plan for each in ran)
+        return f"{found}: {'no other plan was run' if alone else f'{tried}, and no other worked'}"
+    plan, ratio = other
+    is_final = record.is_confirmed and record.compared_speed(plan) is not None
+    speed = record.compared_speed(plan) if is_final else record.searched_speed(plan)
+    low, high = record.speed_range(trial)
+    if ratio > 1:
+        found = "No plan was found that is faster than your baseline by more than a tie"
+    return (
+        f"{found}: {tried}, the fastest other {'finalist' if is_final else 'in the search'} is "
+        f"{describe(plan, record)} at {format_rate(speed, spread_of(low, high) * (speed or 0.0))}, "
+        f"{_gap_words(plan, ratio, record)}{' (a tie, which goes to the baseline)' * (ratio > 1)}"
+    )
+
+
+def _gap_words(plan: Plan, ratio: float, record: Record) -> str:
+    """Return how much faster or slower than the best plan another one is, by that ratio."""
     both = (_range_of(each, record) for each in (plan, record.best.plan))
     spread = math.hypot(*(spread_of(*each) for each in both))
-    return f"{share_words(abs(gap), spread)} {'faster' if gap > 0 else 'slower'}"
+    return f"{share_words(abs(ratio - 1), spread)} {'faster' if ratio > 1 else 'slower'}"
 
 
 def _range_of(plan: Plan, record: Record) -> tuple[float | None, float | None]:
@@ -245,14 +292,15 @@ def _why_not_best(plan: Plan, record: Record) -> str:
     if record.is_confirmed and compared is not None:
         numbers = ", ".join(str(trial.number) for trial in blocks)
         gap, its = (
-            _gap_words(plan, compared, record),
+            _gap_words(plan, compared / speed, record),
             f"(trial{'s' * (len(blocks) > 1)} {numbers})",
         )
         if compared < speed:
             return f"{gap} than the best plan in the final comparison {its}"
         return f"tied with the best plan in the final comparison, {gap} {its}: {_TIE}"
-    if _mean_speed(plan, record) <= _mean_speed(record.best.plan, record):
-        return "no faster than the best plan by the mean of all trials of each"
+    searched = record.searched_speed
+    if (searched(plan) or 0.0) <= (searched(record.best.plan) or 0.0):
+        return "no faster than the best plan by the trials of the search"
     if record.is_confirmed:
         return "measured in the search alone, and not among the plans of the final comparison"
     return "the final comparison, which would have decided, did not end"

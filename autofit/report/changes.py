@@ -91,6 +91,8 @@ class Changes:
         for name, record in (("earlier", before), ("later", after)):
             if not record.is_confirmed:
                 yield f"The {name} report's best plan is not confirmed"
+            elif not record.search.is_decided:
+                yield f"The {name} report does not decide which plan is the fastest"
 
     def to_text(self, *, width: int = WIDTH, color: bool = False) -> str:
         """Return the changes as text of at most `width` columns."""

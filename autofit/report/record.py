@@ -10,10 +10,20 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
-from autofit.measurement import TRIAL, Role, Trial, check_ran, compared_log_speed, middle_of
+from autofit.measurement import (
+    TRIAL,
+    Role,
+    Trial,
+    check_ran,
+    compared_log_speed,
+    middle_of,
+    probes_of,
+)
+from autofit.noise import Noise
 from autofit.plan import (
     DIMENSION,
     SETTINGS,
@@ -82,6 +92,7 @@ _REPORT: Shape = {
         "stopped_because": TEXT,
         "seed": AMOUNT,
         "effort?": TEXT,
+        "is_decided?": FLAG,
         "sessions?": COUNT,
         "busy?": Maybe(TEXT),
         "workers?": Table(AMOUNT),
@@ -114,6 +125,7 @@ class SearchSummary:
         effort: "quick", "normal" or "thorough".
         sessions: how often it was begun: once, and again each time that it was resumed.
         comparison_ended: whether the final comparison came to its own end.
+        is_decided: whether what was measured says that no other plan is much faster than the best.
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
         workers: of a shared study, how many trials each worker ran, by host and process; its
             seconds are then those in which at least one of them ran a plan.
@@ -127,6 +139,7 @@ class SearchSummary:
     effort: str = "normal"
     sessions: int = 1
     comparison_ended: bool = True
+    is_decided: bool = True
     busy: str | None = None
     workers: Mapping[str, int] = field(default_factory=dict)
 
@@ -272,8 +285,10 @@ class Record:
     def factor(self) -> float | None:
         """The best plan's speed over the baseline's, by the final comparison alone.
 
-        None if the best plan is not confirmed, or the baseline was not compared with it.
+        None if it is not decided or confirmed, or the baseline was not compared with it.
         """
+        if not self.search.is_decided:
+            return None
         best = self.compared_speed(self.best.plan)
         baseline = self.compared_speed(self.trial(self.baseline_number).plan)
         if not (self.is_confirmed and best and baseline):
@@ -297,11 +312,26 @@ class Record:
         return compared or trial.samples_per_second
 
     def speed_range(self, trial: Trial) -> tuple[float | None, float | None]:
-        """Return the slowest and fastest of the plan's blocks; of one alone its interval."""
-        blocks = self.blocks(trial.plan) if self.is_confirmed else []
-        if len(blocks) > 1:
-            return blocks[0].samples_per_second, blocks[-1].samples_per_second
-        return trial.samples_per_second_low, trial.samples_per_second_high
+        """Return the 95 % interval of the speed that `speed_of` returns; None: nothing was timed.
+
+        By what the plan's blocks, or the trial alone, and all repeated plans tell of the errors.
+        """
+        trials = (self.blocks(trial.plan) if self.is_confirmed else []) or [trial]
+        if not all(each.samples_per_second for each in trials):
+            return None, None
+        reach = self._noise.of_all(trials) * self._noise.significant(trials)
+        speed = compared_log_speed(trials)
+        return math.exp(speed - reach), math.exp(speed + reach)
+
+    @cached_property
+    def _noise(self) -> Noise:
+        return Noise([trial for trial in probes_of(self.trials) if trial.ok])
+
+    def searched_speed(self, plan: Plan) -> float | None:
+        """Return the plan's median samples/s in the search alone; None: it did not fit there."""
+        its = [t for t in probes_of(self.trials) if t.plan == plan and t.role is not Role.CONFIRMED]
+        ran = [trial for trial in its if trial.ok and trial.samples_per_second]
+        return math.exp(compared_log_speed(ran)) if ran else None
 
     @property
     def lacks_loss(self) -> bool:

@@ -75,7 +75,8 @@ def table(
 
 
 def _answer(record: Record) -> Text:
-    return Text(headline(record), style="bold green" if record.is_confirmed else "bold yellow")
+    is_sure = record.is_confirmed and record.search.is_decided
+    return Text(headline(record), style="bold green" if is_sure else "bold yellow")
 
 
 def _in_short(record: Record, width: int) -> Iterator[str | Table | Text]:

@@ -228,6 +228,7 @@ class Search:
             tuple(Skipped(*each) for each in confirmation.left_out(self._posterior)),
             because,
             comparison_ended=has_compared,
+            is_decided=confirmation.is_decided(self._posterior, best.plan),
             with_more_time=stop.with_more_time,
             may_probe=stop.may_probe,
         )

@@ -53,6 +53,7 @@ class SearchResult:
         skipped: settings that were left out, with the reasons.
         stopped_because: why no further plan was searched.
         comparison_ended: whether the final comparison came to its own end.
+        is_decided: whether what was measured says that no other plan is much faster than the best.
         with_more_time: the plan that a longer timeout would have tried next; None: there was time
             enough, or something else ended the search.
         may_probe: whether the prober may be used any more: not after Ctrl-C, nor where the machine
@@ -66,6 +67,7 @@ class SearchResult:
     skipped: tuple[Skipped, ...]
     stopped_because: str
     comparison_ended: bool = True
+    is_decided: bool = True
     with_more_time: Plan | None = None
     may_probe: bool = True
 
@@ -136,6 +138,7 @@ def record_of(
             seed=result.spec.seed,
             effort=result.spec.effort.value,
             comparison_ended=result.comparison_ended,
+            is_decided=result.is_decided,
             busy=survey.busy,
         ),
         dimensions=space.dimensions,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -32,10 +31,11 @@ class SimulatedProber:
         memory: plan -> bytes held at its peak.
         step_time: plan -> seconds of one optimizer step, all its micro-batches included.
         memory_noise: standard deviation of the log of the bytes held, from probe to probe.
-        time_noise: standard deviation of the log of a probe's median step time, however many steps
-            it has, or plan -> it.
-        step_noise: standard deviation of the log of step times around that median, or plan -> it;
-            None: as `time_noise`.
+        time_noise: standard deviation of the log of step times from probe to probe, or plan -> it:
+            all steps of a probe are so much slower or faster, as on a machine that drifts.
+        step_noise: standard deviation of the log of step times from step to step, or plan -> it.
+        slices: the share of steps that another process interrupts, and for how many seconds; each
+            interruption is up to a fifth shorter or longer.
         size_limit: plan -> the largest micro-batch that its kernels support; None: unlimited.
         fault: plan -> the measurement of its probe; None: as the formulas give. Called at each
             attempt, so it can tell an accident, which does not come again, from a limit.
@@ -60,7 +60,8 @@ class SimulatedProber:
         *,
         memory_noise: float = 0.0,
         time_noise: PlanFunction | float = 0.0,
-        step_noise: PlanFunction | float | None = None,
+        step_noise: PlanFunction | float = 0.0,
+        slices: tuple[float, float] = (0.0, 0.0),
         size_limit: Callable[[Plan], int | None] | None = None,
         fault: Callable[[Plan], Measurement | None] | None = None,
         seed: int = 0,
@@ -70,9 +71,9 @@ class SimulatedProber:
         self.vram_budget_bytes = vram_budget_bytes
         self._memory, self._step_time = memory, step_time
         self._memory_noise = memory_noise
-        step_noise = time_noise if step_noise is None else step_noise
         self._time_noise = time_noise if callable(time_noise) else lambda plan: time_noise
         self._step_noise = step_noise if callable(step_noise) else lambda plan: step_noise
+        self._slices = slices
         self._size_limit = size_limit or (lambda plan: None)
         self._fault = fault or (lambda plan: None)
         self._seed = seed
@@ -130,9 +131,9 @@ class SimulatedProber:
         """Return as many step times as a real probe would measure."""
         between = self._time_noise(request.plan)
         middle = self._step_time(request.plan) * math.exp(noise.gauss(0.0, between))
-        sigma = self._step_noise(request.plan)
+        sigma, (share, slice_s) = self._step_noise(request.plan), self._slices
         times: list[float] = []
         while not enough_steps(times, request):
-            times.append(middle * math.exp(noise.gauss(0.0, sigma)))
-        shift = middle / statistics.median(times)
-        return [seconds * shift for seconds in times]
+            taken_s = slice_s * noise.uniform(0.8, 1.2) if noise.random() < share else 0.0
+            times.append(middle * math.exp(noise.gauss(0.0, sigma)) + taken_s)
+        return times

@@ -49,7 +49,7 @@ def test_a_contended_oom_is_a_lower_bound_at_the_bytes_held(
 
 @pytest.mark.parametrize(
     ("steps", "believed"),
-    [([0.1] * 6, (0.025, 0.035)), ([0.07, 0.13, 0.08, 0.12, 0.09, 0.11], (0.0, 0.02))],
+    [([0.1] * 6, (0.015, 0.035)), ([0.07, 0.13, 0.08, 0.12, 0.09, 0.11], (0.0, 0.02))],
 )
 def test_a_plan_that_repeats_well_keeps_its_own_speed_and_a_noisy_one_that_of_its_line(
     device: SimulatedDevice, steps: list[float], believed: tuple[float, float]

@@ -44,7 +44,7 @@ def record() -> Record:
             predicted_peak_bytes=60 * MIB,
         ),
         Trial(2, Role.SEARCH, plan(16, 2), Measurement(Outcome.UNSUPPORTED, RAISED)),
-        Trial(3, Role.SEARCH, plan(16, 1), measured(200, 42)),
+        Trial(3, Role.SEARCH, plan(16, 1), measured(191, 42)),
         Trial(4, Role.VETOED, plan(32, 0), Measurement(Outcome.OVER_BUDGET, NOT_RUN)),
         Trial(5, Role.SEARCH, plan(8, 1), measured(260, 20)),
         Trial(6, Role.CONFIRMED, plan(16, 1), measured(190, 42), predicted_peak_bytes=44 * MIB),

@@ -101,7 +101,7 @@ def test_a_setting_is_not_broken_within_its_name(record: Record) -> None:
     text = render(replace(record, trials=trials))
     assert "memory_format.layout=channels_last" in text
     assert re.search(r"^trial .* held +step$", text, re.MULTILINE)
-    assert re.search(r"^3 .*channels_last.* 200 ms$", text, re.MULTILINE)
+    assert re.search(r"^3 .*channels_last.* 191 ms$", text, re.MULTILINE)
 
 
 def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
@@ -178,12 +178,14 @@ def compared(record: Record, **blocks_ms: list[float]) -> Record:
 
 
 def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record) -> None:
-    final = replace(compared(record, baseline=[400, 400], best=[410], other=[450]), best_number=6)
+    final = replace(
+        compared(record, baseline=[400, 400], best=[410, 410], other=[450]), best_number=6
+    )
     line = headline(final)
-    assert line.startswith("Best plan: 4 x 8: 80.0 samples/s")
+    assert line.startswith("Best plan: 4 x 8: 80 samples/s")
     assert "Nothing better than your baseline was found: 5 plans run" in line
-    assert line.endswith("finalist is 16 x 2, folding.level=1 at 78.0 samples/s, 2.4% slower")
-    tied = replace(compared(record, baseline=[400, 400], best=[396]), best_number=6)
+    assert line.endswith("finalist is 16 x 2, folding.level=1 at 78 samples/s, 2% slower")
+    tied = replace(compared(record, baseline=[400, 400], best=[396, 396]), best_number=6)
     assert re.search(r"16 x 2.* 1% faster .*tie.* baseline", headline(tied))
     failures = replace(record, trials=record.trials[:3], best_number=0)
     assert headline(failures).endswith("3 plans run, and no other worked")
@@ -193,28 +195,54 @@ def test_the_baseline_as_the_best_plan_is_said_with_the_evidence(record: Record)
     assert headline(twice).endswith("no other plan was run")
 
 
+def test_what_is_not_decided_gives_both_ranges_and_no_factor(record: Record) -> None:
+    search = replace(record.search, is_decided=False)
+    wide = compared(record, best=[300, 900, 350, 800], baseline=[400, 1000, 420, 900])
+    for best_number in (6, 10):  # also where the tie went to the baseline
+        undecided = replace(wide, search=search, best_number=best_number)
+        line = headline(undecided)
+        assert line.startswith("Not decided: 16 x 2, folding.level=1 ran at ")
+        assert len(re.findall(r"at [\d.]+ to [\d.]+ samples/s", line)) == 2
+        for text in (line, render(undecided), laid_out(undecided)):
+            assert "times" not in text
+            assert "Nothing better" not in text
+        assert undecided.factor is None
+        assert undecided.to_dict()["search"]["is_decided"] is False
+        assert not Record.from_dict(undecided.to_dict()).search.is_decided
+
+
+def test_a_comparison_that_was_cut_short_compares_like_with_like(record: Record) -> None:
+    """The baseline's block was three times as fast as its probe, at another moment."""
+    search = replace(record.search, comparison_ended=False)
+    cut = compared(record, baseline=[130])
+    line = headline(replace(cut, search=search, best_number=6))
+    assert "faster" in line
+    assert "Nothing better" not in line
+    slower = tuple(t for t in cut.trials if t.number in (0, 6))
+    assert "Nothing better" in headline(replace(cut, search=search, best_number=6, trials=slower))
+
+
 @pytest.mark.parametrize(
     ("best", "baseline", "words"),
     [
-        ([300], [400], "107 samples/s, 1.33 times the baseline's 80.0 samples/s"),
+        ([300, 300], [400, 400], "107 samples/s, 1.33 times the baseline's 80 samples/s"),
         (
-            [395],
-            [400],
-            "1.01 times the baseline's 80.0 samples/s, but their measured ranges overlap",
+            [395, 395],
+            [400, 400],
+            "1.01 times the baseline's 80 samples/s, but their measured ranges overlap",
         ),
         (
             [390, 300, 310],
             [380, 420, 410],
-            "100 samples/s, 1.3 times the baseline's 78 samples/s, but their measured ranges "
+            "100 samples/s, 1.3 times the baseline's 80 samples/s, but their measured ranges "
             "overlap",
         ),
         (
             [300, 400],
             [800, 1600],
-            "90 samples/s, 3 times the baseline's 28 samples/s, give or take 1: the machine was "
-            "not steady",
+            "90 samples/s, 3 times the baseline's 30 samples/s, but their measured ranges overlap",
         ),
-        ([500], [400], "64.0 samples/s, 20% below the baseline's 80.0 samples/s"),
+        ([500, 500], [400, 400], "64 samples/s, 20% below the baseline's 80 samples/s"),
     ],
 )
 def test_the_factor_and_both_speeds_are_those_of_the_final_comparison(
@@ -224,12 +252,12 @@ def test_the_factor_and_both_speeds_are_those_of_the_final_comparison(
     assert headline(final).endswith(words)
     row = re.search(r"^samples/s +([\d.]+)\b.* ([\d.]+) ±", render(final), re.MULTILINE)
     assert row is not None
-    assert final.factor == pytest.approx(float(row[1]) / float(row[2]), rel=0.05)
+    assert final.factor == pytest.approx(float(row[1]) / float(row[2]), rel=0.1)
 
 
 def test_a_slower_plan_says_what_memory_it_saves(record: Record) -> None:
-    lean = replace(compared(record, other=[500], baseline=[400]), best_number=6)
-    assert headline(lean).endswith("20% below the baseline's 80.0 samples/s, and it needs 4.00 "
+    lean = replace(compared(record, other=[500, 500], baseline=[400, 400]), best_number=6)
+    assert headline(lean).endswith("20% below the baseline's 80 samples/s, and it needs 4.00 "
                                    "MiB less memory")  # fmt: skip
 
 
@@ -293,9 +321,9 @@ def test_a_start_is_seen_against_the_fastest_plan_even_where_that_was_not_compar
 def test_a_tied_plan_that_was_preferred_names_the_faster_one(record: Record) -> None:
     tied = compared(record, best=[202, 202], other=[200, 199, 201], baseline=[400])
     assert headline(tied).endswith(
-        "; tied with 8 x 4, folding.level=1 (1.0% faster) and preferred to it"
+        "; tied with 8 x 4, folding.level=1 (1% faster) and preferred to it"
     )
-    why = r"Trials 8, 9, 10: tied .*1\.0% faster \(trials 8, 9, 10\): a tie goes to the baseline"
+    why = r"Trials 8, 9, 10: tied .*1% faster \(trials 8, 9, 10\): a tie goes to"
     assert re.search(why, render(tied, width=400))
 
 
@@ -315,18 +343,18 @@ def test_a_plan_that_was_run_twice_says_why(record: Record) -> None:
 @pytest.mark.parametrize(
     ("blocks", "why"),
     [
-        ({"best": [270], "other": [280], "baseline": [400]}, r"4% slower .*\(trial 7\)"),
+        ({"best": [270] * 2, "other": [280], "baseline": [400]}, r"\d+% slower .*\(trial 8\)"),
         (
-            {"best": [270, 270], "other": [250, 280, 290], "baseline": [400]},
-            r"Trials 5, 8: 4% slower .*\(trials 8, 9, 10\)",
+            {"best": [270, 270], "other": [276, 280, 282], "baseline": [400]},
+            r"Trial 5: 4% slower .*\(trials 8, 9, 10\)",
         ),
-        ({"best": [270], "baseline": [400]}, "Trial 5: no faster .* mean of all"),
+        ({"best": [270], "baseline": [400]}, "Trial 5: no faster .* trials of the search"),
     ],
 )
 def test_what_was_measured_faster_than_the_best_plan_is_explained(
     record: Record, blocks: dict[str, list[float]], why: str
 ) -> None:
-    """Trial 5 took 260 ms; trial 3, of the best plan's own, 200."""
+    """Trial 5 took 260 ms; trial 3, of the best plan's own, 190."""
     assert re.search(why, render(compared(record, **blocks), width=400))
     assert "Trial 5: " not in render(record)
 
@@ -380,5 +408,5 @@ def test_noise_takes_the_digits_that_it_hides(record: Record) -> None:
     assert {low: found and found.groups() for low, found in shown.items()} == {
         186: ("168", "2.11"),
         171: ("170", "2.1"),
-        114: ("170", "2.1"),
+        114: ("170", "2"),
     }

@@ -74,7 +74,7 @@ def test_noise_is_as_wide_as_asked() -> None:
 
 
 def test_steps_end_early_where_the_plan_is_seen_to_be_slower() -> None:
-    noisy = _prober(time_noise=0.1)
+    noisy = _prober(step_noise=0.1)
     alone = _measured(noisy, Plan(10))
     beaten = _measured(noisy, Plan(10), incumbent_samples_per_second=10_000.0)
     ahead = _measured(noisy, Plan(10), incumbent_samples_per_second=1.0)
