@@ -1,6 +1,18 @@
-"""`python -m autofit` is the command line."""
+"""The command line, of `autofit` and `python -m autofit` alike."""
 
-from autofit.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it with 130 while it is still being imported, too."""
+    try:
+        from autofit.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("autofit: interrupted", file=sys.stderr)
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -141,3 +142,20 @@ def test_sigterm_is_remembered_where_a_finalizer_swallows_it(
         assert swallowed == [KeyboardInterrupt]
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_it_without_a_traceback() -> None:
+    program = """
+import runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["doctor"]
+runpy.run_module("autofit", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr

@@ -41,8 +41,9 @@ def make_workload() -> autofit.Workload:
 def started(
     folder: Path, *command: str, options: Sequence[str] = ("--nproc-per-node", "2")
 ) -> subprocess.Popen[str]:
+    alone = [] if "--nnodes" in options else ["--standalone"]  # older torchruns listen on 29500
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *command],
+        [sys.executable, "-m", "torch.distributed.run", *alone, *options, *command],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -325,7 +325,9 @@ def _record(
     """Return the record of a result, with what is looked at after it."""
     if survey.busy is None and survey.environment.gpu is None:
         survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
-    difference, memory, findings = None, {}, {}
+    difference: Mapping[str, Any] | None = None
+    memory: Mapping[str, Any] = {}
+    findings: dict[str, Any] = {}
     try:
         if result.may_probe:
             on_stage("comparing the answer's gradients with the baseline's")

@@ -1,6 +1,6 @@
 """One rank that trains a model under DistributedDataParallel, plain and checkpointed.
 
-Arguments: rank, port, a folder, and JSON of keyword arguments of DistributedDataParallel by name;
+Arguments: rank, a folder, and JSON of keyword arguments of DistributedDataParallel by name;
 the weights go to FOLDER/NAME-RANK.pt.
 """
 
@@ -47,10 +47,10 @@ def train(rank: int, options: dict[str, Any], checkpoint: bool) -> nn.Module:
     return model
 
 
-def main(rank: int, port: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+def main(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     for name, options in cases.items():
         states = [train(rank, options, on).state_dict() for on in (False, True)]
         torch.save(states, folder / f"{name}-{rank}.pt")
@@ -59,4 +59,4 @@ def main(rank: int, port: int, folder: Path, cases: dict[str, dict[str, Any]]) -
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

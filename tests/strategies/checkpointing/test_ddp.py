@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +19,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def trained(
     python: Callable[..., subprocess.Popen[Any]],
@@ -34,7 +26,7 @@ def trained(
 ) -> Path:
     """A folder with the weights of both ranks."""
     folder = tmp_path_factory.mktemp("ddp")
-    more = (_free_port(), folder, json.dumps(CASES))
+    more = (folder, json.dumps(CASES))
     ranks = [python(PROGRAM, rank, *more, forks_workers=False) for rank in range(2)]
     try:
         assert [rank.wait(200) for rank in ranks] == [0, 0]
