@@ -191,7 +191,7 @@ def stage(tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({}))
         stack.enter_context(preserved(live))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user gets them when the step runs for real
-        stack.enter_context(fake_cuda(tracer.gpu, tracer.note))
+        stack.enter_context(fake_cuda(tracer.gpu, tracer.note, tracer.is_on_gpu))
         stack.enter_context(tracer)
         yield
 

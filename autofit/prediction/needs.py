@@ -86,8 +86,8 @@ class SharedRuns:
     """Traces and needs of the plans of a workload, from as few dry runs as possible.
 
     A dry run serves each GPU that would have answered its questions alike. Where three dry runs of
-    one variant lie on a line (`autofit.prediction.trace`), two of each variant tell the traces of
-    all micro-batches between, unless a third one departs. So ask for the largest GPU first.
+    one variant lie on a line (`autofit.prediction.trace`), two of them tell the traces of all
+    micro-batches between. So ask for the largest GPU first.
 
     Args:
         workload: model, sample batch, loss and optimizer.
@@ -102,7 +102,7 @@ class SharedRuns:
         self._runs: dict[Hashable, list[_Run]] = {}
         self._failures: dict[Hashable, CannotTell] = {}
         self._lines: dict[Hashable, Trace | None] = {}
-        self._straight = range(0)
+        self._straight: dict[Hashable, range] = {}
         self._bent: set[Hashable] = set()
         self._needs: dict[Hashable, tuple[Trace, Need]] = {}
 
@@ -122,7 +122,7 @@ class SharedRuns:
         if sizes[0] in known:
             return known[sizes[0]]
         if is_even and alike not in self._bent:
-            found = self._on_line(known, sizes[0])
+            found = self._on_line(alike, known, sizes[0])
             if found is not None:
                 return found
         if (failure := self._failures.get((alike, sizes[0]))) is not None:
@@ -148,10 +148,12 @@ class SharedRuns:
             self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu, ranks)
         return self._needs[key][1]
 
-    def _on_line(self, known: Mapping[int, Trace], micro_batch: int) -> Trace | None:
+    def _on_line(
+        self, alike: Hashable, known: Mapping[int, Trace], micro_batch: int
+    ) -> Trace | None:
         """Return the trace on the line of the two known ones nearest, where lines hold."""
         near = sorted(known.keys() - {_ALONE}, key=lambda at: abs(at - micro_batch))[:2]
-        if len(near) < 2 or micro_batch not in self._straight:
+        if len(near) < 2 or micro_batch not in self._straight.get(alike, ()):
             return None
         one, other = (known[at] for at in near)
         key = id(one), id(other), micro_batch
@@ -167,9 +169,10 @@ class SharedRuns:
         if on_line(known[others[0]], known[others[-1]], made.micro_batch) != made:
             self._bent.add(alike)
             return
-        held = [self._straight.start, self._straight.stop - 1] if self._straight else []
+        straight = self._straight.get(alike, range(0))
+        held = [straight.start, straight.stop - 1] if straight else []
         ends = [others[0], others[-1], made.micro_batch, *held]
-        self._straight = range(min(ends), max(ends) + 1)
+        self._straight[alike] = range(min(ends), max(ends) + 1)
 
 
 # Search for the largest micro-batch within a budget in few evaluations.

@@ -103,14 +103,16 @@ def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
     assert nine > seven
 
 
-def test_two_dry_runs_of_another_variant_tell_what_lies_between() -> None:
+def test_each_variant_is_checked_by_a_third_dry_run_before_two_tell_what_lies_between() -> None:
     workload, gpu = decoder(), find_gpu("L4")
     shared = SharedRuns(workload)
     for size, dtype in ((4, "as_is"), (40, "as_is"), (12, "as_is"), (4, "tf32"), (40, "tf32")):
         shared.need(plan(size, dtype), gpu)
     run = dry_run(workload, plan(23, "tf32"), gpu)
     assert shared.need(plan(23, "tf32"), gpu) == need_of(run.recording, gpu)
-    assert shared.dry_runs == 5
+    assert shared.dry_runs == 6
+    shared.need(plan(17, "tf32"), gpu)
+    assert shared.dry_runs == 6
 
 
 def test_what_departs_from_a_line_is_run() -> None:

@@ -216,3 +216,84 @@ def test_exactly_one_sample_fits() -> None:
 def test_the_number_of_looks_is_bounded() -> None:
     _, looked = looks(lambda n: int(n**0.3 * 1e6), int(2**6 * 1e6), 3)
     assert len(looked) <= MOST_LOOKS
+
+
+class Guarded(nn.Module):
+    """Keeps one activation on a GPU, and thirty elsewhere."""
+
+    def __init__(self, asks: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.layer, self.asks = nn.Linear(64, 64), asks
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(data)
+        if not self.asks(result):
+            for _ in range(30):
+                result = torch.sin(result)
+        return result
+
+
+def pairs(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(512, width), torch.ones(512, width)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda tensor: tensor.is_cuda,
+        lambda tensor: tensor.device.type == "cuda",
+        lambda tensor: tensor.device == torch.device("cuda", 0),
+        lambda tensor: tensor.get_device() == 0,
+        lambda tensor: torch.cuda.is_available(),
+        lambda tensor: torch.cuda.get_device_capability(tensor.device) == (8, 9),
+    ],
+)
+def test_a_model_that_asks_where_it_runs_takes_the_branch_of_the_gpu(
+    asks: Callable[[torch.Tensor], bool],
+) -> None:
+    def needs(model: nn.Module) -> int:
+        workload = Workload(model, pairs(64), criterion=nn.MSELoss())
+        return predict(workload, gpu="L4", method="rehearse").required_bytes
+
+    assert needs(Guarded(asks)) == needs(Guarded(lambda tensor: True))
+
+
+def test_a_users_key_error_is_theirs() -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        settings: dict[str, float] = {}
+        return model(batch).mean() * settings["metadata"]
+
+    workload = Workload(nn.Linear(8, 8), torch.ones(4, 8), loss_fn=loss_fn)
+    with pytest.raises(KeyError, match="metadata"):
+        predict(workload, gpu="L4", method="rehearse")
+
+
+def test_what_is_written_by_out_is_not_known_any_more() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        data, mask = batch
+        result = model(data)
+        torch.gt(result.detach()[:, 0], -1e9, out=mask)
+        return result.mean() if mask.any() else result.sum()
+
+    batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.bool)
+    with pytest.raises(CannotTell, match=r"mask\.any"):
+        predict(Workload(nn.Linear(8, 8), batch, loss_fn=loss_fn), gpu="L4", method="rehearse")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept, result: kept.lerp_(result.detach().mean(0), 0.1),
+        lambda kept, result: kept.add_(result.detach()),
+        lambda kept, result: torch._foreach_add_([kept], [result.detach()]),
+    ],
+)
+def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> None:
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(batch)
+        change(torch.zeros(15, device=batch.device), result)
+        return result.mean()
+
+    workload = Workload(nn.Linear(16, 16), torch.ones(4, 16), loss_fn=loss_fn)
+    with pytest.raises(RuntimeError):
+        predict(workload, gpu="L4", method="rehearse")

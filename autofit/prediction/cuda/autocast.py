@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 _UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
-KEY_NAME = next(name for name in _UNUSED if hasattr(torch._C.DispatchKey, name))
-"""The dispatch key of the emulation: autocast's for a device that no build has kernels for."""
-KEY_DEVICE = _UNUSED[KEY_NAME]
-KEY: Any = getattr(torch._C.DispatchKey, KEY_NAME)
+KEY_NAME = next((name for name in _UNUSED if hasattr(torch._C.DispatchKey, name)), "")
+"""The dispatch key of the emulation: autocast's for a device that no build has kernels for.
+
+Empty where torch has none of them, and `fake_cuda` says so: nothing is raised by an import."""
+KEY_DEVICE = _UNUSED.get(KEY_NAME, "")
+KEY: Any = getattr(torch._C.DispatchKey, KEY_NAME, None)
 
 
 def beneath() -> AbstractContextManager[None]:

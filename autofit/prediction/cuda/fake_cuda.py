@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +38,11 @@ _META = torch.device("meta")
 
 
 @contextmanager
-def fake_cuda(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
+def fake_cuda(
+    gpu: Gpu,
+    note: Callable[[Exception], None] = lambda error: None,
+    on_gpu: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_meta,
+) -> Iterator[None]:
     """Make torch behave as if this GPU were there; put everything back at the end.
 
     Tensor functions are translated on this thread alone; `torch.cuda` is patched in the whole
@@ -47,11 +51,12 @@ def fake_cuda(gpu: Gpu, note: Callable[[Exception], None] = lambda error: None) 
     Args:
         gpu: the GPU.
         note: called with each exception that a torch function raises inside.
+        on_gpu: whether a tensor lies on the GPU, and so says "cuda" when asked for its device.
 
     Raises:
         CannotTell: this torch lacks a part that is replaced.
     """
-    mode = _CudaIsMeta(note)
+    mode = _CudaIsMeta(note, on_gpu)
     patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
     with ExitStack() as stack:
         try:
@@ -75,6 +80,8 @@ def _cuda_kernels(gpu: Gpu) -> Iterator[None]:
     They stand where CUDA's own stand, at an autocast key above autograd. Autograd carries dispatch
     keys along, so they act in the backward pass and in a checkpoint's recomputation too.
     """
+    if not autocast.KEY_NAME:
+        raise AttributeError("torch._C.DispatchKey has neither AutocastIPU nor AutocastHPU")
     _register_kernels()
     before = torch.is_autocast_enabled(autocast.KEY_DEVICE)
     torch.set_autocast_enabled(autocast.KEY_DEVICE, True)  # the key is masked out otherwise
@@ -106,12 +113,16 @@ def _register_kernels() -> list[Any]:
 class _CudaIsMeta(TorchFunctionMode):
     """Translates devices in the arguments of every torch function."""
 
-    def __init__(self, note: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, note: Callable[[Exception], None], on_gpu: Callable[[torch.Tensor], bool]
+    ) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._on_gpu = note, on_gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _PLACES and _asked_by_a_user() and self._on_gpu(args[0]):
+            return _PLACES[func]
         if func is torch.Tensor.cuda:
             return args[0].to(_META)
         if func is torch.Tensor.pin_memory:
@@ -130,6 +141,31 @@ class _CudaIsMeta(TorchFunctionMode):
         except Exception as error:
             self._note(error)
             raise
+
+
+_tensor: Any = torch.Tensor
+_PLACES = {
+    _tensor.is_cuda.__get__: True,
+    _tensor.device.__get__: torch.device("cuda", 0),
+    _tensor.get_device: 0,
+}
+"""How user code asks where a tensor is, and what one on the GPU answers."""
+
+
+def _asked_by_a_user() -> bool:
+    """Return whether neither torch nor autofit calls the torch function.
+
+    Torch's own Python code knows meta tensors, and part of it (a checkpoint's hooks) sees them with
+    and without the mode: it must be told the same each time.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _module(frame) == "torch.utils._device":
+        frame = frame.f_back
+    return _module(frame).partition(".")[0] not in ("torch", "autofit")
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_cuda_device(value: Any) -> bool:

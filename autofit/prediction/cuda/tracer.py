@@ -64,7 +64,7 @@ _IN_PLACE = frozenset(
     )
 )
 # fmt: on
-"""Operators that change values alone: skipped, which saves their shape functions."""
+"""Operators that change values alone: skipped where arguments like these were accepted before."""
 
 
 class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -129,6 +129,11 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         """Keep it if it is the first; the dry run has no result then."""
         self.unsupported = self.unsupported or unsupported
 
+    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor stands for one of the GPU, and not of the host's memory."""
+        with torch._C.DisableTorchFunction():
+            return tensor.is_meta and not self._aside
+
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
         real = self.known.arguments(func, args, kwargs)
@@ -141,7 +146,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
                 return torch.ones((), dtype=args[0].dtype).item()
             raise NeedsValues(NEEDS_VALUES[name])
         result = self._shapes(name, func, args, kwargs)
-        self.known.follow(func, real, args, result)
+        self.known.follow(func, real, args, kwargs, result)
         return result
 
     def _shapes(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -150,8 +155,11 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             return result
         if _on_device(args[0] if args else None):
             if name in _IN_PLACE or is_in_place(name, args):
+                self._shape_cache.check(func, args, kwargs, super().compute)
                 return args[0]
             if _ON_LISTS_IN_PLACE.fullmatch(name):
+                if name.startswith("_foreach"):
+                    self._shape_cache.check(func, args, kwargs, super().compute)
                 return None
         result = self._shape_cache.result(func, args, kwargs, super().compute)
         if name == "convolution":
@@ -220,12 +228,12 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             The sizes of both.
         """
         if name == "convolution":
-            directions, operands = [Direction.FORWARD], args[:2]
+            directions, operands = [_direction(Direction.FORWARD, transposed=args[6])], args[:2]
             convolution = of_forward(args, result)
         else:
             convolution, operands = of_backward(args), args[:3]
             wanted = zip((Direction.DATA, Direction.WEIGHT), args[-1], strict=False)
-            directions = [direction for direction, wants in wanted if wants]
+            directions = [_direction(each, transposed=args[7]) for each, wants in wanted if wants]
         sizes: list[Size] = [*copied_operands(convolution, operands)]
         self._take(sizes)
         for direction in directions:
@@ -259,6 +267,12 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         if owner not in self._has_workspace:
             self._has_workspace.add(owner)
             self._allocate(size)
+
+
+def _direction(direction: Direction, *, transposed: bool) -> Direction:
+    """Return what cuDNN computes: a transposed convolution is the gradient of another's data."""
+    swapped = {Direction.FORWARD: Direction.DATA, Direction.DATA: Direction.FORWARD}
+    return swapped.get(direction, direction) if transposed else direction
 
 
 def in_backward() -> bool:
@@ -300,6 +314,20 @@ class ShapeCache:
 
     def __init__(self) -> None:
         self._looks: dict[Hashable, tuple[Any, list[_Look | None]]] = {}
+        self._accepted: set[Hashable] = set()
+
+    def check(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> None:
+        """Raise what an in-place operator of other tensors raises for arguments of such shapes."""
+        if not any(True for _ in tensors_in(args[1:])):
+            return
+        try:
+            key = func, tuple(map(_key, args)), tuple((k, _key(v)) for k, v in kwargs.items())
+        except _CannotBeKept:
+            key = None
+        if key is None or key not in self._accepted:
+            run(func, args, kwargs)
+        if key is not None:
+            self._accepted.add(key)
 
     def result(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Return what `run(func, args, kwargs)` returns, or new tensors that look the same."""

@@ -9,6 +9,7 @@ function for the meta device, is `Unsupported`.
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 import weakref
@@ -39,6 +40,11 @@ NEEDS_VALUES = {
     "repeat_interleave": "how often elements are repeated",
 }
 """Operators whose result depends on values, and the question that they ask."""
+
+
+_META_DEVICE = re.compile(r"\b[mM]eta\b|Tensor\.__format__")  # f"{loss:.3f}"
+_USERS_OWN = (LookupError, AttributeError, NameError, ImportError)
+"""Errors that torch never raises because of a device; "metadata" may be a word of the user's."""
 
 
 class NeedsValues(Exception):
@@ -85,7 +91,7 @@ def is_unsupported(error: Exception) -> bool:
     """Return whether the meta device caused an error, and not the user's code."""
     if isinstance(error, (NeedsValues, NotImplementedError)):
         return True
-    return "meta" in str(error) or "Tensor.__format__" in str(error)  # f"{loss:.3f}"
+    return not isinstance(error, _USERS_OWN) and bool(_META_DEVICE.search(str(error)))
 
 
 def asked_by_an_optimizer() -> bool:
@@ -170,11 +176,13 @@ class KnownValues:
 
         return pytree.tree_map_only(torch.Tensor, on_device, func(*real[0], **real[1]))
 
-    def follow(self, func: Any, real: tuple[Any, Any] | None, args: Any, result: Any) -> None:
+    def follow(
+        self, func: Any, real: tuple[Any, Any] | None, args: Any, kwargs: Any, result: Any
+    ) -> None:
         """Learn an operator's results, and what it changed, where its arguments were known."""
         if func._schema.is_mutable:
             if real is None:
-                self._forget(args)
+                self._forget((args, kwargs))
             else:
                 func(*real[0], **real[1])
             return

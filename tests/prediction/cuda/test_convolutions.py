@@ -120,3 +120,14 @@ def test_gradients_take_the_layout_of_data_and_weight_whatever_the_results_gradi
         gradients = torch.autograd.grad(result, (half, weight), torch.randn_like(result))
         assert all(each.is_contiguous(memory_format=torch.channels_last) for each in gradients)
         del weight, data, half, result, gradients
+
+
+def test_a_transposed_convolution_takes_the_workspace_of_a_data_gradient() -> None:
+    """cuDNN runs its forward pass as the gradient of another's data: 3x3 needs nothing then."""
+    tracer = CudaTracer(H200)
+    with stage(tracer):
+        torch.backends.cudnn.allow_tf32 = False
+        data = torch.empty(8, 64, 56, 56, device="cuda")
+        layer = torch.nn.ConvTranspose2d(64, 64, 3, padding=1, bias=False).cuda()
+        layer(data)
+    assert list(tracer.recording.optional) == []
