@@ -71,6 +71,7 @@ and nobody imports it but the surface."""
 ON_DEMAND = {
     ("report", "training", "apply"),
     ("report", "training", "_recipe"),
+    ("report", "training", "_samples"),
     ("report", "training", "_check_live"),
     ("report", "checks", "soak"),
     ("searching", "cli", "_shown"),

@@ -51,7 +51,6 @@ from autofit.strategy import Comparison
 from autofit.training.batch import (
     Batch,
     batch_size,
-    batched_places,
     describe,
     map_batched,
     tensors_of,
@@ -105,7 +104,7 @@ def decide_resplit(
         batch = workload.batch(
             min(SAMPLES_OF_A_COMPARISON, most_samples or SAMPLES_OF_A_COMPARISON)
         )
-        places = workload.batched_places or batched_places(batch)
+        places = workload.samples.places(batch)
         batch = _varied(batch, places)
         if not any(_has_distinct_samples(tensors_of(batch)[place]) for place in places):
             why = "copies of one sample do not show whether split gradients equal whole ones"

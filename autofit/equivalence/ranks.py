@@ -88,7 +88,7 @@ def _batch_of_first(ranks: Ranks, workload: Workload, samples: int) -> tuple[Bat
 def _unused_alone(builder: TrainingBuilder, batch: Batch) -> list[str]:
     world, workload = builder.world, builder.fresh_workload()
     sizes = split_evenly(shared_evenly_or_not(world.size), world.size)
-    shares = pieces(batch, sizes, workload.batched_places)
+    shares = pieces(batch, sizes, workload.samples.places(batch))
     share = next(each for rank, each in enumerate(shares) if rank == world.rank)
     builder.reclaim()
     with builder.training(workload, ResolvedPlan(Plan(sizes[world.rank]))) as training:

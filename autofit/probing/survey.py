@@ -55,6 +55,7 @@ class Survey:
         loss: where the loss comes from, in words; None where the trial forward failed.
         sample_batch_size: samples in the user's batch.
         sample_shapes: place of each tensor in the sample batch -> its dtype and shape.
+        batched: the places of those that hold samples.
         global_batch: samples per optimizer step to keep.
         resplit: how split and whole gradients compare; None where that was not asked or failed.
         may_resplit: whether the accumulation count may change.
@@ -74,6 +75,7 @@ class Survey:
     loss: str | None
     sample_batch_size: int
     sample_shapes: Mapping[str, str]
+    batched: Sequence[str]
     global_batch: int | None
     resplit: Comparison | None
     may_resplit: bool
@@ -249,6 +251,7 @@ def take_survey(
         loss=loss,
         sample_batch_size=workload.sample_batch_size,
         sample_shapes=describe(workload.batch(workload.sample_batch_size)),
+        batched=sorted(workload.samples.batched),
         global_batch=workload.global_batch,
         resplit=resplit.comparison,
         may_resplit=resplit.allowed,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from autofit.plan import Plan
     from autofit.strategy import Strategy, World
+    from autofit.training.batch import Samples
     from autofit.training.loss import Recipe
     from autofit.training.training import Training
     from autofit.training.workload import Workload
@@ -36,6 +37,7 @@ def apply(
     optimizer: Any,
     given: Mapping[str, Any],
     *,
+    batched: Iterable[str] | None,
     strategies: Iterable[str | Strategy] | None,
     remembered: Sequence[Strategy],
     workload: Workload | None,
@@ -45,6 +47,7 @@ def apply(
     Args:
         record: of the search.
         model, optimizer: the user's own.
+        batched: names of the batch's tensors that hold samples; None: as in the search.
         given: functions that replace those of the search, by name; None: the one of the search.
         strategies: names or Strategy objects that replace those of the search.
         remembered: the strategies of the search; the installed ones are used for other names.
@@ -75,6 +78,7 @@ def apply(
         recipe,
         record.resolve_best(strategies, remembered),
         device=device,
+        samples=_samples(record, batched),
         watch=BatchWatch(
             record.best_plan_to_rerun.of_rank(world.rank),
             record.workload["sample_shapes"],
@@ -84,6 +88,30 @@ def apply(
         ),
         world=world,
     )
+
+
+def _samples(record: Record, batched: Iterable[str] | None) -> Samples:
+    """Return which tensors of a batch hold samples, as the search cut them.
+
+    Raises:
+        InvalidRequest: the report does not say, and neither does the caller; or there is no such
+            tensor.
+    """
+    from autofit.training.batch import Samples
+
+    names = record.workload["sample_shapes"].keys()
+    known = record.workload.get("batched") if batched is None else list(batched)
+    if known is None:
+        raise InvalidRequest(
+            "the report does not say which tensors of a batch hold samples, and are cut into "
+            f"micro-batches: pass batched=, with some of {', '.join(map(repr, names))}"
+        )
+    if strangers := [name for name in known if name not in names]:
+        raise InvalidRequest(
+            f"batched= names {', '.join(map(repr, strangers))}: the tensors of the sample batch "
+            f"are {', '.join(map(repr, names))}"
+        )
+    return Samples(frozenset(known), frozenset(names) - frozenset(known))
 
 
 def _world_of(plan: Plan) -> World:

@@ -79,6 +79,7 @@ _REPORT: Shape = {
         "loss": Maybe(TEXT),
         "lacks_loss?": FLAG,
         "sample_shapes": Table(TEXT),
+        "batched?": [TEXT],
         "given?": [TEXT],
         "clip_grad_norm?": Maybe(NUMBER),
         "target?": TEXT,

@@ -150,6 +150,7 @@ class Report:
         loss_weight: Callable[..., Any] | None = None,
         before_step: Callable[..., Any] | None = None,
         train_step: Callable[..., Any] | None = None,
+        batched: Iterable[str] | None = None,
         strategies: Iterable[str | Strategy] | None = None,
     ) -> Training:
         """Apply the best plan to the user's own model and optimizer, in this process.
@@ -160,6 +161,8 @@ class Report:
                 several ranks, a function of parameters, such as torch.optim.AdamW.
             loss_fn, criterion, loss_weight, before_step, train_step: None: as in the search. A
                 loaded report holds no functions, so pass those of the search.
+            batched: names of the batch's tensors that hold samples, and are cut into micro-batches:
+                some of the keys of `record.workload["sample_shapes"]`; None: as in the search.
             strategies: names or Strategy objects that apply the plan's settings; None: those of
                 the search, or the installed ones.
 
@@ -186,6 +189,7 @@ class Report:
             model,
             optimizer,
             given,
+            batched=batched,
             strategies=strategies,
             remembered=self.strategies,
             workload=self.workload,

@@ -127,6 +127,7 @@ def record_of(
             "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": dict(survey.sample_shapes),
+            "batched": survey.batched,
         },
         vram_budget_bytes=result.spec.vram_budget_bytes,
         search=SearchSummary(

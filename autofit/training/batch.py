@@ -6,7 +6,8 @@ every tensor with dimensions must have size 1 there: beside others, a 1 may mean
 repeats the batch's own samples in turn, so that token ids, labels and masks stay valid.
 
 A batch that was grown may reach the size of a tensor that stays whole (64 position ids beside 64
-samples); so who knows the sample batch passes on which of its tensors are batched.
+samples). So which tensors hold samples is decided once, on the sample batch, and known by their
+names from then on (`Samples`): to probes, to the report, and to whoever trains by it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,78 @@ def batched_places(batch: Batch) -> frozenset[int]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Which tensors of a training's batches hold samples, by their names in `describe`.
+
+    Attributes:
+        batched: names of the tensors with a sample in each place of dimension 0.
+        whole: names of the others, which every micro-batch gets as they are.
+    """
+
+    batched: frozenset[str]
+    whole: frozenset[str]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Samples:
+        """Tell them by the rule."""
+        return cls._with(batch, batch_size(batch))
+
+    @classmethod
+    def _with(cls, batch: Batch, size: int) -> Samples:
+        named = _named(batch)
+        batched = frozenset(name for name, t in named if t.dim() > 0 and t.shape[0] == size)
+        return cls(batched, frozenset(name for name, _ in named) - batched)
+
+    @classmethod
+    def made_by(cls, maker: BatchMaker) -> Samples:
+        """Tell them by two batches: what holds samples has as many of them as were asked for.
+
+        One batch alone may have a constant tensor of just its size.
+        """
+        fewer, more = (cls._with(maker(samples), samples) for samples in (2, 3))
+        batched = fewer.batched & more.batched
+        return cls(batched, (fewer.batched | fewer.whole | more.batched | more.whole) - batched)
+
+    def places(self, batch: Batch) -> frozenset[int]:
+        """Return which of `tensors_of(batch)` hold samples; `size` has checked them."""
+        return frozenset(i for i, (name, _) in enumerate(_named(batch)) if name in self.batched)
+
+    def size(self, batch: Batch) -> int:
+        """Return the number of samples in the batch.
+
+        Raises:
+            InvalidRequest: the batch has a tensor that the sample batch lacked, no tensor of it
+                holds samples, or those that do have unequal numbers of them.
+        """
+        named = _named(batch)
+        if strangers := {name for name, _ in named} - self.batched - self.whole:
+            raise InvalidRequest(
+                f"the batch has {', '.join(sorted(strangers))}, which the sample batch lacked, so "
+                "whether it holds samples is unknown: train on batches with the tensors of the "
+                f"sample batch ({', '.join(sorted(self.batched | self.whole))}), or search again "
+                "with such a batch"
+            )
+        sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
+        if len(set(sizes.values())) != 1 or () in sizes.values():
+            told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise InvalidRequest(
+                "the tensors that hold samples must have equally many, in dimension 0, and in this "
+                f"batch there are {told or 'none of them'}"
+            )
+        return next(iter(sizes.values()))[0]
+
+
+def _named(batch: Batch) -> list[tuple[str, torch.Tensor]]:
+    """Where each tensor stands in the batch, and the tensor, in the order of `tensors_of`."""
+    leaves, _ = pytree.tree_flatten_with_path(_opened(batch))
+    return [
+        (pytree.keystr(path) or "batch", leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
 def resize(batch: Batch, samples: int) -> Batch:
     """A batch of `samples` samples, made of this batch's own in turn.
 
@@ -169,12 +242,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Batch) 
 
 def describe(batch: Batch) -> dict[str, str]:
     """Where each tensor stands in the batch -> its dtype and shape, as text."""
-    leaves, _ = pytree.tree_flatten_with_path(_opened(batch))
     return {
-        pytree.keystr(path)
-        or "batch": f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
+        name: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        for name, tensor in _named(batch)
     }
 
 
@@ -203,24 +273,27 @@ class BatchWatch:
         self._looked: set[tuple[torch.Size, ...]] = set()
         self._warned: set[str] = set()
 
-    def look(self, batch: Batch, *, stacklevel: int, gathered: Gathered | None = None) -> None:
+    def look(
+        self, batch: Batch, samples: int, *, stacklevel: int, gathered: Gathered | None = None
+    ) -> None:
         """Warn of this batch, if there is a reason that was not given yet.
 
         A smaller batch is one only at first: the last of an epoch often is.
 
         Args:
             batch: of a training step; this rank's share of it.
+            samples: that it has.
             stacklevel: of the line that the warning names.
             gathered: numbers of this rank -> those of every rank, each of which looks as often;
                 None: this device trains alone.
         """
-        if self._looks_left and (unequal := self._ignored_unequally(batch, gathered)):
+        if self._looks_left and (unequal := self._ignored_unequally(batch, samples, gathered)):
             self._looks_left = 0
             self._warn("ignored", unequal, stacklevel + 1)
         shapes = tuple(tensor.shape for tensor in tensors_of(batch))
         if shapes in self._looked:
             return
-        samples, meant = batch_size(batch), self._plan.samples_per_step
+        meant = self._plan.samples_per_step
         if samples > meant or (samples < meant and not self._looked):
             self._warn("size", self._about_size(samples), stacklevel + 1)
         if longer := self._longer(batch, samples):
@@ -236,8 +309,9 @@ class BatchWatch:
             f"instead of {meant}"
         )
 
-    def _ignored_unequally(self, batch: Batch, gathered: Gathered | None) -> str | None:
-        samples = batch_size(batch)
+    def _ignored_unequally(
+        self, batch: Batch, samples: int, gathered: Gathered | None
+    ) -> str | None:
         sizes = split_evenly(samples, steps_for(samples, self._plan.micro_batch))
         if len(sizes) == 1 and gathered is None:
             return None

@@ -50,7 +50,7 @@ class TrainingBuilder:
             resolved,
             device=self.device.torch_device,
             place=self.device.place,
-            batched=workload.batched_places,
+            samples=workload.samples,
             in_host_memory=self.device.in_host_memory,
             place_model=self.device.place_model,
             world=self.world,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autofit.errors import InvalidRequest
-from autofit.training.batch import Batch, batch_size, tensors_of
+from autofit.training.batch import Batch, tensors_of
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ class Recipe:
         if norm is not None and not (number and 0 < norm < math.inf):
             raise InvalidRequest(f"clip_grad_norm must be a number above zero, got {norm!r}")
 
-    def weight(self, batch: Batch) -> float:
-        """Return the number of items that the loss of this batch is a mean over.
+    def weight(self, batch: Batch, samples: int) -> float:
+        """Return the number of items that the loss of this batch of samples is a mean over.
 
         Raises:
             InvalidRequest: the user's function returned what no mean can be over.
         """
         if self.loss_weight is None:
-            return float(batch_size(batch))
+            return float(samples)
         weight = float(self.loss_weight(batch))
         if not 0 <= weight < math.inf:
             raise InvalidRequest(

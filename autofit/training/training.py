@@ -7,7 +7,7 @@ only through the strategies it applies, and `undo` reverts those changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from autofit.errors import InvalidRequest, Unsupported
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
-from autofit.training.batch import Batch, BatchWatch, batch_size, map_tensors, pieces
+from autofit.training.batch import Batch, BatchWatch, Samples, map_tensors, pieces
 from autofit.training.forward_contexts import ForwardContext, ForwardContexts
 from autofit.training.loss import Recipe, scalar
 from autofit.training.optimizers import (
@@ -48,7 +48,7 @@ class Training(AbstractContextManager["Training"]):
         resolved: the plan, with the strategies that apply its settings.
         device: each micro-batch is moved to it when its turn comes.
         place: moves a tensor to the device; None: `tensor.to(device)`.
-        batched: indices of the batch's tensors that hold samples; None: decided by their sizes,
+        samples: which tensors of a batch hold samples; None: decided on each batch by their sizes,
             see `autofit.training.batch`.
         watch: is shown every batch of the user's own training; None: nothing is expected of them.
         in_host_memory: see `TrainingView.in_host_memory`.
@@ -76,7 +76,7 @@ class Training(AbstractContextManager["Training"]):
         *,
         device: torch.device,
         place: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        batched: Collection[int] | None = None,
+        samples: Samples | None = None,
         watch: BatchWatch | None = None,
         in_host_memory: Callable[[], AbstractContextManager[None]] = nullcontext,
         place_model: Callable[[torch.nn.Module], object] | None = None,
@@ -89,7 +89,7 @@ class Training(AbstractContextManager["Training"]):
         self.device = device
         self.recipe = recipe
         self._place = place or (lambda tensor: tensor.to(device, non_blocking=True))
-        self._batched = batched
+        self._samples = samples
         self._watch = watch
         self.in_host_memory = in_host_memory
         self._forward_contexts = ForwardContexts()
@@ -256,7 +256,11 @@ class Training(AbstractContextManager["Training"]):
     def _look(self, batch: Batch) -> None:
         if self._watch is not None:
             gathered = None if self.ranks is None else partial(self._gathered, self.ranks)
-            self._watch.look(batch, stacklevel=3, gathered=gathered)
+            samples = self._samples_in(batch).size(batch)
+            self._watch.look(batch, samples, stacklevel=3, gathered=gathered)
+
+    def _samples_in(self, batch: Batch) -> Samples:
+        return self._samples or Samples.of(batch)
 
     def _over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
@@ -268,8 +272,9 @@ class Training(AbstractContextManager["Training"]):
         """Return this rank's samples of those of all ranks; all of them where it trains alone."""
         if self.ranks is None:
             return batch
-        sizes = split_evenly(batch_size(batch), self.world.size)
-        shares = pieces(batch, sizes, self._batched)
+        samples = self._samples_in(batch)
+        sizes = split_evenly(samples.size(batch), self.world.size)
+        shares = pieces(batch, sizes, samples.places(batch))
         return next(share for rank, share in enumerate(shares) if rank == self.world.rank)
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, float]]:
@@ -284,7 +289,8 @@ class Training(AbstractContextManager["Training"]):
         """
         self.has_split = True
         self._look(batch)
-        samples = batch_size(batch)
+        known = self._samples_in(batch)
+        samples = known.size(batch)
         sizes = split_evenly(samples, steps_for(samples, self.plan.micro_batch))
         if self.ranks is not None:
             yield from self._micro_batches_of_ranks(batch, sizes, self.ranks)
@@ -293,12 +299,14 @@ class Training(AbstractContextManager["Training"]):
             self._announce(is_last=True)
             yield map_tensors(self._place, batch), 1.0
             return
-        weights = [self.recipe.weight(piece) for piece in pieces(batch, sizes, self._batched)]
+        places = known.places(batch)
+        cut = zip(pieces(batch, sizes, places), sizes, strict=True)
+        weights = [self.recipe.weight(piece, size) for piece, size in cut]
         if not any(weights):  # the unsplit batch would have the same 0 / 0
             weights = [1.0] * len(weights)
         whole = sum(weights)
         last = max(index for index, weight in enumerate(weights) if weight)
-        for index, piece in enumerate(pieces(batch, sizes, self._batched)):
+        for index, piece in enumerate(pieces(batch, sizes, places)):
             if weights[index]:
                 self._announce(is_last=index == last)
                 yield map_tensors(self._place, piece), weights[index] / whole
@@ -320,8 +328,7 @@ class Training(AbstractContextManager["Training"]):
         for index, weight in enumerate(weights):
             self._announce(is_last=index == steps - 1)
             chosen = index if weight else heaviest
-            cut = pieces(batch, sizes, self._batched)
-            piece = next(each for at, each in enumerate(cut) if at == chosen)
+            piece = list(self._cut(batch, sizes))[chosen]
             yield map_tensors(self._place, piece), weight * ranks.world.size / whole
 
     def _gathered(self, ranks: Ranks, *numbers: float) -> list[list[float]]:
@@ -329,8 +336,11 @@ class Training(AbstractContextManager["Training"]):
             return ranks.gathered(numbers)
 
     def _weights(self, batch: Batch, sizes: tuple[int, ...]) -> list[float]:
-        cut = zip(pieces(batch, sizes, self._batched), sizes, strict=True)
-        return [self.recipe.weight(piece) if size else 0.0 for piece, size in cut]
+        cut = zip(self._cut(batch, sizes), sizes, strict=True)
+        return [self.recipe.weight(piece, size) if size else 0.0 for piece, size in cut]
+
+    def _cut(self, batch: Batch, sizes: tuple[int, ...]) -> Iterator[Batch]:
+        return pieces(batch, sizes, self._samples_in(batch).places(batch))
 
     def _announce(self, *, is_last: bool) -> None:
         for notify in self._micro_batch_observers:

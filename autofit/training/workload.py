@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,8 @@ from autofit.plan import Plan, Settings, check_count, steps_for
 from autofit.training.batch import (
     Batch,
     BatchMaker,
+    Samples,
     batch_size,
-    batched_places,
     check_batched_dimension,
     check_target,
     resize,
@@ -120,10 +121,10 @@ class Workload:
         """
         return 2 if self.makes_batches else batch_size(self.sample_batch)
 
-    @property
-    def batched_places(self) -> frozenset[int] | None:
-        """Which of the batch's tensors hold samples; None where a function makes batches."""
-        return None if self.makes_batches else batched_places(self.sample_batch)
+    @cached_property
+    def samples(self) -> Samples:
+        """Which of the batch's tensors hold samples; a function makes two small batches for it."""
+        return Samples.made_by(self.batch) if self.makes_batches else Samples.of(self.sample_batch)
 
     def batch(self, samples: int) -> Batch:
         """A batch of that many samples.

@@ -62,6 +62,7 @@ def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Re
             "given": ["loss_fn"],
             "clip_grad_norm": workload.clip_grad_norm,
             "sample_shapes": describe(workload.batch(workload.sample_batch_size)),
+            "batched": sorted(workload.samples.batched),
         },
         vram_budget_bytes=2**26,
         search=SearchSummary(2, 0, 1.0, "no plan is expected to be 1% faster", 0),

@@ -71,6 +71,7 @@ def record() -> Record:
             "given": ["criterion"],
             "clip_grad_norm": 1.0,
             "sample_shapes": {"[0]": "float32[4, 8]", "[1]": "int64[4]"},
+            "batched": ["[0]", "[1]"],
         },
         vram_budget_bytes=64 * MIB,
         search=SearchSummary(7, 1, 12.5, "no plan is expected to be 1% faster", 0),

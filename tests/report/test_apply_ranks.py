@@ -115,6 +115,7 @@ def ran(folder: Path, script: str) -> list[dict[str, Any]]:
     data = json.loads((ROOT / "tests" / "recorded" / "report.json").read_text())
     data["workload"].update(loss="loss_fn", given=["loss_fn"], parameters=16 * 8 + 8 * 16 + 16)
     data["workload"]["sample_shapes"] = {"[0]": "int64[4, 6]", "[1]": "int64[4, 6]"}
+    data["workload"]["batched"] = ["[0]", "[1]"]
     for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
         dimension = {**data["dimensions"]["precision.dtype"], "values": [mode]}
         payload = {"modules": []} if mode.startswith("fsdp2") else None

@@ -13,6 +13,7 @@ from torch import nn
 
 from autofit.errors import InvalidRequest
 from autofit.training.batch import (
+    Samples,
     batch_size,
     batched_places,
     check_batched_dimension,
@@ -225,3 +226,25 @@ def test_a_sparse_batch_grows_and_is_cut() -> None:
 def test_what_torch_cannot_cut_is_refused_with_the_way_out(tensor: torch.Tensor) -> None:
     with pytest.raises(InvalidRequest, match="n -> batch"):
         check_batched_dimension({"x": torch.ones(4, 2), "other": tensor})
+
+
+def test_a_maker_shows_by_two_batches_what_holds_samples() -> None:
+    """In one batch of two samples a constant of two elements would look like one of them."""
+    samples = Samples.made_by(lambda n: {"scale": torch.ones(2), "x": torch.ones(n, 3)})
+    assert samples == Samples(frozenset({"['x']"}), frozenset({"['scale']"}))
+    assert samples.size({"scale": torch.ones(2), "x": torch.ones(7, 3)}) == 7
+
+
+def test_tensors_are_known_by_name_in_whatever_order_they_come() -> None:
+    samples = Samples.of({"x": torch.ones(4, 3), "positions": torch.arange(16)})
+    batch = {"positions": torch.arange(16), "x": torch.ones(16, 3)}
+    assert samples.size(batch) == 16
+    assert samples.places(batch) == {1}
+
+
+def test_a_batch_that_the_sample_batch_does_not_describe_is_refused() -> None:
+    samples = Samples.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
+    with pytest.raises(InvalidRequest, match=r"\['mask'\], which the sample batch lacked"):
+        samples.size({"x": torch.ones(4, 3), "y": torch.ones(4), "mask": torch.ones(4)})
+    with pytest.raises(InvalidRequest, match=r"\['y'\]: \(5,\)"):
+        samples.size({"x": torch.ones(4, 3), "y": torch.ones(5)})

@@ -104,11 +104,11 @@ def test_two_losses_and_clipping_at_nothing_are_contradictions() -> None:
 
 
 def test_a_batch_weighs_its_samples_unless_the_user_weighs_it() -> None:
-    assert Recipe().weight(X) == 4.0
-    assert Recipe(loss_weight=lambda batch: (batch > 1e9).sum()).weight(X) == 0.0
+    assert Recipe().weight(X, 4) == 4.0
+    assert Recipe(loss_weight=lambda batch: (batch > 1e9).sum()).weight(X, 4) == 0.0
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_no_mean_can_be_over_is_refused(wrong: float) -> None:
     with pytest.raises(InvalidRequest, match="loss_weight"):
-        Recipe(loss_weight=lambda batch: wrong).weight(X)
+        Recipe(loss_weight=lambda batch: wrong).weight(X, 4)

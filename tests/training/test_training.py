@@ -14,6 +14,7 @@ from torch import nn
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
+from autofit.training.batch import Samples
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
 
@@ -173,7 +174,10 @@ def test_tensors_that_the_sample_batch_kept_whole_stay_whole() -> None:
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
     recipe = Recipe(loss_fn=loss_fn)
-    training = Training(model, optimizer, recipe, ResolvedPlan(Plan(4)), device=CPU, batched={0})
+    samples = Samples.of((torch.randn(4, 6), positions))
+    training = Training(
+        model, optimizer, recipe, ResolvedPlan(Plan(4)), device=CPU, samples=samples
+    )
     assert torch.isfinite(training.step((torch.randn(8, 6), positions)))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
+from autofit.training.batch import Samples
 from autofit.training.workload import Workload
 
 X = torch.randn(4, 3)
@@ -47,8 +48,9 @@ def test_a_function_makes_batches_from_two_samples_on() -> None:
     workload = Workload(nn.Linear(3, 2), lambda n: torch.ones(n, 3))
     assert workload.sample_batch_size == 2
     assert workload.batch(7).shape == (7, 3)
-    assert workload.batched_places is None
-    assert Workload(nn.Linear(3, 2), (X, torch.ones(9))).batched_places == frozenset({0})
+    assert Workload(nn.Linear(3, 2), (X, torch.ones(9))).samples == Samples(
+        frozenset({"[0]"}), frozenset({"[1]"})
+    )
 
 
 def test_a_module_that_can_be_called_is_the_model_and_not_its_builder() -> None:

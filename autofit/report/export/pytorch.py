@@ -18,48 +18,50 @@ _ABOUT = '''
     for loss in train({call}):
         print(loss.item())
 
-A batch has {samples} samples, on any device; its tensors whose first dimension has that size are
-samples. The model is on the device that it trains on.
+A batch has {samples} samples, on any device. The model is on the device that it trains on.
 """
-'''
-_TENSORS = '''
-
-def tensors(batch):
-    """Yield the tensors of a batch, which may be nested."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors(value)
 '''
 _MAPPED = '''
 
-def mapped(function, batch):
-    """Return the batch with that function applied to its tensors."""
+def mapped(function, batch, place=""):
+    """Return the batch with function(place, tensor) applied to each of its tensors."""
     if isinstance(batch, torch.Tensor):
-        return function(batch)
+        return function(place or "batch", batch)
     if isinstance(batch, Mapping):
-        return {name: mapped(function, value) for name, value in batch.items()}
+        return {name: mapped(function, each, f"{place}[{name!r}]") for name, each in batch.items()}
+    if dataclasses.is_dataclass(batch):
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **mapped(function, fields, place))
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named one
+        fields = ((getattr(batch, name), f"{place}.{name}") for name in batch._fields)
+        return type(batch)(*(mapped(function, *each) for each in fields))
     if isinstance(batch, (list, tuple)):
-        return [mapped(function, value) for value in batch]
+        return type(batch)(mapped(function, each, f"{place}[{i}]") for i, each in enumerate(batch))
     return batch
 '''
 _SPLIT = '''
 
 def split(batch):
     """Yield each micro-batch with its share of the samples; sizes differ by at most one."""
-    samples = next(len(tensor) for tensor in tensors(batch) if tensor.dim() > 0)
+    sizes = {}
+
+    def size_of(place, tensor):
+        if place not in SAMPLES and place not in WHOLE:
+            raise ValueError(f"whether {place} holds samples is unknown: search again with it")
+        if place in SAMPLES:
+            sizes[place] = len(tensor)
+
+    mapped(size_of, batch)
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"the tensors that hold samples have unequal numbers of them: {sizes}")
+    samples = next(iter(sizes.values()))
     steps = -(-samples // MICRO_BATCH)
     start = 0
     for step in range(steps):
         size = samples // steps + (step < samples % steps)
 
-        def cut(tensor, start=start, size=size):
-            is_batched = tensor.dim() > 0 and len(tensor) == samples
-            return tensor[start : start + size] if is_batched else tensor
+        def cut(place, tensor, start=start, size=size):
+            return tensor[start : start + size] if place in SAMPLES else tensor
 
         yield mapped(cut, batch), size / samples
         start += size
@@ -83,7 +85,8 @@ def loop(record: Record) -> str:
     """Return Python with a function `train`, which yields the loss of each optimizer step.
 
     Raises:
-        InvalidRequest: the search had a train_step, which only `Report.apply` can run.
+        InvalidRequest: the search had a train_step, which only `Report.apply` can run, or the
+            report does not say which tensors hold samples.
     """
     given = set(record.functions_given)
     if "train_step" in given:
@@ -95,7 +98,12 @@ def loop(record: Record) -> str:
     dtype = next((str(p.terms["autocast"]) for p in parts if "autocast" in p.terms), None)
     around = [part for part in parts if "autocast" not in part.terms]
     splits = record.best.plan.accumulation_steps > 1
-    helpers = [_TENSORS, _MAPPED, _SPLIT] if splits else [_MAPPED]
+    if splits and "batched" not in record.workload:
+        raise InvalidRequest(
+            "the report does not say which tensors of a batch hold samples, so a loop cannot cut "
+            "them into micro-batches: search again"
+        )
+    helpers = [_MAPPED, _SPLIT] if splits else [_MAPPED]
     if splits and "loss_weight" in given:
         helpers.append(_WEIGHTED)
     body = _Body(record, given, dtype=dtype, splits=splits)
@@ -119,6 +127,7 @@ def _head(record: Record, parameters: Sequence[str], around: Sequence[Part]) -> 
         '"""' + "\n".join(about).replace('"""', "'''").replace("\\", "/"),
         _ABOUT.strip("\n").format(call=call, samples=plan.samples_per_step),
         "",
+        "import dataclasses",
         "from collections.abc import Mapping",
         "",
         "import torch",
@@ -126,6 +135,13 @@ def _head(record: Record, parameters: Sequence[str], around: Sequence[Part]) -> 
         "",
         f"MICRO_BATCH = {plan.micro_batch}  # samples in one forward and backward",
     ]
+    if plan.accumulation_steps > 1:
+        batched = record.workload["batched"]
+        whole = [name for name in record.workload["sample_shapes"] if name not in batched]
+        lines += [
+            f"SAMPLES = {batched!r}  # where a batch's tensors are cut into micro-batches",
+            f"WHOLE = {whole!r}  # which every micro-batch gets as they are",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -168,13 +184,13 @@ class _Body:
                 pieces = "weighted(list(split(batch)), loss_weight)"
             yield "    total = 0.0"
             yield f"    for micro_batch, weight in {pieces}:"
-            yield "        micro_batch = mapped(lambda tensor: tensor.to(device), micro_batch)"
+            yield "        micro_batch = mapped(lambda _, tensor: tensor.to(device), micro_batch)"
             yield from (f"        {line}" for line in self._loss("micro_batch"))
             yield f"        {self._backward('(loss * weight)')}"
             yield "        total = total + loss.detach() * weight"
             yield "        del loss"
         else:
-            yield "    batch = mapped(lambda tensor: tensor.to(device), batch)"
+            yield "    batch = mapped(lambda _, tensor: tensor.to(device), batch)"
             yield from (f"    {line}" for line in self._loss("batch"))
             yield f"    {self._backward('loss')}"
             yield "    total = loss.detach()"

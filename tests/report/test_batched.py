@@ -1,0 +1,98 @@
+"""Who trains by a report cuts the tensors that the search cut, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.errors import InvalidRequest
+
+SAMPLES = 16
+
+
+class Positioned(nn.Module):
+    """Its batch holds positions, as many as there are samples in a step, and cut they broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.places, self.last = nn.Embedding(SAMPLES, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.last(x + self.places(positions)).square().mean()
+        return loss
+
+
+def batch_of(samples: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(samples, SAMPLES, 8), "positions": torch.arange(SAMPLES)}
+
+
+@pytest.fixture(scope="module", params=["batch", "maker"])
+def report(request: pytest.FixtureRequest) -> autofit.Report:
+    given: Any = batch_of(1) if request.param == "batch" else batch_of
+    return autofit.search(
+        Positioned,
+        given,
+        global_batch=SAMPLES,
+        device="cpu",
+        vram_budget="64MiB",
+        strategies=[],
+        max_probes=1,
+        max_micro_batch=2,
+    )
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def whole() -> list[torch.Tensor]:
+    model = Positioned()
+    model(**batch_of(SAMPLES)).backward()
+    return gradients_of(model)
+
+
+def test_the_record_says_which_tensors_hold_samples(report: autofit.Report) -> None:
+    assert report.best.plan.accumulation_steps > 1
+    assert report.to_dict()["workload"]["batched"] == ["['x']"]
+
+
+def test_apply_cuts_no_constant_as_long_as_the_global_batch(report: autofit.Report) -> None:
+    seen: list[list[torch.Tensor]] = []
+    model = Positioned()
+    with report.apply(
+        model,
+        torch.optim.SGD(model.parameters(), 0.0),
+        before_step=lambda model, optimizer: seen.append(gradients_of(model)),
+    ) as training:
+        training.step(batch_of(SAMPLES))
+    torch.testing.assert_close(seen[0], whole())
+
+
+def test_the_exported_loop_cuts_none_either(report: autofit.Report) -> None:
+    code: dict[str, Any] = {}
+    exec(report.export("pytorch"), code)
+    model = Positioned()
+    next(code["train"](model, torch.optim.SGD(model.parameters(), 0.0), [batch_of(SAMPLES)]))
+    torch.testing.assert_close(gradients_of(model), whole())
+
+
+def test_a_report_that_does_not_say_it_asks(report: autofit.Report) -> None:
+    facts = {k: v for k, v in report.record.workload.items() if k != "batched"}
+    silent = replace(report, record=replace(report.record, workload=facts))
+    model = Positioned()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with pytest.raises(InvalidRequest, match="batched="):
+        silent.apply(model, optimizer)
+    with pytest.raises(InvalidRequest, match="hold samples"):
+        silent.export("pytorch")
+    with pytest.raises(InvalidRequest, match="'x'"):
+        silent.apply(model, optimizer, batched=["x"])
+    with silent.apply(model, optimizer, batched=["['x']"]) as training:
+        assert torch.isfinite(training.step(batch_of(SAMPLES)))
