@@ -253,7 +253,7 @@ def test_a_model_that_asks_where_it_runs_takes_the_branch_of_the_gpu(
 ) -> None:
     def needs(model: nn.Module) -> int:
         workload = Workload(model, pairs(64), criterion=nn.MSELoss())
-        return predict(workload, gpu="L4", method="rehearse").required_bytes
+        return predict(workload, gpu="L4").required_bytes
 
     assert needs(Guarded(asks)) == needs(Guarded(lambda tensor: True))
 
@@ -265,7 +265,7 @@ def test_a_users_key_error_is_theirs() -> None:
 
     workload = Workload(nn.Linear(8, 8), torch.ones(4, 8), loss_fn=loss_fn)
     with pytest.raises(KeyError, match="metadata"):
-        predict(workload, gpu="L4", method="rehearse")
+        predict(workload, gpu="L4")
 
 
 def test_what_is_written_by_out_is_not_known_any_more() -> None:
@@ -277,7 +277,7 @@ def test_what_is_written_by_out_is_not_known_any_more() -> None:
 
     batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.bool)
     with pytest.raises(CannotTell, match=r"mask\.any"):
-        predict(Workload(nn.Linear(8, 8), batch, loss_fn=loss_fn), gpu="L4", method="rehearse")
+        predict(Workload(nn.Linear(8, 8), batch, loss_fn=loss_fn), gpu="L4")
 
 
 @pytest.mark.parametrize(
@@ -296,4 +296,4 @@ def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> No
 
     workload = Workload(nn.Linear(16, 16), torch.ones(4, 16), loss_fn=loss_fn)
     with pytest.raises(RuntimeError):
-        predict(workload, gpu="L4", method="rehearse")
+        predict(workload, gpu="L4")
