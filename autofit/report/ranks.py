@@ -43,7 +43,7 @@ def times_of_ranks(ranks: Sequence[RankUse]) -> str:
     )
 
 
-def lines_to_paste(plan: Plan) -> list[str]:
+def lines_to_paste(plan: Plan, *, has_loss_weight: bool) -> list[str]:
     """Return how ranks split and weight their samples, of which wrappers know nothing.
 
     Both `DistributedDataParallel` and `fully_shard` divide the sum of gradients by the ranks, so
@@ -52,9 +52,18 @@ def lines_to_paste(plan: Plan) -> list[str]:
     ranks, samples, steps = plan.world_size, plan.samples_per_step, plan.accumulation_steps
     shares = [sum(plan.micro_batch_sizes_of(rank)) for rank in (0, ranks - 1)]
     share = " or ".join(map(str, dict.fromkeys(shares)))
-    return [
+    geometry = (
         f"accumulation_steps = {steps}  # micro-batches of each rank, the same number on all: "
-        f"its {share} of {samples} samples, cut by tensor_split(accumulation_steps)",
+        f"its {share} of {samples} samples, cut by tensor_split(accumulation_steps)"
+    )
+    if has_loss_weight:
+        return [
+            geometry,
+            f"# multiply each loss by {ranks} * loss_weight(micro_batch) / the sum of these over "
+            f"all micro-batches of all ranks: gradients are averaged over the {ranks} ranks",
+        ]
+    return [
+        geometry,
         f"loss_factor = {ranks} / {samples}  # multiply each loss by this and by the samples of "
         f"its micro-batch: gradients are averaged over the {ranks} ranks",
         "# a loss that is a mean over something else (valid tokens, see loss_weight): multiply by "

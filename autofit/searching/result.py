@@ -148,7 +148,10 @@ def record_of(
         baseline_number=result.baseline.number,
         skipped=result.skipped,
         paste={
-            trial.number: paste_lines(resolve(trial.plan, space, strategies))
+            trial.number: paste_lines(
+                resolve(trial.plan, space, strategies),
+                has_loss_weight=workload.loss_weight is not None,
+            )
             for trial in result.trials
         },
         notes=(
@@ -202,24 +205,30 @@ def _with_more_time(result: SearchResult) -> Iterator[str]:
         yield f"with more time the search would have tried {plan} next"
 
 
-def paste_lines(resolved: ResolvedPlan) -> list[str]:
+def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:
     """Return code for batch geometry, then that of each strategy, which runs as it stands.
 
     Imports come first. A strategy's last line may open a block (`with ...:`), in which all that
     follows lies, as strategies are applied inside one another; the last block holds a place for the
     training.
+
+    Args:
+        resolved: the plan.
+        has_loss_weight: whether the workload says what the loss of a micro-batch is a mean over.
     """
     plan = resolved.plan
     code = [f"micro_batch = {plan.micro_batch}  # samples in one forward and backward"]
     if plan.world_size > 1:
         from autofit.report.ranks import lines_to_paste  # most plans are of one device
 
-        code += lines_to_paste(plan)
+        code += lines_to_paste(plan, has_loss_weight=has_loss_weight)
     elif plan.accumulation_steps > 1:
+        factor = "its share of the samples"
+        if has_loss_weight:
+            factor = "loss_weight(micro_batch) / the sum of these over the step's micro-batches"
         code.append(
             f"accumulation_steps = {plan.accumulation_steps}  # micro-batches in one "
-            f"optimizer step of {plan.samples_per_step} samples; "
-            "weight each loss by its share of the samples"
+            f"optimizer step of {plan.samples_per_step} samples; multiply each loss by {factor}"
         )
     imports: dict[str, None] = {}
     indent = ""

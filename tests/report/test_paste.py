@@ -48,6 +48,15 @@ def test_accumulation_says_how_many_samples_an_optimizer_step_has() -> None:
     assert "30 samples" in lines[1]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_loss_weight_losses_are_not_weighted_by_samples(ranks: int) -> None:
+    resolved = ResolvedPlan(Plan.split(32, 4, world_size=ranks), {}, [])
+    plain, weighted = paste_lines(resolved), paste_lines(resolved, has_loss_weight=True)
+    assert "loss_weight(micro_batch) / " in "\n".join(weighted)
+    assert not any("loss_factor" in line or "share of the samples" in line for line in weighted)
+    assert "loss_weight(micro_batch)" not in "\n".join(plain)
+
+
 def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> None:
     plan = Plan(8, settings={"folding.level": 1, "folding_too.level": 2})
     payloads = {"folding.level": ["a"], "folding_too.level": ["b"]}
