@@ -39,7 +39,8 @@ def autofit_check() -> Checker:
 
     It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`,
     `global_batch` and `settings`, as on the command line, and the other arguments of
-    `autofit.check`, whose verdict it returns.
+    `autofit.check`, whose verdict it returns. It raises `autofit.InvalidRequest` where `plan` and
+    a part of a plan are both given.
     """
 
     def checker(
@@ -56,10 +57,22 @@ def autofit_check() -> Checker:
     ) -> Verdict:
         __tracebackhide__ = True
         from autofit.checks.check import check
+        from autofit.errors import InvalidRequest
+        from autofit.training.workload import check_arguments
 
+        check_arguments(workload, plan, None)
+        parts = {
+            "micro_batch": micro_batch,
+            "accumulation_steps": accumulation_steps,
+            "global_batch": global_batch,
+            "settings": settings,
+        }
+        beside = [f"{name}=" for name, value in parts.items() if value is not None]
+        if plan is not None and beside:
+            raise InvalidRequest(f"plan= sets the whole plan: leave {' and '.join(beside)} out")
         verdict = check(
             workload,
-            plan=plan or workload.plan(micro_batch, accumulation_steps, global_batch, settings),
+            plan=plan or workload.plan(**parts),
             vram_budget=vram_budget,
             gpu=gpu,
             **options,

@@ -46,9 +46,22 @@ def test_a_micro_batch_keeps_the_workloads_global_batch(run: Callable[..., str])
     assert re.search(r"= 1 passed", run("-k", "split"))
 
 
+def test_a_plan_beside_its_own_parts_is_refused(run: Callable[..., str]) -> None:
+    shown = run("-k", "contradiction")
+    assert re.search(r"= 2 failed", shown)
+    for given in ("micro_batch", "settings"):
+        assert re.search(rf"InvalidRequest: .*plan=.*{given}=", shown)
+
+
+def test_a_function_in_place_of_a_workload_is_refused_in_words(run: Callable[..., str]) -> None:
+    shown = run("-k", "function")
+    assert "AttributeError" not in shown
+    assert re.search(r"InvalidRequest: .*make_workload.*make_workload\(\)", shown)
+
+
 def test_the_marker_selects_the_checks(run: Callable[..., str]) -> None:
     shown = run("-k", "small or other", "-m", "autofit", "--strict-markers")
-    assert re.search(r"= 1 passed, 4 deselected", shown)
+    assert re.search(r"= 1 passed, 7 deselected", shown)
 
 
 def test_importing_the_plugin_imports_no_torch() -> None:

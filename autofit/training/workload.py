@@ -275,7 +275,7 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
     if not isinstance(workload, Workload):
         raise InvalidRequest(
             f"workload must be an autofit.Workload, got {_kind(workload)}: "
-            "make one with autofit.Workload(model, sample_batch)"
+            f"make one with {_makes_workload(workload)}"
         )
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidRequest(
@@ -287,6 +287,13 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
             "payloads must be a mapping from settings to what they mean, as in a report's "
             f"dimensions, got {_kind(payloads)}"
         )
+
+
+def _makes_workload(given: object) -> str:
+    made = "autofit.Workload(model, sample_batch)"
+    name = getattr(given, "__name__", None)
+    is_function = name is not None and callable(given) and not isinstance(given, type)
+    return f"{name}() if that returns one, or with {made}" if is_function else made
 
 
 def _kind(value: object) -> str:

@@ -46,5 +46,18 @@ def test_split(autofit_check: Check) -> None:
     assert verdict.plan == Plan.split(20, 8)
 
 
+def test_contradiction_of_counts(autofit_check: Check) -> None:
+    autofit_check(make_workload(), vram_budget="2GiB", plan=Plan(1), micro_batch=64, gpu="L4")
+
+
+def test_contradiction_of_settings(autofit_check: Check) -> None:
+    settings = {"precision.dtype": "bfloat16"}
+    autofit_check(make_workload(), vram_budget="2GiB", plan=Plan(1), settings=settings, gpu="L4")
+
+
+def test_function(autofit_check: Check) -> None:
+    autofit_check(make_workload, vram_budget="2GiB", gpu="L4")
+
+
 def test_other() -> None:
     raise AssertionError("this checks no capacity")
