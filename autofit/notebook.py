@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import import_module
+from typing import Any
 
 _CELL = "padding:2px 12px 2px 0;border:0;background:none"
 
@@ -42,6 +44,22 @@ def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
+
+
+class ChangingLine:
+    """A line below a notebook's cell; each text replaces the one before."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        """Show this text in the line."""
+        data = {"text/plain": text}
+        if self._handle is None:
+            display = import_module("IPython.display").display
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 def _cells(row: Sequence[str]) -> str:

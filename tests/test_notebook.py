@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 import autofit
@@ -57,3 +62,63 @@ def test_a_prediction_and_a_verdict_show_their_rows() -> None:
     words = Words(verdict._repr_html_())
     assert words.texts[0] == str(verdict)
     assert format_bytes(verdict.required_bytes) in words.texts
+
+
+class Notebook:
+    """What a kernel's `IPython.display.display` is asked for: outputs by number, as they stand."""
+
+    def __init__(self) -> None:
+        self.outputs: list[list[str]] = []
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert raw
+        assert display_id
+        states = [data["text/plain"]]
+        self.outputs.append(states)
+        return SimpleNamespace(update=lambda data, *, raw: states.append(data["text/plain"]))
+
+
+class ZMQInteractiveShell:
+    """By this name rich knows the shell of a notebook."""
+
+    kernel = True
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    made, shell = Notebook(), ZMQInteractiveShell()
+    package, display = ModuleType("IPython"), ModuleType("IPython.display")
+    vars(package)["get_ipython"] = lambda: shell
+    vars(display)["display"] = made.display
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    return made
+
+
+def texts_of_a_report(folder: Path) -> list[str]:
+    report = load(REPORT)
+    saved = report.save(folder / "report.txt").read_text()
+    return [str(report), report.to_text(), report.to_text(verbose=True), saved]
+
+
+def test_a_reports_text_is_the_same_in_a_notebook(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    plain = texts_of_a_report(tmp_path)
+    notebook = request.getfixturevalue("notebook")
+    assert texts_of_a_report(tmp_path) == plain
+    assert notebook.outputs == [], "it was displayed as well"
+
+
+def test_progress_in_a_notebook_is_one_line_that_changes(
+    notebook: Notebook, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workload = autofit.Workload(torch.nn.Linear(8, 4), torch.randn(4, 8))
+    limits: Any = {"max_probes": 2, "vram_budget": "32MiB", "strategies": ["precision"]}
+    autofit.search(workload, device="cpu", isolation="inprocess", **limits)
+    (states,) = notebook.outputs
+    assert len(set(states)) > 3
+    assert any("probe 2" in state for state in states)
+    assert "samples/s" in states[-1]
+    assert "probe" not in capfd.readouterr().err

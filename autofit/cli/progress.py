@@ -1,8 +1,8 @@
 """The display of a running search, on a stream of its own.
 
 In a terminal: one short line for each finished probe, and below them a live one with the current
-probe, the best so far, OOMs so far and the time left; it never wraps. Elsewhere (a log): one plain
-line for each event, complete in itself.
+probe, the best so far, OOMs so far and the time left; it never wraps. In a notebook: one line that
+changes with each event. Elsewhere (a log): one plain line for each event, complete in itself.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from autofit.notebook import ChangingLine, in_notebook
 from autofit.searching.events import Event, Progress, StageStarted
 from autofit.searching.wording import EventWords, best_so_far, limits_left
 from autofit.units import format_clock
@@ -30,17 +31,21 @@ class ProgressLine:
     """Show a search's events on a stream; a context manager, and the `progress` of a search.
 
     Args:
-        stream: where to write; None: standard error.
+        stream: where to write; None: standard error, or the cell of a notebook.
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         shown = stream or sys.stderr
-        self._console = Console(file=shown, highlight=False, quiet=shown is None)
+        self._console = Console(
+            file=shown, highlight=False, quiet=shown is None, force_jupyter=False
+        )
         self._live: Live | None = None
+        self._cell = ChangingLine() if stream is None and in_notebook() else None
+        self._last = _LiveLine("")
         self._words = EventWords()
 
     def __enter__(self) -> ProgressLine:
-        if self._console.is_terminal:
+        if self._cell is None and self._console.is_terminal:
             line = _LiveLine("starting")
             self._live = Live(
                 line, console=self._console, transient=True, refresh_per_second=_FRAMES_PER_SECOND
@@ -59,6 +64,8 @@ class ProgressLine:
             with self._while_written():
                 self._live.stop()
             self._live = None
+        if self._cell is not None:
+            self._cell.show(self._last.standing())
 
     def show_stage(self, stage: str) -> None:
         """Show a stage that precedes the search."""
@@ -67,13 +74,16 @@ class ProgressLine:
     def __call__(self, event: Event) -> None:
         """Show one event."""
         self._words.learn(event)
+        self._last = _LiveLine(self._words.doing(event), event.progress)
+        if self._cell is not None:
+            self._cell.show(f"{self._words.doing(event)} | {self._last.standing()}")
+            return
         with self._while_written():
             if self._live is None:
                 line = self._words.plain(event)
             else:
                 line = self._words.finished(event)
-                now = _LiveLine(self._words.doing(event), event.progress)
-                self._live.update(now, refresh=True)
+                self._live.update(self._last, refresh=True)
             if line:
                 self._console.print(Text(line), soft_wrap=True)
 
@@ -94,16 +104,18 @@ class _LiveLine:
         self._since = time.monotonic()
 
     def __rich__(self) -> Text:
-        waited = time.monotonic() - self._since
-        frame = _FRAMES[int(waited * _FRAMES_PER_SECOND) % len(_FRAMES)]
-        parts = [f"{frame} {self._doing}", *self._standing(waited)]
-        return Text(" | ".join(parts), no_wrap=True, overflow="ellipsis")
+        frame = _FRAMES[int(self._waited * _FRAMES_PER_SECOND) % len(_FRAMES)]
+        line = f"{frame} {self._doing} | {self.standing()}"
+        return Text(line, no_wrap=True, overflow="ellipsis")
 
-    def _standing(self, waited: float) -> list[str]:
-        if self._progress is None:
-            return [format_clock(waited)]
-        clock = [
-            format_clock(self._progress.elapsed_s + waited),
-            *limits_left(self._progress, waited),
-        ]
-        return [best_so_far(self._progress), f"{self._progress.oom_probes} OOM", ", ".join(clock)]
+    @property
+    def _waited(self) -> float:
+        return time.monotonic() - self._since
+
+    def standing(self) -> str:
+        """Return the progress as of now."""
+        waited, progress = self._waited, self._progress
+        if progress is None:
+            return format_clock(waited)
+        clock = [format_clock(progress.elapsed_s + waited), *limits_left(progress, waited)]
+        return " | ".join([best_so_far(progress), f"{progress.oom_probes} OOM", ", ".join(clock)])

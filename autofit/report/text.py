@@ -45,6 +45,7 @@ def laid_out(parts: Iterable[str | Table | Text], width: int, *, color: bool = F
         width=width,
         no_color=not color,
         force_terminal=color,
+        force_jupyter=False,  # in a notebook rich would display the text, and write none
         color_system="standard" if color else None,
         highlight=False,
         legacy_windows=False,
