@@ -61,7 +61,7 @@ def autofit_check() -> Checker:
         from autofit.training.workload import check_arguments
 
         check_arguments(workload, plan, None)
-        parts = {
+        parts: dict[str, Any] = {
             "micro_batch": micro_batch,
             "accumulation_steps": accumulation_steps,
             "global_batch": global_batch,

@@ -23,6 +23,12 @@ GROUP_OF_RANKS = "autofit.strategies.of_ranks"
 imported."""
 
 
+class Unnamed(tuple[Strategy, ...]):
+    """Strategies for a search that its caller did not name: what is costly to try needs a name."""
+
+    __slots__ = ()
+
+
 def installed_names() -> tuple[str, ...]:
     """Return the sorted names of all installed strategies without importing them."""
     return tuple(sorted(_installed(GROUP, GROUP_OF_RANKS)))

@@ -12,6 +12,7 @@ DataModule's `batch_size`. For `lightning` and `pytorch_lightning` alike. One de
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import warnings
@@ -33,6 +34,7 @@ from autofit.integrations.workloads import (
     search_as_is,
 )
 from autofit.report.report import Report
+from autofit.searching.events import OnEvent
 from autofit.strategy import Strategy
 from autofit.training.batch import batch_size
 from autofit.training.workload import Workload
@@ -55,6 +57,7 @@ def workload(
     trainer: Any = None,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
+    progress: OnEvent | bool | None = None,
     **options: Any,
 ) -> Workload:
     """Return what a LightningModule trains, as a workload.
@@ -62,11 +65,14 @@ def workload(
     Args:
         module: a live LightningModule with one optimizer, which Lightning steps.
         data: a DataModule, or a training DataLoader, whose longest samples are taken; its
-            micro-batches are those of the baseline.
+            micro-batches are those of the baseline. A copy of a DataModule is set up, as a Trainer
+            does it; the DataModule itself is left for the Trainer to set up.
         trainer: a Lightning Trainer whose accumulation, clipping and precision are the training's;
             None: one micro-batch a step, in the module's own precision, not clipped.
         sample_batch: in place of data.
-        examine: samples to look at for the longest ones.
+        examine: samples to look at for the longest ones, for some seconds at most; of images and
+            the like, which have no length, a few.
+        progress: of that, as for `autofit.search`.
         options: further fields of the `Workload`, such as optimizer, where `configure_optimizers`
             needs a Trainer, or global_batch.
 
@@ -80,7 +86,7 @@ def workload(
             "that as train_step=(training, batch) -> loss for autofit.search"
         )
     if sample_batch is None:
-        sample_batch = longest_batch(_loader(data), examine)
+        sample_batch = longest_batch(_loader(data, trainer), examine, progress=progress)
     sample_batch = module.on_before_batch_transfer(sample_batch, 0)
     given: dict[str, Any] = {
         "loss_fn": ModuleLoss(precision=_own_precision(trainer)),
@@ -105,6 +111,7 @@ def search(
     allow_resplit: bool = False,
     strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
+    progress: OnEvent | bool | None = None,
     **options: Any,
 ) -> Report:
     """Find the fastest way to train a LightningModule.
@@ -113,9 +120,9 @@ def search(
         module, data, trainer, sample_batch, examine: see `workload`.
         optimizer: parameters -> Optimizer; None: that of `configure_optimizers`.
         global_batch: samples per optimizer step; None: those of `data` times the accumulation.
-        allow_resplit, strategies, numerics: as for `autofit.search`. Where the Trainer has mixed
-            precision, every plan keeps that, and no other type is tried.
-        options: further arguments of `autofit.search` (vram_budget, timeout, study, progress, ...).
+        allow_resplit, strategies, numerics, progress: as for `autofit.search`. Where the Trainer
+            has mixed precision, every plan keeps that, and no other type is tried.
+        options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:
         InvalidRequest: see `workload`, and what `autofit.search` raises.
@@ -128,6 +135,7 @@ def search(
         trainer=trainer,
         sample_batch=sample_batch,
         examine=examine,
+        progress=progress,
         allow_resplit=allow_resplit,
         **{name: value for name, value in more.items() if value is not None},
     )
@@ -141,6 +149,7 @@ def search(
         if own
         else [],
         apply=_APPLY,
+        progress=progress,
         **device | options,
     )
 
@@ -199,14 +208,19 @@ class ModuleLoss:
         return loss
 
 
-def _loader(data: Any) -> Any:
-    """Return the training loader of a DataModule, set up as `Trainer.fit` does; a loader as is."""
+def _loader(data: Any, trainer: Any) -> Any:
+    """Return the training loader of a DataModule, set up as `Trainer.fit` does; a loader as is.
+
+    It is a copy of the DataModule that is set up: it keeps its data in attributes of its own.
+    """
     if data is None:
         raise InvalidRequest("give a DataModule or a DataLoader as data, or sample_batch=")
     if not hasattr(data, "train_dataloader"):
         return data
+    data = copy.copy(data)
+    data.trainer = trainer
     data.prepare_data()
-    data.setup("fit")
+    data.setup(stage="fit")
     return data.train_dataloader()
 
 

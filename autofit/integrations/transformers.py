@@ -30,6 +30,7 @@ from autofit.integrations.workloads import (
 )
 from autofit.plan import Scalar
 from autofit.report.report import Report
+from autofit.searching.events import OnEvent
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
@@ -41,7 +42,12 @@ _APPLY = (
 
 
 def workload(
-    trainer: Any, *, sample_batch: Any = None, examine: int = MOST_EXAMINED, **options: Any
+    trainer: Any,
+    *,
+    sample_batch: Any = None,
+    examine: int = MOST_EXAMINED,
+    progress: OnEvent | bool | None = None,
+    **options: Any,
 ) -> Workload:
     """Return what a Trainer trains, as a workload.
 
@@ -49,7 +55,9 @@ def workload(
         trainer: a live `transformers.Trainer`, of any subclass; it is not changed.
         sample_batch: a batch as its collator makes them, as long as the longest; None: the
             collator is given the longest of `examine` samples of the training data.
-        examine: samples to look at for the longest ones.
+        examine: samples to look at for the longest ones, for some seconds at most; of images and
+            the like, which have no length, a few.
+        progress: of that, as for `autofit.search`.
         options: further fields of the `Workload`, such as allow_resplit.
 
     Raises:
@@ -58,7 +66,7 @@ def workload(
     _check_one_device(trainer)
     args = trainer.args
     if sample_batch is None:
-        sample_batch = _longest_batch(trainer, examine)
+        sample_batch = _longest_batch(trainer, examine, progress)
     loss = TrainerLoss(trainer)
     given: dict[str, Any] = {
         "loss_fn": loss,
@@ -79,6 +87,7 @@ def search(
     allow_resplit: bool = False,
     strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
+    progress: OnEvent | bool | None = None,
     **options: Any,
 ) -> Report:
     """Find the fastest way to run this Trainer, with its own samples per optimizer step.
@@ -86,16 +95,20 @@ def search(
     Args:
         trainer: a live `transformers.Trainer`; its model, arguments and data stay as they are.
         sample_batch, examine: see `workload`.
-        allow_resplit, strategies, numerics: as for `autofit.search`. Where the arguments ask for
-            bf16 or fp16, every plan keeps that, and no other type is tried.
-        options: further arguments of `autofit.search` (vram_budget, timeout, study, progress, ...).
+        allow_resplit, strategies, numerics, progress: as for `autofit.search`. Where the
+            arguments ask for bf16 or fp16, every plan keeps that, and no other type is tried.
+        options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:
         InvalidRequest: see `workload`, and what `autofit.search` raises.
     """
     own = own_precision(trainer.args)
     trained = workload(
-        trainer, sample_batch=sample_batch, examine=examine, allow_resplit=allow_resplit
+        trainer,
+        sample_batch=sample_batch,
+        examine=examine,
+        progress=progress,
+        allow_resplit=allow_resplit,
     )
     with in_training_mode(trainer.model):
         return search_as_is(
@@ -105,6 +118,7 @@ def search(
             numerics=numerics,
             notes=_notes(trainer.args, own),
             apply=_APPLY,
+            progress=progress,
             **{"device": str(trainer.args.device)} | options,
         )
 
@@ -159,7 +173,7 @@ def _check_one_device(trainer: Any) -> None:
         )
 
 
-def _longest_batch(trainer: Any, examine: int) -> Any:
+def _longest_batch(trainer: Any, examine: int, progress: OnEvent | bool | None) -> Any:
     """Return a micro-batch of the Trainer's longest samples, as its collator makes it."""
     if trainer.train_dataset is None:
         raise InvalidRequest(
@@ -169,7 +183,7 @@ def _longest_batch(trainer: Any, examine: int) -> Any:
     known = len(trainer.accelerator._dataloaders)
     loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
     del trainer.accelerator._dataloaders[known:]  # what asking for a loader adds
-    return longest_batch(loader, examine, trainer.args.train_batch_size)
+    return longest_batch(loader, examine, trainer.args.train_batch_size, progress=progress)
 
 
 def _optimizer(trainer: Any) -> Any:

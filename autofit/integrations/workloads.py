@@ -6,7 +6,10 @@ The baseline of such a search is the training as it is, its own mixed precision 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -15,8 +18,10 @@ from typing import Any
 import torch
 
 from autofit.errors import InvalidRequest
-from autofit.registry import load_strategies
+from autofit.registry import Unnamed, load_strategies
 from autofit.report.report import Report
+from autofit.searching.events import OnEvent, Progress, StageStarted
+from autofit.snapshot import process
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 
@@ -24,36 +29,110 @@ MOST_EXAMINED = 10_000
 """Samples of a data set that are looked at for the longest ones, evenly spread over it."""
 _BATCHES = 32
 """Batches that are looked at where a loader makes no samples of its own to choose from."""
+_FIRST = 32
+"""Samples that tell whether lengths are worth looking for: images have none, and take long."""
+_SECONDS = 10.0
+"""As long as a worker takes to start on a busy machine: what has been found by then is taken."""
+_SECONDS_BETWEEN = 1.0
+"""Of two events that say how many were looked at."""
+
+OnExamined = Callable[[int, int], None]
+"""Called with how many were looked at so far, and with how many there are to look at."""
 
 
-def longest_batch(loader: Any, examine: int = MOST_EXAMINED, batch_size: int | None = None) -> Any:
+def longest_batch(
+    loader: Any,
+    examine: int = MOST_EXAMINED,
+    batch_size: int | None = None,
+    *,
+    seconds: float = _SECONDS,
+    progress: OnEvent | bool | None = None,
+) -> Any:
     """Return a batch of a loader's longest samples.
+
+    Where samples have no part whose length could vary (a text, or one dimension of values such as
+    token ids), as images have none, a few are looked at in place of `examine`.
 
     Args:
         loader: a `DataLoader`; of any other iterable, and of streamed data, the longest of the
             first batches is taken.
-        examine: samples to look at, evenly spread over the data set.
+        examine: samples to look at, spread over the data set.
         batch_size: samples of a batch; None: as the loader says.
+        seconds: after so many the longest that were found are taken, with a warning.
+        progress: as for `autofit.search`.
 
     Raises:
         InvalidRequest: it delivers nothing.
     """
+    states = process.random_states()
+    try:
+        with _examining(progress) as on_examined:
+            return _plain(_longest(loader, examine, batch_size, seconds, on_examined))
+    finally:
+        process.restore(states)  # data sets that augment their samples draw random numbers
+
+
+@contextmanager
+def _examining(progress: OnEvent | bool | None) -> Iterator[OnExamined]:
+    from autofit.searching.search import showing
+
+    began = time.monotonic()
+    told_at = began - _SECONDS_BETWEEN
+
+    def on_examined(done: int, count: int) -> None:
+        nonlocal told_at
+        now = time.monotonic()
+        if now - told_at >= _SECONDS_BETWEEN:
+            told_at = now
+            stage = f"looking for the longest samples: {done} of {count}"
+            on_event(StageStarted(stage, Progress(0, 0, None, now - began, None, None)))
+
+    with showing(progress) as on_event:
+        yield on_examined
+
+
+def _longest(
+    loader: Any, examine: int, batch_size: int | None, seconds: float, on_examined: OnExamined
+) -> Any:
     dataset = getattr(loader, "dataset", None)
     samples = batch_size or getattr(loader, "batch_size", None)
     streams = isinstance(dataset, torch.utils.data.IterableDataset)
     if streams or not samples or not hasattr(dataset, "__getitem__"):
-        batches = list(islice(iter(loader), _BATCHES))
-        if not batches:
+        batches = islice(iter(loader), _BATCHES)
+        found = heapq.nlargest(1, _measured(batches, _BATCHES, seconds, on_examined))
+        if not found:
             raise InvalidRequest("the training data delivered no batch: give sample_batch=")
-        return _plain(max(batches, key=_length))
+        return found[0][-1]
     whole: Any = dataset
     count = min(len(whole), examine)
     if count == 0:
         raise InvalidRequest("the training data set is empty: give sample_batch=")
-    places = (place * len(whole) // count for place in range(count))
-    found = heapq.nlargest(samples, ((_length(whole[place]), -place) for place in places))
-    chosen = [whole[-place] for _, place in found]
-    return _plain(loader.collate_fn([chosen[at % len(chosen)] for at in range(samples)]))
+    places = [place * len(whole) // count for place in range(count)]
+    random.Random(0).shuffle(places)  # so that those seen within the time are spread, too
+    measured = _measured((whole[place] for place in places), count, seconds, on_examined)
+    longest = heapq.nlargest(samples, measured)
+    chosen = [sample for *_, sample in longest]
+    return loader.collate_fn([chosen[at % len(chosen)] for at in range(samples)])
+
+
+def _measured(
+    found: Iterable[Any], count: int, seconds: float, on_examined: OnExamined
+) -> Iterator[tuple[int, int, Any]]:
+    """Yield the length of each of these, a number that tells equals apart, and itself."""
+    ends_at, varies = time.monotonic() + seconds, False
+    for done, one in enumerate(found, start=1):
+        yield _length(one), -done, one
+        varies = varies or _has_length(one)
+        on_examined(done, count)
+        if done < count and time.monotonic() > ends_at:
+            warnings.warn(
+                f"{done} of {count} were looked at for the longest sample in {seconds:.0f} s: "
+                "where others are longer give sample_batch=, or a smaller examine= to look at less",
+                stacklevel=2,
+            )
+            return
+        if done == _FIRST and not varies:
+            return
 
 
 def _plain(batch: Any) -> Any:
@@ -61,8 +140,23 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
+def _has_length(sample: Any) -> bool:
+    """Return whether a part of a sample is a text, or has one dimension of several values."""
+    if isinstance(sample, str):
+        return True
+    if isinstance(sample, Mapping):
+        return any(map(_has_length, sample.values()))
+    if isinstance(sample, (list, tuple)):
+        return _is_flat(sample) or any(map(_has_length, sample))
+    return len(getattr(sample, "shape", ())) == 1 and len(sample) > 1
+
+
+def _is_flat(sample: Sequence[Any]) -> bool:
+    return len(sample) > 1 and all(isinstance(value, (int, float)) for value in sample)
+
+
 def _length(sample: Any) -> int:
-    """Return the number of values in a sample or a batch: of tensors, arrays and lists."""
+    """Return the number of values in a sample or a batch: of tensors, arrays, lists and texts."""
     if isinstance(sample, Mapping):
         return sum(map(_length, sample.values()))
     if isinstance(sample, torch.Tensor):
@@ -70,9 +164,10 @@ def _length(sample: Any) -> int:
     size = getattr(sample, "size", None)  # of an array
     if isinstance(size, int):
         return size
+    if isinstance(sample, str):
+        return len(sample)
     if isinstance(sample, (list, tuple)):
-        is_flat = not sample or isinstance(sample[0], (int, float))
-        return len(sample) if is_flat else sum(map(_length, sample))
+        return len(sample) if _is_flat(sample) else sum(map(_length, sample))
     return 1
 
 
@@ -105,10 +200,11 @@ def search_as_is(
     """
     from autofit.searching.search import search
 
-    chosen = load_strategies(strategies, numerics=numerics)
     if precision:
-        chosen = tuple(s for s in chosen if "autocast" not in getattr(s, "standard_terms", ()))
-    report = search(workload, strategies=chosen, numerics=numerics, **options)
+        loaded = load_strategies(strategies, numerics=numerics)
+        kept = [s for s in loaded if "autocast" not in getattr(s, "standard_terms", ())]
+        strategies = Unnamed(kept) if strategies is None else kept
+    report = search(workload, strategies=strategies, numerics=numerics, **options)
     record = report.record
     facts = {**record.workload, "apply": list(apply)}
     told = replace(record, notes=(*record.notes, *notes), workload=facts)

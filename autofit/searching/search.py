@@ -24,7 +24,7 @@ from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.together import on_every_rank
-from autofit.registry import load_strategies, numerics_level
+from autofit.registry import Unnamed, load_strategies, numerics_level
 from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
@@ -203,7 +203,7 @@ def search(
         kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
         trials: Callable[[], Sequence[Trial]] = tuple  # so far
         record: Record | None = None
-        with interrupts_remembered(), _shown(progress) as on_event:
+        with interrupts_remembered(), showing(progress) as on_event:
 
             def on_stage(stage: str) -> None:
                 on_event(events.StageStarted(stage, allowance.progress(trials())))
@@ -370,7 +370,7 @@ def _kind_of_store(share: bool) -> type[Store]:
 
 
 @contextmanager
-def _shown(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
+def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
     """Yield the function to call with events; what shows them is imported on demand."""
     if callable(progress) or not (is_watched() if progress is None else progress):
         yield logged(progress if callable(progress) else None, slowly=progress is None)
@@ -387,6 +387,8 @@ def _train_samples(space: Space, train_steps: int | None) -> int | None:
 
 def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
     """Return the names of the strategies that the caller asked for."""
+    if isinstance(strategies, Unnamed):
+        return set()
     given = [strategies] if isinstance(strategies, str) else strategies or ()
     return {each if isinstance(each, str) else each.name for each in given}
 

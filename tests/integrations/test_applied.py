@@ -108,6 +108,52 @@ def test_of_streamed_data_the_longest_of_the_first_batches_is_taken() -> None:
     assert longest_batch([torch.ones(1, 2), torch.ones(1, 3)]).shape == (1, 3)
 
 
+class Counted(torch.utils.data.Dataset[Any]):
+    """Counts the samples that are asked of it; each of them draws a random number."""
+
+    def __init__(self, make: Callable[[int], Any], size: int = 3000) -> None:
+        self.make, self.size, self.asked = make, size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: int) -> Any:
+        torch.rand(1)
+        self.asked += 1
+        return self.make(place)
+
+
+def test_images_are_not_decoded_to_be_measured() -> None:
+    images = Counted(lambda place: (torch.zeros(3, 8, 8), place % 10))
+    batch = longest_batch(torch.utils.data.DataLoader(images, 8))
+    assert batch[0].shape == (8, 3, 8, 8)
+    assert images.asked < 100
+
+
+@pytest.mark.parametrize(
+    "tokens", [lambda length: [1] * length, torch.ones, lambda length: "a" * length]
+)
+def test_the_one_longest_of_many_sequences_is_found(tokens: Callable[[int], Any]) -> None:
+    texts = Counted(lambda place: {"text": tokens(50 if place == 2001 else 7), "label": 1})
+    loader = torch.utils.data.DataLoader(
+        texts, 2, collate_fn=lambda chosen: torch.tensor([len(one["text"]) for one in chosen])
+    )
+    assert longest_batch(loader).tolist() == [50, 7]
+    assert texts.asked == 3000
+
+
+def test_looking_for_the_longest_ends_and_says_what_it_does() -> None:
+    texts = Counted(lambda place: torch.ones(7 + place % 2))
+    told: list[Any] = []
+    states, loader = torch.get_rng_state(), torch.utils.data.DataLoader(texts, 1)
+    with pytest.warns(UserWarning, match=r"of 3000 .* sample_batch="):
+        batch = longest_batch(loader, seconds=0.0, progress=told.append)
+    assert batch.shape[1] in (7, 8)
+    assert texts.asked < 3000
+    assert any("longest samples" in event.stage for event in told)
+    assert torch.equal(torch.get_rng_state(), states)
+
+
 def test_a_data_set_of_fewer_samples_than_a_batch_is_repeated() -> None:
     samples: Any = [torch.ones(4), torch.ones(4)]
     loader: Any = torch.utils.data.DataLoader(samples, batch_size=3)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import autofit
 from autofit.errors import InvalidRequest
 from autofit.integrations import lightning as integration
 from autofit.plan import Plan
@@ -142,6 +143,36 @@ def test_a_workload_is_what_the_module_trains() -> None:
     assert isinstance(workload.optimizer, torch.optim.AdamW)
     loader = DataLoader(Numbers(), 6)
     assert integration.workload(module, loader).global_batch == 6
+
+
+def test_a_data_module_is_left_for_the_trainer_to_set_up() -> None:
+    calls: list[Any] = []
+
+    class Recording(Data):
+        def prepare_data(self) -> None:
+            calls.append("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            calls.append((stage, self.trainer))
+            super().setup(stage)
+
+    module, data, own = Classifier(), Recording(), trainer_of(max_steps=1)
+    before = dict(vars(data))
+    integration.workload(module, data, trainer=own)
+    assert calls == ["prepare_data", ("fit", own)]
+    assert vars(data) == before
+    own.fit(module, datamodule=data)
+    assert calls[2:] == calls[:2]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_search_tries_what_a_search_of_the_workload_tries(precision: str) -> None:
+    module, own = Classifier(), trainer_of(precision=precision)
+    options: Any = {"vram_budget": "64MiB", "max_probes": 1, "isolation": "inprocess"}
+    report = integration.search(module, Data(), trainer=own, **options)
+    plain = autofit.search(integration.workload(module, Data(), trainer=own), **options)
+    own_types = {"precision.dtype"} if precision == "bf16-mixed" else set()
+    assert {*report.record.dimensions} == {*plain.record.dimensions} - own_types
 
 
 def test_a_search_keeps_the_trainers_mixed_precision() -> None:

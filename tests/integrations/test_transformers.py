@@ -197,6 +197,19 @@ def test_three_steps_on_a_gpu_have_the_losses_of_apply(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("types", [{}, {"bf16": True}])
+def test_a_search_tries_what_a_search_of_the_workload_tries(
+    types: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, **types)
+    options: Any = {"vram_budget": "64MiB", "max_probes": 1, "device": "cpu"}
+    report = integration.search(trainer, **options)
+    plain = autofit.search(integration.workload(trainer), **options)
+    own_types = {"precision.dtype"} if types else set()
+    assert {*report.record.dimensions} == {*plain.record.dimensions} - own_types
+    assert not any(name.startswith(("compile", "offload")) for name in report.record.dimensions)
+
+
 def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     before = copy.copy(vars(trainer))
