@@ -113,6 +113,19 @@ def is_users(error: BaseException) -> bool:
     return "_raised_by_users_code" in vars(error)
 
 
+def note_tried(error: BaseException, tried: str) -> None:
+    """Note what autofit tried when the user's code raised it; what was noted first stays."""
+    if not isinstance(error, AutofitError) and "_tried" not in vars(error):
+        vars(error)["_tried"] = tried
+        error.add_note(f"raised while autofit was {tried}")
+
+
+def tried_when(error: BaseException) -> str | None:
+    """Return what autofit tried when it was raised; None: nobody noted that."""
+    tried: str | None = vars(error).get("_tried")
+    return tried
+
+
 def blame(error: BaseException, setting: str, value: Scalar) -> None:
     """Note under which value of a setting it was raised, for whoever can do without that value."""
     vars(error)["_raised_under"] = setting, value

@@ -372,13 +372,14 @@ class Trial:
         measured = self.measurement
         if not self.ok:
             return f"{self.plan}: {measured.outcome.value}: {measured.detail or 'no detail'}"
+        notes = "".join(f"; {note}" for note in measured.notes)
         return (
             f"{self.plan}: {self.speed_words}, "
             f"{format_seconds(measured.step_time_s)} an optimizer step, "
             f"held {format_bytes(measured.held_bytes)} "
             f"(peak allocated {format_bytes(measured.peak_allocated_bytes)}, "
             f"peak reserved {format_bytes(measured.peak_reserved_bytes)}, "
-            f"non-torch {format_bytes(measured.non_torch_bytes)})"
+            f"non-torch {format_bytes(measured.non_torch_bytes)}){notes}"
         )
 
     def _rate(self, step_time_s: float | None) -> float | None:

@@ -28,6 +28,7 @@ from autofit.probing.prober import Target
 from autofit.probing.together import on_every_rank
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
+from autofit.training.loss import STOOD_IN, LossSource
 from autofit.training.workload import Workload, check_arguments
 from autofit.world import check_ranks, world_of_environment
 
@@ -48,6 +49,7 @@ def check(
     payloads: Mapping[str, Any] | None = None,
     calibration: Calibration | Mapping[str, Any] | None = None,
     world_size: int | None = None,
+    allow_stand_in_loss: bool = False,
 ) -> Verdict:
     """Check whether a plan trains within a VRAM budget.
 
@@ -62,6 +64,8 @@ def check(
         device: where to probe, "cpu" included; None: cuda if there is one.
         strategies, payloads, calibration: as for `predict`.
         world_size: as for `predict`; None under torchrun: its ranks.
+        allow_stand_in_loss: answer for a workload without a loss too, with the mean of the model's
+            outputs in its place; else `fits` is None, since a real loss takes more memory.
 
     Raises:
         InvalidRequest: an argument is not valid, or both `gpu` and `device` are given.
@@ -94,7 +98,10 @@ def check(
             def resolved(survey: Survey) -> ResolvedPlan:
                 return resolve_here(asked, survey, chosen, payloads)
 
-            return _by_probe(*run_one(workload, chosen, target, resolved, meeting=meeting))
+            trial, survey = run_one(workload, chosen, target, resolved, meeting=meeting)
+            verdict = _by_probe(trial, survey)
+            has_loss = survey.loss != LossSource.STAND_IN
+            return verdict if has_loss or allow_stand_in_loss else _without_a_loss(verdict)
         budget = budget_bytes(
             1.0 if vram_budget is None else vram_budget,
             total_bytes=found.total_bytes,
@@ -120,6 +127,8 @@ def check(
             )
         except CannotTell as error:
             return replace(unknown, detail=str(error))
+        if prediction.has_stand_in_loss and not allow_stand_in_loss:
+            return _without_a_loss(replace(unknown, parameters=prediction.parameters))
         return _by_prediction(prediction, unknown)
 
     return on_every_rank(workload, chosen, target, lead)
@@ -136,6 +145,20 @@ def will_probe(gpu: str | int | Gpu | None, device: str | None) -> bool:
             f"gpu={gpu!r} asks for a prediction, and device={device!r} for a probe: leave one out"
         )
     return gpu is None and (device is not None or torch.cuda.is_available())
+
+
+def _without_a_loss(verdict: Verdict) -> Verdict:
+    return Verdict(
+        None,
+        verdict.plan,
+        verdict.method,
+        verdict.vram_budget_bytes,
+        detail=f"{STOOD_IN}; or allow the stand-in (allow_stand_in_loss, --allow-stand-in-loss)",
+        device=verdict.device,
+        gpu=verdict.gpu,
+        gpu_assumed=verdict.gpu_assumed,
+        parameters=verdict.parameters,
+    )
 
 
 def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
@@ -155,6 +178,7 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
         largest_micro_batch=largest,
         peak_allocated_bytes=prediction.peak_allocated_bytes,
         unknown_bytes=prediction.unknown_bytes,
+        parameters=prediction.parameters,
     )
 
 
@@ -175,4 +199,5 @@ def _by_probe(trial: Trial, survey: Survey) -> Verdict:
         peak_allocated_bytes=measured.peak_allocated_bytes if measured.ok else None,
         device=environment.device.partition(":")[0],
         gpu=environment.gpu,
+        parameters=survey.parameters,
     )

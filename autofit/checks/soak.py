@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from autofit.checks.same import check_same
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Trial, median_interval
 from autofit.probing.prober import Target
 from autofit.report.ranks import held_by_ranks, times_of_ranks
 from autofit.report.record import Record
-from autofit.training.fingerprint import differing_parts
 from autofit.units import format_bytes, format_seconds
 from autofit.world import check_ranks, world_of_environment
 
@@ -43,16 +43,6 @@ _FEWEST_COMPARED = 4
 """Steps of a quarter; the median of fewer is not told from noise."""
 _NOISE = 3.0
 """Standard deviations of its steps' losses that the report's one loss may lie off."""
-_HIDDEN_CAUSES = {
-    "model": "the model's code or options",
-    "samples": "the samples or the global batch",
-    "optimizer": "the optimizer's code or options",
-    "functions": "the code of the loss or another function",
-    "torch": "torch",
-    "device": "the device",
-    "flags": "torch's flags, its number of threads on the CPU, or a variable of its allocator",
-}
-"""Parts of a fingerprint in words."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,7 @@ def soak(
     target = Target(where, record.vram_budget_bytes, record.search.seed, isolation)
 
     def plan_if_same(survey: Survey) -> ResolvedPlan:
-        _check_same(survey, record)
+        check_same(survey, record)
         return resolved
 
     def lead(meeting: Meeting | None) -> Measurement:
@@ -283,33 +273,6 @@ def _deviation(losses: Sequence[float]) -> float:
     """
     differences = [abs(after - before) for before, after in pairwise(losses)]
     return statistics.median(differences) / 0.954 if differences else 0.0
-
-
-def _check_same(here: Survey, there: Record) -> None:
-    parts = differing_parts(there.workload["fingerprint"], here.fingerprint)
-    if parts == ():
-        return
-    was, now = there.environment, here.environment
-    compared = {
-        "torch": (was["torch"], now.torch),
-        "device": (was["gpu"] or was["device"], now.gpu or now.device),
-        "parameters": (there.workload["parameters"], here.parameters),
-        "samples": (_shapes(there.workload["sample_shapes"]), _shapes(here.sample_shapes)),
-    }
-    differs = [
-        f"{name} {then} there, {has} here" for name, (then, has) in compared.items() if then != has
-    ]
-    if parts is None and not differs:  # an older version's report, whose code cannot be compared
-        return
-    hidden = " and ".join(_HIDDEN_CAUSES.get(part, part) for part in parts or ())
-    raise InvalidRequest(
-        f"the report is of another workload: {'; '.join(differs) or f'{hidden} changed'}. Search "
-        "again, or soak the workload of the search on its device"
-    )
-
-
-def _shapes(sample_shapes: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}: {shape}" for name, shape in sample_shapes.items())
 
 
 def _number(value: float | None) -> str:

@@ -31,6 +31,7 @@ _VERDICT: Shape = {
     "gpu?": Maybe(TEXT),
     "gpu_assumed?": FLAG,
     "unknown_bytes?": AMOUNT,
+    "parameters?": Maybe(AMOUNT),
 }
 """A verdict as JSON."""
 
@@ -51,6 +52,7 @@ class Verdict:
         margin_bytes: added to required bytes before the comparison with the budget.
         breakdown: bytes by kind, if predicted.
         largest_micro_batch: the largest that would fit, if the plan does not.
+        parameters: elements of the model's parameters, trained or not; of ranks None.
         unknown_bytes: the room that a fit leaves for what is not counted; see `Prediction`.
         detail: why `fits` is unknown, or how the probe ended.
         device: "cuda" or "cpu".
@@ -72,6 +74,7 @@ class Verdict:
     gpu: str | None = None
     gpu_assumed: bool = False
     unknown_bytes: int = 0
+    parameters: int | None = None
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -139,6 +142,7 @@ class Verdict:
             "gpu": self.gpu,
             "gpu_assumed": self.gpu_assumed,
             "unknown_bytes": self.unknown_bytes,
+            "parameters": self.parameters,
         }
 
     @classmethod

@@ -139,6 +139,13 @@ def check(
     ] = None,
     device: DeviceName = None,
     strategies: StrategyNames = None,
+    allow_stand_in_loss: Annotated[
+        bool,
+        typer.Option(
+            "--allow-stand-in-loss",
+            help="answer for a workload without a loss: a real one takes more",
+        ),
+    ] = False,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -184,6 +191,7 @@ def check(
             device=device,
             strategies=strategies,
             world_size=world_size,
+            allow_stand_in_loss=allow_stand_in_loss,
         )
         has_figure = verdict.required_bytes is not None  # else the verdict gives the reason
         regression = compare_with(verdict, against, allowed) if against and has_figure else None
@@ -269,18 +277,24 @@ def _verdict(
     *,
     strategies: Any,
     world_size: int | None,
+    allow_stand_in_loss: bool,
     **how: Any,
 ) -> Verdict:
     workload = load_target(target)
     from autofit.checks.check import check as run
+    from autofit.checks.same import check_same_model
 
     if tuned is not None:
         if world_of_environment().size > 1:
             world_size = tuned.best.plan.world_size  # of one device it is refused, too
         how |= _as_tuned(tuned, **how)
     how |= options.plan_and_payloads(workload)
+    how |= {"world_size": world_size, "allow_stand_in_loss": allow_stand_in_loss}
     with users_code():
-        return run(workload, strategies=strategies, world_size=world_size, **how)
+        verdict = run(workload, strategies=strategies, **how)
+        if options.report is not None:
+            check_same_model(options.report.record, verdict.parameters, workload)
+    return verdict
 
 
 def _as_tuned(

@@ -25,6 +25,7 @@ from autofit.errors import (
     is_users,
     mark_users,
     traceback_text,
+    tried_when,
 )
 from autofit.measurement import Outcome, Trial
 from autofit.world import world_of_environment
@@ -320,6 +321,9 @@ def _show_traceback(error: BaseException) -> None:
     """Show the traceback of the user's code alone, and that of a fault of autofit's in full."""
     from autofit.probing.messages import WorkerTraceback
 
+    if is_users(error):
+        tried = tried_when(error) or "loading the workload"
+        _print_error(f"autofit: your code raised {type(error).__name__} while {tried}:")
     if not is_users(error):
         _print_error("".join(traceback.format_exception(error)).rstrip())
     elif isinstance(error.__cause__, WorkerTraceback):

@@ -23,7 +23,14 @@ import torch
 from autofit.devices.base import Environment
 from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
-from autofit.errors import AutofitError, CannotTell, InvalidRequest, mark_users, raised_here
+from autofit.errors import (
+    AutofitError,
+    CannotTell,
+    InvalidRequest,
+    mark_users,
+    note_tried,
+    raised_here,
+)
 from autofit.memory.replay import Recording, replay
 from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.breakdown import Labels
@@ -38,6 +45,7 @@ from autofit.snapshot.snapshot import preserved
 from autofit.strategy import ALONE, Capabilities, World
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
+from autofit.training.loss import LossSource
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 from autofit.units import GIB
@@ -62,12 +70,16 @@ class DryRun:
         labels: the kinds of the allocations.
         answers: what the GPU was asked, and its answers: the trace is that of any GPU that would
             have answered the same.
+        has_stand_in_loss: whether the mean of the model's outputs stood in for a loss.
+        parameters: elements of the model's parameters; None of several ranks.
     """
 
     gpu: Gpu
     trace: Trace
     labels: Labels
     answers: Mapping[str, object]
+    has_stand_in_loss: bool = False
+    parameters: int | None = None
 
     @property
     def recording(self) -> Recording:
@@ -134,7 +146,9 @@ def _run(
                 others += ranks_unlike_the_first(training)
             with watching(tracer, training) if watching else nullcontext():
                 trace = _steps(training, copied, plan, tracer, labels)
-    return DryRun(gpu, trace, labels, tracer.answers)
+    has_stand_in = training.loss_source is LossSource.STAND_IN
+    held = None if world.size > 1 else sum(p.numel() for p in training.plain_model.parameters())
+    return DryRun(gpu, trace, labels, tracer.answers, has_stand_in, held)
 
 
 @contextmanager
@@ -212,7 +226,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
                 f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
             ) from error
         if not isinstance(error, AutofitError):
-            error.add_note("raised in a dry run of the training on the meta device")
+            note_tried(error, f"predicting {plan}, in a dry run on the meta device")
             if not raised_here(error):
                 mark_users(error)
         raise

@@ -31,6 +31,7 @@ from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Phase, Strategy
+from autofit.training.loss import STOOD_IN
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import format_bytes
 
@@ -104,6 +105,9 @@ class Prediction:
         interval: (low, high) around required_bytes; `fits` uses the high end.
         unknown_bytes: the room that a fit leaves for what is not counted: 2 GiB for NCCL where the
             plan is one of several ranks, else 0.
+        has_stand_in_loss: whether the mean of the model's outputs stood in for a loss, because the
+            workload has none: a real one takes more.
+        parameters: elements of the model's parameters, trained or not; None of several ranks.
         micro_batch_cost: the operations of a micro-batch by a roofline, good for ratios between
             plans of one training alone; None where the rates of the GPU are unknown.
     """
@@ -119,6 +123,8 @@ class Prediction:
     _resolved: ResolvedPlan = field(repr=False, compare=False)
     _needs: Callable[[], HighBytes] = field(repr=False, compare=False)
     unknown_bytes: int = 0
+    has_stand_in_loss: bool = False
+    parameters: int | None = None
 
     def fits(self, vram_budget_bytes: int) -> bool | None:
         """Return whether the plan fits into a VRAM budget, with the margin of the interval.
@@ -182,6 +188,8 @@ class Prediction:
             rows["NCCL"] = NCCL_UNKNOWN
         if not self.breakdown["gradients"]:
             rows["  gradients"] += " (they are made later, and dropped after each update)"
+        if self.has_stand_in_loss:
+            rows["no loss"] = STOOD_IN
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,6 +204,7 @@ class Prediction:
             "required_bytes_high": self.interval[1],
             "breakdown": dict(self.breakdown),
             "unknown_bytes": self.unknown_bytes,
+            "has_stand_in_loss": self.has_stand_in_loss,
         }
 
 
@@ -275,6 +284,8 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         _resolved=resolved,
         _needs=partial(_needs_of_others, workload, gpu),
         unknown_bytes=need.unknown_bytes,
+        has_stand_in_loss=run.has_stand_in_loss,
+        parameters=run.parameters,
     )
 
 

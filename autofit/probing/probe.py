@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest, hides_own_frames
@@ -14,6 +15,7 @@ from autofit.probing.survey import Survey
 from autofit.probing.together import on_every_rank
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
+from autofit.training.loss import STOOD_IN, LossSource
 from autofit.training.workload import Workload, check_arguments
 from autofit.world import world_of_environment
 
@@ -129,4 +131,7 @@ def run_one(
         result = prober.probe(request)
     if result.user_exception is not None:
         raise result.user_exception
-    return Trial(0, role, request.plan, result.measurement), survey
+    measured = result.measurement
+    if survey.loss == LossSource.STAND_IN:
+        measured = replace(measured, notes=(*measured.notes, STOOD_IN))
+    return Trial(0, role, request.plan, measured), survey

@@ -21,7 +21,14 @@ from autofit.devices.lock import DeviceLock
 from autofit.devices.open import device_meant
 from autofit.devices.request import budget_bytes, check_budget
 from autofit.equivalence.gradients import compare_plans
-from autofit.errors import DeviceUnavailable, InvalidRequest, WorkerFailed, blamed, in_one_line
+from autofit.errors import (
+    DeviceUnavailable,
+    InvalidRequest,
+    WorkerFailed,
+    blamed,
+    in_one_line,
+    note_tried,
+)
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan, Scalar, VariantKey
 from autofit.probing.messages import (
@@ -215,7 +222,11 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: what the user's code raised where no trial forward can report it.
         """
         if self._survey is None:
-            survey = self._take_survey()
+            try:
+                survey = self._take_survey()
+            except Exception as error:
+                note_tried(error, "looking the workload over")
+                raise
             if self._channel.is_replaceable:
                 survey = note_own_copy(survey, self._workload)
             self._survey = survey
@@ -286,7 +297,10 @@ class Prober(AbstractContextManager["Prober"]):
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
         if reply.spent and self._channel.is_replaceable and seen.outcome.may_be_accident:
             self._note_lost_worker(request.plan, seen)
-        return ProbeResult(seen, reply.exception_to_raise())
+        error = reply.exception_to_raise()
+        if error is not None:
+            note_tried(error, f"probing {request.plan}")
+        return ProbeResult(seen, error)
 
     def compare(
         self,

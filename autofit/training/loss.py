@@ -38,6 +38,13 @@ class LossSource(StrEnum):
     TRAIN_STEP = "train_step"
 
 
+STOOD_IN = (
+    f"the workload has no loss: {LossSource.STAND_IN}, and a real one may take more memory. Give "
+    "criterion= or loss_fn=, or a batch with the labels that the model's own loss takes"
+)
+"""What every answer about a workload without a loss says."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The parts of a training loop that are the user's own functions.

@@ -21,7 +21,7 @@ from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
 from autofit.training.batch import Batch, BatchWatch, Samples, map_tensors, pieces
 from autofit.training.forward_contexts import ForwardContext, ForwardContexts
-from autofit.training.loss import Recipe, scalar
+from autofit.training.loss import LossSource, Recipe, scalar
 from autofit.training.optimizers import (
     FactoryWrapper,
     Optimizers,
@@ -98,6 +98,7 @@ class Training(AbstractContextManager["Training"]):
         self._micro_batch_observers: list[Callable[[bool], None]] = []
         self._notes: list[Callable[[], Iterable[str]]] = []
         self._loss_scale = LossScale()
+        self.loss_source: LossSource | None = None
         self.has_split = False
         """Whether any step so far split its batch; a train_step may not."""
         self._ended = False
@@ -355,7 +356,8 @@ class Training(AbstractContextManager["Training"]):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of one micro-batch on the device, under the forward contexts."""
         with self.context():
-            return self.recipe.loss_and_source(self.model, batch)[0]
+            loss, self.loss_source = self.recipe.loss_and_source(self.model, batch)
+        return loss
 
     def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
         """Add the gradients of `weight * loss`.

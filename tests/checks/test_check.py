@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import autofit
 from autofit.checks.check import check
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
@@ -106,7 +107,7 @@ def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.Monkey
     def opened_here(name: str | None) -> None:
         raise AssertionError(f"{name} was opened in the caller's process")
 
-    for place in ("devices.open", "probing.inprocess"):
+    for place in ("probing.inprocess", "devices.open"):
         monkeypatch.setattr(f"autofit.{place}.open_device", opened_here)
     verdict = check(workload(), vram_budget=400 * MIB, device="cpu")
     assert verdict.fits
@@ -116,3 +117,32 @@ def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.Monkey
 def test_a_gpu_and_a_device_are_refused_together() -> None:
     with pytest.raises(InvalidRequest, match=r"gpu='L4'.*device='cpu'"):
         check(workload(), vram_budget="2GiB", gpu="L4", device="cpu")
+
+
+def make_without_loss(samples: int = 8) -> Workload:
+    """A model that returns a plain tensor, and nobody said what its loss is."""
+    return Workload(
+        lambda: nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)), torch.randn(samples, 64)
+    )
+
+
+@pytest.mark.parametrize("where", [{"gpu": "L4"}, {"device": "cpu"}], ids=["predicted", "probed"])
+def test_a_check_without_a_loss_tells_nothing_unless_it_may(where: Any) -> None:
+    """What stands in for a loss keeps less memory: a fit would be of another training."""
+    verdict = check(make_without_loss(), vram_budget="2GiB", **where)
+    assert verdict.fits is None
+    assert "loss" in str(verdict)
+    assert verdict.required_bytes is None
+    allowed = check(make_without_loss(), vram_budget="2GiB", allow_stand_in_loss=True, **where)
+    assert allowed.fits is True
+
+
+def test_predictions_and_probes_say_what_stood_in_for_a_loss() -> None:
+    made = make_without_loss()
+    predicted = autofit.predict(made, gpu="L4")
+    assert predicted.has_stand_in_loss
+    assert "no loss" in str(predicted)
+    assert predicted.to_dict()["has_stand_in_loss"] is True
+    assert not autofit.predict(workload(), gpu="L4").has_stand_in_loss
+    trial = autofit.probe(made, device="cpu", vram_budget="256MiB")
+    assert "no loss" in str(trial)

@@ -21,7 +21,7 @@ from autofit import Workload
 
 def make():
     model = lambda: nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512))
-    return Workload(model, torch.randn(16, 512))
+    return Workload(model, torch.randn(16, 512), loss_fn=lambda model, x: model(x).square().mean())
 
 class Branching(nn.Module):
     def __init__(self):
@@ -37,7 +37,7 @@ def broken():
     return Workload(nn.Linear(8, 8), torch.randn(4, 8), loss_fn=loss_fn)
 
 def branching():
-    return Workload(Branching, torch.randn(4, 8))
+    return Workload(Branching, torch.randn(4, 8), loss_fn=lambda model, x: model(x).square().mean())
 """
 
 
@@ -253,3 +253,29 @@ def test_cards_refuses_what_it_does_not_know(target: str, words: list[str]) -> N
     result = CliRunner().invoke(app, ["cards", target, *words])
     assert isinstance(result.exception, InvalidRequest)
     assert words[1].partition(".")[0] in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--report", "--plan"])
+def test_a_report_of_another_model_is_refused(option: str, report: Path, tmp_path: Path) -> None:
+    """Its plan says nothing of this model: a green check would be of nothing that was tuned."""
+    other = tmp_path / f"another_workload_{option.strip('-')}.py"
+    other.write_text(WORKLOAD.replace("4096", "2048"))
+    assert other.read_text() != WORKLOAD
+    more = ["--gpu", "L4", "--vram-budget", "20GiB"]
+    refused = CliRunner().invoke(app, ["check", f"{other}:make", option, str(report), *more])
+    assert isinstance(refused.exception, InvalidRequest)
+    assert re.search(r"another workload: parameters \d+ there, \d+ here", str(refused.exception))
+
+
+def test_a_check_without_a_loss_exits_with_5(tmp_path: Path) -> None:
+    path = tmp_path / "workload_without_a_loss.py"
+    path.write_text(
+        "import torch, autofit\n"
+        "def make():\n"
+        "    return autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8))\n"
+    )
+    asked = ["check", f"{path}:make", "--gpu", "L4"]
+    code, said = run(*asked)
+    assert code == 5
+    assert "loss" in said
+    assert run(*asked, "--allow-stand-in-loss")[0] == 0

@@ -354,7 +354,7 @@ def test_a_probe_without_options_runs_the_baseline(here: Callable[..., Ran]) -> 
     assert ran.code == 0, ran.err
     assert re.fullmatch(
         r"4 x 4: [\d.]+ samples/s, [\d.]+ \w+ an optimizer step, held [\d.]+ MiB "
-        r"\(peak allocated [\d.]+ \wiB, peak reserved [\d.]+ MiB, non-torch 0 B\)\n",
+        r"\(peak allocated [\d.]+ \wiB, peak reserved [\d.]+ MiB, non-torch 0 B\); .*loss.*\n",
         ran.out,
     )
 
@@ -503,7 +503,7 @@ def test_a_check_never_ends_with_the_code_of_an_immediate_exit_either(
 
 
 def test_a_child_that_the_users_code_forks_may_end_at_once(forked: Callable[..., Ran]) -> None:
-    ran = forked("check", "models.py:forking", "--gpu", "L4")
+    ran = forked("check", "models.py:forking", "--gpu", "L4", "--allow-stand-in-loss")
     assert ran.code == 0, ran.err
 
 
@@ -535,6 +535,8 @@ def test_a_forgotten_criterion_is_reported_from_a_worker_too(forked: Callable[..
     assert ran.code == 3
     assert "(input, target)" in ran.err.splitlines()[-1]
     assert ran.err.count("Traceback") == 1
+    said, _, _ = ran.err.partition("Traceback")
+    assert re.search(r"autofit: your code raised TypeError while probing 4 x 1", said)
 
 
 @pytest.mark.parametrize(
