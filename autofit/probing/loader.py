@@ -187,7 +187,7 @@ def _check_batch(batch: Batch) -> None:
 def _warnings_of(watch: BatchWatch, batch: Batch) -> tuple[str, ...]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        watch.look(batch, stacklevel=1)
+        watch.look(batch, batch_size(batch), stacklevel=1)
     return tuple(str(each.message) for each in caught)
 
 

@@ -223,7 +223,7 @@ def test_a_workload_is_what_the_trainer_trains(tmp_path: Path) -> None:
     batch: Any = workload.sample_batch
     lengths = sorted(batch["attention_mask"].sum(1).tolist())
     assert lengths == [28, 31, 31, 31], "the longest of all samples"
-    assert workload.recipe.weight(batch) == sum(lengths), "targets that are not -100"
+    assert workload.recipe.weight(batch, 4) == sum(lengths), "targets that are not -100"
 
 
 def test_the_loss_travels_without_the_trainers_model_and_data(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_loss_that_grows_with_the_accumulation_shows_it(
     batch: Any = workload.sample_batch
     halves = [{name: t[at] for name, t in batch.items()} for at in (slice(2), slice(2, 4))]
     losses = [recipe.loss_and_source(model, each)[0].item() for each in (batch, *halves)]
-    weights = [recipe.weight(half) for half in halves]
+    weights = [recipe.weight(half, 2) for half in halves]
     split = sum(w * loss for w, loss in zip(weights, losses[1:], strict=True)) / sum(weights)
     assert (split == pytest.approx(losses[0], rel=1e-6)) is adds_up
 
