@@ -41,6 +41,7 @@ from autofit.searching.result import (
     record_of,
     with_measured_need,
 )
+from autofit.searching.storage import check_opens
 from autofit.searching.study import DEVICE, Store
 from autofit.searching.wording import logged
 from autofit.space import Space
@@ -208,6 +209,8 @@ def search(
             def on_stage(stage: str) -> None:
                 on_event(events.StageStarted(stage, allowance.progress(trials())))
 
+            if study is not None:
+                check_opens(study, share=share)
             ends_at = math.inf
             if timeout is not None:
                 ends_at = allowance.began + timeout

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import optuna
+import sqlalchemy
 import sqlalchemy.exc
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from autofit.searching.claim import Claim
 
 _STUDY_NAME = "autofit"
+_SECRET_OPTION = r"(?i)([?&][^=&]*(?:password|passwd|pwd|secret|token)[^=&]*=)[^&]*"
 _STALE_LOCK_S = 3  # a write takes milliseconds: an older lock was left by a killed process
 _TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
 
@@ -52,13 +55,35 @@ class AskTellStudy(optuna.Study):
         self.stopped = True
 
 
+def name_of(study: str | os.PathLike[str] | None) -> str:
+    """Return what a study is called in messages: its path or URL, without a password."""
+    if study is None:
+        return "in memory"
+    given = os.fspath(study)
+    try:
+        shown = sqlalchemy.make_url(given).render_as_string(hide_password=True)
+    except (sqlalchemy.exc.ArgumentError, ValueError):  # a path, or a mistyped URL
+        scheme, colon, rest = given.partition(":")
+        shown = f"{scheme}:***@{rest.rpartition('@')[2]}" if colon and "@" in rest else given
+    return re.sub(_SECRET_OPTION, r"\1***", shown)
+
+
+def check_opens(study: str | os.PathLike[str], *, share: bool) -> None:
+    """Open a study and close it again, before what a search does first takes its time.
+
+    Raises:
+        StudyRefused: it cannot be opened or shared, or another search has it.
+    """
+    with ExitStack() as held:
+        open_study(study, held, share=share)
+
+
 def open_study(
-    name: str, study: str | os.PathLike[str] | None, held: ExitStack, *, share: bool = False
+    study: str | os.PathLike[str] | None, held: ExitStack, *, share: bool = False
 ) -> tuple[AskTellStudy, Claim | None]:
     """Open a study, or make it if there is none.
 
     Args:
-        name: of the study in messages: the path or URL, if there is one.
         study: a file path, an Optuna storage URL, or None for memory.
         held: closes everything that was opened.
         share: let other searches that do so in, too.
@@ -70,12 +95,13 @@ def open_study(
         StudyRefused: it cannot be opened or shared, or another search has it.
     """
     storage: BaseStorage
+    name = name_of(study)
     if study is None:
         storage = InMemoryStorage()
-    elif "://" not in name:
-        storage = _open_file(name, held, share=share)
+    elif "://" not in (given := os.fspath(study)):
+        storage = _open_file(given, held, share=share)
     else:
-        storage = _open_database(name, held, share=share)
+        storage = _open_database(given, held, share=share)
     with _opening(name):
         optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
@@ -114,7 +140,8 @@ def _opening(name: str) -> Iterator[None]:
         StorageInternalError,
         sqlalchemy.exc.SQLAlchemyError,
     ) as error:
-        raise StudyRefused(f"cannot open the study {name}: {cause_of(error)}") from error
+        # Not "from error": a driver's own words, and its arguments, may hold the password.
+        raise StudyRefused(f"cannot open the study {name}: {cause_of(error)}") from None
     finally:
         optuna.logging.set_verbosity(verbosity)
 
@@ -122,11 +149,11 @@ def _opening(name: str) -> Iterator[None]:
 def _open_database(url: str, held: ExitStack, *, share: bool) -> RDBStorage:
     if share and url.startswith("sqlite"):
         raise StudyRefused(
-            f"a study in SQLite cannot be shared ({url}): workers on other hosts could not be told "
-            "apart from it. Give a path, a journal file for workers on one host, or the URL of a "
-            "database server such as PostgreSQL"
+            f"a study in SQLite cannot be shared ({name_of(url)}): workers on other hosts could "
+            "not be told apart from it. Give a path, a journal file for workers on one host, or "
+            "the URL of a database server such as PostgreSQL"
         )
-    with _opening(url):
+    with _opening(name_of(url)):
         storage = _database(url, keeps_heartbeat=share)
     held.callback(storage.engine.dispose)  # or its file stays open until garbage is collected
     held.callback(storage.remove_session)
@@ -176,9 +203,9 @@ def _open_file(name: str, held: ExitStack, *, share: bool) -> JournalStorage:
         raise
     except OSError as error:
         raise StudyRefused(
-            f"cannot write the study {path}: {error.strerror or error}; give a path in a folder "
-            "that exists, can be written and has room"
-        ) from error
+            f"cannot write the study {name_of(path)}: {error.strerror or error}; give a path in a "
+            "folder that exists, can be written and has room"
+        ) from None  # a mistyped URL is a path, and may hold a password
 
 
 @contextmanager

@@ -26,7 +26,14 @@ from autofit.plan import Plan
 from autofit.planning.search_spec import EFFORT, Effort, SearchSpec
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
-from autofit.searching.storage import AskTellStudy, cause_of, decoding, open_study, replaying
+from autofit.searching.storage import (
+    AskTellStudy,
+    cause_of,
+    decoding,
+    name_of,
+    open_study,
+    replaying,
+)
 from autofit.shapes import NUMBER, TEXT, Maybe, check_shape
 from autofit.training.fingerprint import differing_parts
 
@@ -106,10 +113,9 @@ class Store:
         Raises:
             StudyRefused: it belongs to another search, is in use, or cannot be read or written.
         """
-        name = "in memory" if study is None else os.fspath(study)
         with ExitStack() as held:
-            opened, claim = open_study(name, study, held, share=cls.is_shared)
-            store = cls(opened, name, claim, held, began)
+            opened, claim = open_study(study, held, share=cls.is_shared)
+            store = cls(opened, name_of(study), claim, held, began)
             store._held = held.pop_all()
         with ExitStack() as closed_on_error:
             closed_on_error.push(store)

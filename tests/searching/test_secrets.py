@@ -1,0 +1,47 @@
+"""A study's password is nobody's business: not the terminal's, a log's, or an exception's."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import autofit
+from autofit.errors import StudyRefused
+from autofit.searching.storage import name_of
+from autofit.training.workload import Workload
+
+SECRET = "S3cret-PW"
+URLS = [
+    f"postgresql+psycopg://alice:{SECRET}@127.0.0.1:9/studies",
+    f"postgresql+gone://alice:{SECRET}@127.0.0.1/studies",
+    f"nosuch://alice:{SECRET}@127.0.0.1/studies",
+    f"mysql://alice:{SECRET}@127.0.0.1/studies",
+    f"postgresql+psycopg://alice:{SECRET}@127.0.0.1:port/studies",
+    f"postgresql+psycopg://127.0.0.1:9/studies?user=alice&password={SECRET}",
+    f"postgresql+psycopg//:alice:{SECRET}@127.0.0.1://x",
+    f"postgresql:/alice:{SECRET}@127.0.0.1/studies",
+]
+
+
+class Untouched(nn.Module):
+    """It would take its time, if it were looked at before the study is opened."""
+
+    def __init__(self) -> None:
+        raise AssertionError("the model was built before the study was opened")
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_study_that_cannot_be_opened_is_refused_early_and_without_its_password(url: str) -> None:
+    workload = Workload(Untouched, torch.randn(4, 8))
+    with pytest.raises(StudyRefused) as refused:
+        autofit.search(workload, device="cpu", vram_budget="64MiB", study=url, progress=False)
+    assert SECRET not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_study_is_named_without_its_password(url: str) -> None:
+    assert SECRET not in name_of(url)
+    assert "127.0.0.1" in name_of(url)
