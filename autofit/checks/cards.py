@@ -32,6 +32,7 @@ from autofit.prediction.offered import Offered, offered
 from autofit.registry import load_strategies, numerics_level, resolve, strategies_of
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
+from autofit.training.loss import STOOD_IN
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import counted, format_bytes
 
@@ -92,6 +93,8 @@ def cards(
         found.append(table.card(gpu))
     if all(fit.required_bytes is None for card in found for fit in card.fits):
         raise table.failure or CannotTell(f"no GPU was predicted: {found[0].detail}")
+    if table.has_stand_in_loss:
+        table.note(STOOD_IN)
     return Cards(table.asked, tuple(reversed(found)), tuple(table.notes))
 
 
@@ -141,16 +144,21 @@ class _Table:
         self._offered: dict[str, list[Offered]] = {}
         self._looks: dict[VariantKey, dict[int, int]] = {}
         if asked.world_size > 1:
-            self._note(
+            self.note(
                 f"NCCL: {NCCL_UNKNOWN}; where {format_bytes(NCCL_BYTES)} for it would not fit is a "
                 "?. There are no times: those of sending are not estimated"
             )
-        self._note(
+        self.note(
             "the samples of an optimizer step are free: the largest micro-batch changes them, "
             "unless a global batch is given"
             if asked.global_batch is None
             else "that another accumulation gives the same gradients is assumed; a search compares"
         )
+
+    @property
+    def has_stand_in_loss(self) -> bool:
+        """Whether the mean of the model's outputs stood in for a loss."""
+        return self._runs.has_stand_in_loss
 
     def card(self, gpu: Gpu) -> Card:
         """Predict all variants on a GPU."""
@@ -162,11 +170,12 @@ class _Table:
         here = _Here(gpu, space, card.vram_budget_bytes)
         variants = sorted(space.variants(), key=lambda settings: len(here.changed(settings)))
         if (left_out := len(variants) - MOST_VARIANTS) > 0:
-            self._note(f"{counted(left_out, 'variant')} with the most settings left out")
+            self.note(f"{counted(left_out, 'variant')} with the most settings left out")
         fits = tuple(self._fit(settings, here) for settings in variants[:MOST_VARIANTS])
         return replace(card, fits=fits, chosen=self._choose(fits, here))
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Note what a reader should know besides."""
         self.notes[text] = None
 
     def _space(self, gpu: Gpu) -> Space:
@@ -209,7 +218,7 @@ class _Table:
             found = Offered({}, (f"{strategy.name} was left out: {error}",))
         known.append(found)
         for note in found.notes:
-            self._note(note)
+            self.note(note)
         return found
 
     def _narrowed(self, setting: str, dimension: Dimension, strategy: Strategy) -> Dimension:
@@ -220,7 +229,7 @@ class _Table:
         elif strategy.name not in self._varied:
             values = values[:1]
         elif len(values) > 1 and (why := _minor(dimension)):
-            self._note(f"{setting} was left at {values[0]}: {why}; give it in the plan to see")
+            self.note(f"{setting} was left at {values[0]}: {why}; give it in the plan to see")
             values = values[:1]
         payloads = {value: load for value, load in dimension.payloads.items() if value in values}
         needs = dimension.needs_accumulation

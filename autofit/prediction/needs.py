@@ -94,10 +94,12 @@ class SharedRuns:
 
     Attributes:
         dry_runs: how many were made.
+        has_stand_in_loss: whether in one of them the model's outputs stood in for a loss.
     """
 
     def __init__(self, workload: Workload) -> None:
         self.dry_runs = 0
+        self.has_stand_in_loss = False
         self._workload = workload
         self._runs: dict[Hashable, list[_Run]] = {}
         self._failures: dict[Hashable, CannotTell] = {}
@@ -133,6 +135,7 @@ class SharedRuns:
             self._failures[alike, sizes[0]] = error
             raise
         self.dry_runs += 1
+        self.has_stand_in_loss |= run.has_stand_in_loss
         runs.append((run.trace, run.answers))
         if is_even:
             self._compare(alike, known, run.trace)

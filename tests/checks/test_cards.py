@@ -188,6 +188,13 @@ def test_what_is_costly_is_left_out_and_named() -> None:
     assert any("costly.mode was left at off" in note for note in found.notes)
 
 
+def test_what_stood_in_for_a_loss_is_said() -> None:
+    made = Workload(lambda: nn.Linear(8, 4), torch.randn(4, 8))
+    assert any("no loss" in note for note in cards(made, gpus="L4").notes)
+    given = replace(made, loss_fn=lambda model, batch: model(batch).mean())
+    assert not any("no loss" in note for note in cards(given, gpus="L4").notes)
+
+
 def test_code_that_looks_at_values_cannot_be_told() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch).mean()
