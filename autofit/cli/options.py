@@ -241,7 +241,12 @@ def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = 
     if path.suffix not in forms:
         *others, last = forms
         raise InvalidRequest(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+    try:
+        is_folder = path.is_dir()
+        path.exists()  # raises where the name is too long
+    except OSError as error:
+        raise InvalidRequest(f"--out {path}: {error.strerror}") from None
+    if is_folder or not os.access(path.parent, os.W_OK | os.X_OK):
         raise InvalidRequest(
             f"--out {path}: give a file in a folder that exists and can be written"
         )

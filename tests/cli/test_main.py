@@ -392,6 +392,7 @@ def test_a_search_where_nothing_fits_exits_with_1(here: Callable[..., Ran]) -> N
         (["search", "gone.py:small"], "gone.py"),
         (["search", "models.py:small", "--out", "report.yaml"], ".html, .md, .txt or .csv"),
         (["search", "models.py:small", "--out", "no/r.json"], "no/r.json"),
+        (["search", "models.py:small", "--out", f"{'r' * 300}.json"], "too long"),
         (["report", "gone.json"], "gone.json"),
         (["report", "models.py"], "autofit: models.py is not a JSON"),
     ],
