@@ -64,7 +64,7 @@ def format_bytes(size: float | None) -> str:
     if size is None:
         return "?"
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(size) >= unit:
+        if abs(size) >= unit * (1 - 1 / 2048):  # else the unit below would show 1024
             return f"{size / unit:.{_decimals(size / unit)}f} {name}"
     return f"{size:.0f} B"
 
@@ -85,13 +85,13 @@ def format_seconds(seconds: float | None, spread: float = 0.0) -> str:
     """
     if seconds is None:
         return "?"
-    if seconds >= 60:
+    if seconds >= 59.95:  # else it would show 60.0 s
         minutes, rest = divmod(round(seconds), 60)
         return (
             f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
         )
     for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
+        if seconds >= scale * 0.9995:  # else the unit below would show 1000
             return f"{rounded(seconds / scale, spread / scale)} {name}"
     return f"{seconds:.1g} s"
 
@@ -133,8 +133,11 @@ def rounded(value: float, spread: float = 0.0, decimals: int | None = None) -> s
 
 def counted(count: int, noun: str) -> str:
     """Format a count of things: "1 probe", "2 probes", "2 micro-batches"."""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{plural * (count != 1)}"
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{count} {noun[:-1]}ies"
+    return f"{count} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
 
 
 def kind_of(value: object) -> str:
@@ -146,6 +149,8 @@ def kind_of(value: object) -> str:
 
 
 def _decimals(value: float) -> int:
-    """Return the number of decimals that shows about three significant digits."""
+    """Return the number of decimals that shows two or three significant digits."""
     magnitude = abs(value)
+    if 0 < magnitude < 0.1:
+        return 1 - math.floor(math.log10(magnitude))
     return 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2

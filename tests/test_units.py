@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autofit.errors import InvalidRequest
-from autofit.units import format_bytes, format_rate, format_seconds, parse_bytes, rounded
+from autofit.units import counted, format_bytes, format_rate, format_seconds, parse_bytes, rounded
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_is_written_can_be_read_back() -> None:
         (0.0123, "12.3 ms"),
         (1.0, "1.00 s"),
         (95, "1 min 35 s"),
-        (59.96, "60.0 s"),
+        (59.96, "1 min 0 s"),
         (3600, "1 h 0 min"),
         (2.5e-6, "2.50 us"),
         (3e-9, "3e-09 s"),
@@ -106,3 +106,22 @@ def test_no_digit_is_shown_that_the_spread_hides(value: float, spread: float, te
 def test_a_duration_is_rounded_in_the_unit_that_it_is_shown_in() -> None:
     assert format_seconds(0.2134, 0.03) == "210 ms"
     assert format_seconds(1.5, 0.3) == "1.5 s"
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (format_bytes(2**30 - 1), "1.00 GiB"),
+        (format_bytes(1023 * 2**20), "1023 MiB"),
+        (format_seconds(59.97), "1 min 0 s"),
+        (format_seconds(59.9), "59.9 s"),
+        (format_seconds(0.9999), "1.00 s"),
+        (format_rate(0.004), "0.0040 samples/s"),
+        (counted(2, "process"), "2 processes"),
+        (counted(2, "entry"), "2 entries"),
+        (counted(2, "day"), "2 days"),
+        (counted(1, "process"), "1 process"),
+    ],
+)
+def test_no_unit_is_shown_by_as_many_as_the_next_one_holds(shown: str, text: str) -> None:
+    assert shown == text

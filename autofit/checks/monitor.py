@@ -70,6 +70,11 @@ class Watch:
         self._used_ticks: dict[int, int] = {}
 
     @property
+    def seconds(self) -> float:
+        """The time since the watch began."""
+        return time.monotonic() - self._began
+
+    @property
     def gpus(self) -> list[str]:
         """Names of the GPUs, "GPU 0" being the first in the order of the PCI bus."""
         return [f"GPU {at} ({gpu.name() or 'unknown'})" for at, gpu in enumerate(self._gpus)]
@@ -161,6 +166,10 @@ class Timeline:
     _samples: list[Sample] = field(default_factory=list)
     _latest: list[Sample] = field(default_factory=list)
     _joined: int = 1
+
+    def end(self, seconds: float) -> None:
+        """Note how long the watch went on after the last sample."""
+        self.seconds = max(self.seconds, seconds)
 
     def add(self, sample: Sample) -> None:
         """Add the next sample."""

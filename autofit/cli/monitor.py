@@ -105,6 +105,7 @@ def _watch_other(pid: int, what: str, every_s: float, files: _Files) -> Timeline
     typer.echo(f"autofit: watching process {pid}; Ctrl-C ends that", err=True)
     with suppress(KeyboardInterrupt), ended_like_interrupted():
         _fill(timeline, watch, files, lambda: time.sleep(every_s))
+    timeline.end(watch.seconds)
     return timeline
 
 
@@ -126,6 +127,7 @@ def _watch_own(
             _fill(timeline, watch, files, rest)
         finally:
             ended.status = child.wait()
+            timeline.end(watch.seconds)
     return timeline, ended
 
 

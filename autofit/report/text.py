@@ -94,7 +94,7 @@ def _in_short(record: Record, width: int) -> Iterator[str | Table | Text]:
     for note in record.notes:
         yield f"Note: {shorten(note, _NOTE_LINES * width - len('Note: '), placeholder=' ...')}"
     trials = counted(len(record.trials), "trial")
-    yield f"In full, with {trials}: autofit report -v, or report.to_text(verbose=True)"
+    yield f"In full, with {trials}: report.to_text(verbose=True), or add -v to the command"
 
 
 def _in_full(record: Record, width: int) -> Iterator[str | Table | Text]:

@@ -130,12 +130,12 @@ class Allowance:
     @property
     def time_is_over(self) -> str:
         """The reason of a search that its timeout ended."""
-        return f"the timeout of {self.timeout_s:g} s was reached"
+        return f"the timeout of {self.timeout_s:.10g} s was reached"
 
     def too_short(self) -> SearchTimedOut:
         """Return the error of a search that its timeout ended before any plan could be returned."""
         return SearchTimedOut(
-            f"the timeout of {self.timeout_s:g} s was reached before a plan that fits was "
+            f"the timeout of {self.timeout_s:.10g} s was reached before a plan that fits was "
             "measured: give a longer one"
         )
 

@@ -386,7 +386,7 @@ def test_the_short_form_is_the_answer_its_numbers_and_the_lines_to_paste(record:
     assert note[0].startswith("Note: one one")
     assert note[-1].endswith(" ...")
     assert len(note) == 3
-    assert "8 trials: autofit report -v" in lines[-1]
+    assert "8 trials: report.to_text(verbose=True)" in lines[-1]
     assert "unsupported" not in text
 
 
