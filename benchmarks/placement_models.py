@@ -161,7 +161,7 @@ def training_of(workload: Workload, payload: Any = None) -> Training:
             load_strategies(["checkpointing"]),
         ),
         device=torch.device("cpu"),
-        batched=workload.batched_places,
+        samples=workload.samples,
     )
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -125,7 +125,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 @pytest.mark.parametrize("kind", ["fifo", "directory", "link"])
 def test_what_is_no_file_at_its_place_is_refused(key: str, kind: str, tmp_path: Path) -> None:
     path = _path(key)
-    make = {
+    make: dict[str, Callable[[], object]] = {
         "fifo": lambda: os.mkfifo(path, 0o444),
         "directory": path.mkdir,
         "link": lambda: path.symlink_to(tmp_path / "elsewhere"),

@@ -261,7 +261,8 @@ def test_a_model_that_asks_where_it_runs_takes_the_branch_of_the_gpu(
 def test_a_users_key_error_is_theirs() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         settings: dict[str, float] = {}
-        return model(batch).mean() * settings["metadata"]
+        loss: torch.Tensor = model(batch).mean() * settings["metadata"]
+        return loss
 
     workload = Workload(nn.Linear(8, 8), torch.ones(4, 8), loss_fn=loss_fn)
     with pytest.raises(KeyError, match="metadata"):
@@ -273,7 +274,8 @@ def test_what_is_written_by_out_is_not_known_any_more() -> None:
         data, mask = batch
         result = model(data)
         torch.gt(result.detach()[:, 0], -1e9, out=mask)
-        return result.mean() if mask.any() else result.sum()
+        loss: torch.Tensor = result.mean() if mask.any() else result.sum()
+        return loss
 
     batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.bool)
     with pytest.raises(CannotTell, match=r"mask\.any"):

@@ -118,7 +118,7 @@ def ran(folder: Path, script: str) -> list[dict[str, Any]]:
     data["workload"]["batched"] = ["[0]", "[1]"]
     for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
         dimension = {**data["dimensions"]["precision.dtype"], "values": [mode]}
-        payload = {"modules": []} if mode.startswith("fsdp2") else None
+        payload: dict[str, Any] | None = {"modules": []} if mode.startswith("fsdp2") else None
         plan = {**data["best"]["plan"], "settings": {"parallel.mode": mode}}
         plan.update(micro_batch=4, accumulation_steps=1, global_batch=8, world_size=2)
         dimensions = {"parallel.mode": dimension | {"payloads": [payload], "hints": [None]}}
