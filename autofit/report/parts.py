@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from autofit.plan import SETTINGS, ResolvedPlan, Scalar, Settings, unlike
-from autofit.shapes import TEXT, Shape
+from autofit.plan import ResolvedPlan, Scalar, Settings, unlike
 from autofit.strategy import Strategy
-
-PARTS: Shape = [{"settings": SETTINGS, "lines": [TEXT], "terms": SETTINGS}]
-"""The parts of a plan as JSON."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +22,6 @@ class Part:
     settings: Settings
     lines: Sequence[str]
     terms: Mapping[str, Scalar] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "settings": dict(self.settings),
-            "lines": list(self.lines),
-            "terms": dict(self.terms),
-        }
 
 
 def parts_of(resolved: ResolvedPlan, plain: Settings) -> tuple[Part, ...]:

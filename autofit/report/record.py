@@ -35,7 +35,8 @@ from autofit.plan import (
 )
 from autofit.registry import resolve, strategies_of
 from autofit.report.findings import FINDINGS
-from autofit.report.parts import PARTS, Part, parts_of
+from autofit.report.parts import Part, parts_of
+from autofit.report.plain import check_plain, without_controls
 from autofit.shapes import (
     AMOUNT,
     COUNT,
@@ -108,7 +109,6 @@ _REPORT: Shape = {
     "memory?": Table(_MEMORY_USE),
     "calibration?": {"non_torch_bytes?": AMOUNT},
     "findings?": FINDINGS,
-    "parts?": PARTS,
 }
 """A report as JSON; all that is not named here may be anything."""
 
@@ -261,10 +261,12 @@ class Record:
         return resolve(self.best.plan, Space(self.dimensions, 1), needed)
 
     def parts_of_best(self) -> Sequence[Part]:
-        """Return the parts of the best plan; those of an earlier version's report are asked for.
+        """Return the parts of the best plan; those of a loaded report as its strategies tell them.
+
+        A file's own words never become code.
 
         Raises:
-            InvalidRequest: they are, and a strategy of the plan is not installed.
+            InvalidRequest: the report was loaded, and a strategy of the plan is not installed.
         """
         if self.parts is not None:
             return self.parts
@@ -390,7 +392,6 @@ class Record:
             "difference": self.difference,
             "memory": dict(self.memory),
             "findings": dict(self.findings),
-            **({} if self.parts is None else {"parts": [part.to_dict() for part in self.parts]}),
         }
 
     @classmethod
@@ -411,6 +412,8 @@ class Record:
             )
         try:
             check_shape(data, _REPORT, "the report")
+            check_plain(data)
+            data = without_controls(data)
             for use in data.get("memory", {}).values():
                 _check_memory_use(use)
             record = cls._from_known(data)
@@ -444,15 +447,10 @@ class Record:
             memory=data.get("memory", {}),
             calibration=data.get("calibration", {}),
             findings=data.get("findings", {}),
-            parts=[Part(**_known_of(part)) for part in data["parts"]] if "parts" in data else None,
         )
 
     def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
         return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}
-
-
-def _known_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: part[name] for name in ("settings", "lines", "terms")}
 
 
 def _check_memory_use(use: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from autofit.measurement import Trial
 from autofit.notebook import shown
 from autofit.report import apply, rows
 from autofit.report.answer import headline
+from autofit.report.plain import in_a_table
 from autofit.report.record import Record
 from autofit.report.text import WIDTH, render
 from autofit.shapes import read_json
@@ -113,7 +114,7 @@ class Report:
             ".html": self.to_html,
             ".md": self.to_markdown,
             ".txt": lambda: self.to_text(verbose=True),
-            ".csv": lambda: self.to_dataframe().to_csv(index=False),
+            ".csv": lambda: self.to_dataframe().map(in_a_table).to_csv(index=False),
         }
         write(target, forms, "a report")
         return target

@@ -335,7 +335,6 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert "eval mode" not in told
     assert "activation checkpointing of TrainingArguments" in told
     loaded = autofit.load(report.save(tmp_path / "report.json"))
-    assert loaded.record.parts is not None
     assert loaded.export("transformers") == report.export("transformers")
     exec("\n".join(rows.apply_lines(loaded.record)), {"report": loaded, "trainer": trainer})
     assert trainer.state.global_step == 3

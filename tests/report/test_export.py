@@ -152,12 +152,11 @@ def test_the_plain_loop_has_the_losses_of_apply(name: str, tmp_path: Path) -> No
     assert all(torch.allclose(one, another, rtol=1e-5) for one, another in weights)
 
 
-def test_a_report_of_before_asks_its_strategies_for_the_parts(tmp_path: Path) -> None:
+def test_a_loaded_report_asks_the_installed_strategies_for_its_lines(tmp_path: Path) -> None:
     make, sample, plan, given = CASES["placement, bfloat16"]
-    _, loaded = reported(make(), sample, plan, given, tmp_path)
-    of_before = Report(replace(loaded.record, parts=None))
-    assert "parts" not in of_before.to_dict()
-    assert of_before.export("pytorch") == loaded.export("pytorch")
+    report, loaded = reported(make(), sample, plan, given, tmp_path)
+    assert "parts" not in report.to_dict()
+    assert loaded.export("pytorch") == report.export("pytorch")
 
 
 def test_a_train_step_is_refused(record: Record) -> None:
