@@ -29,9 +29,12 @@ def mapped(function, batch, place=""):
         return function(place or "batch", batch)
     if isinstance(batch, Mapping):
         return {name: mapped(function, each, f"{place}[{name!r}]") for name, each in batch.items()}
-    if dataclasses.is_dataclass(batch):
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **mapped(function, fields, place))
+        changed = copy.copy(batch)  # the constructor may take other arguments than the fields
+        for name, value in mapped(function, fields, place).items():
+            object.__setattr__(changed, name, value)
+        return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named one
         fields = ((getattr(batch, name), f"{place}.{name}") for name in batch._fields)
         return type(batch)(*(mapped(function, *each) for each in fields))
@@ -49,12 +52,12 @@ def split(batch):
         if place not in SAMPLES and place not in WHOLE:
             raise ValueError(f"whether {place} holds samples is unknown: search again with it")
         if place in SAMPLES:
-            sizes[place] = len(tensor)
+            sizes[place] = tuple(tensor.shape[:1])  # () where it has no dimensions
 
     mapped(size_of, batch)
-    if len(set(sizes.values())) != 1:
-        raise ValueError(f"the tensors that hold samples have unequal numbers of them: {sizes}")
-    samples = next(iter(sizes.values()))
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        raise ValueError(f"the tensors that hold samples must have equally many: {sizes}")
+    samples = next(iter(sizes.values()))[0]
     steps = -(-samples // MICRO_BATCH)
     start = 0
     for step in range(steps):
@@ -127,6 +130,7 @@ def _head(record: Record, parameters: Sequence[str], around: Sequence[Part]) -> 
         '"""' + "\n".join(about).replace('"""', "'''").replace("\\", "/"),
         _ABOUT.strip("\n").format(call=call, samples=plan.samples_per_step),
         "",
+        "import copy",
         "import dataclasses",
         "from collections.abc import Mapping",
         "",

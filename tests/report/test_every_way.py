@@ -1,0 +1,293 @@
+"""Every way to train by a report has the gradients of a plain backward of the whole batch.
+
+`python -m tests.report.test_every_way` prints the table of models, ways and sizes of batches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from autofit.errors import AutofitError, InvalidRequest
+from autofit.plan import Plan
+from autofit.report.parts import parts_of
+from autofit.report.report import Report
+from autofit.training.workload import Workload
+from tests.integrations.conftest import report_of
+
+GLOBAL = 8
+LENGTH = GLOBAL  # of a sequence, so that what is as long as the global batch is not cut
+WIDTH, WORDS = 8, 16
+SIZES = {"right": GLOBAL, "short": 5, "larger": 11}
+
+
+class Decoder(nn.Module):
+    """A causal language model whose head is its embedding; it ignores padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, causal: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.block(self.words(ids) + self.places(places), causal)
+        return {"loss": cross_entropy(self.head(hidden).transpose(1, 2), labels)}
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.both = nn.Transformer(WIDTH, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = self.last(self.both(self.words(source), self.words(target)))
+        return cross_entropy(output.transpose(1, 2), target)
+
+
+class Pair(nn.Module):
+    """A body between two linear layers; a loss of the mean over samples."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(4, WIDTH), body, nn.Linear(WIDTH, 3)
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
+        return scale * cross_entropy(self.last(self.body(self.first(x))), y)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.router(x).softmax(-1)
+        best = shares.argmax(-1)
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        rows = torch.arange(len(x))
+        chosen: torch.Tensor = outputs[rows, best] * shares[rows, best, None]
+        return chosen
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return output
+
+
+class Frozen(Pair):
+    def __init__(self) -> None:
+        super().__init__(nn.Tanh())
+        self.first.requires_grad_(False)
+
+
+@dataclass
+class Examples:
+    """Its constructor takes no `kind`, and one field is a class that is a dataclass."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    made_of: type = field(default=Plan)
+    kind: str = field(init=False, default="numbers")
+
+
+def numbers(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 4, generator=generator), torch.arange(n) % 3
+
+
+def named(n: int) -> dict[str, torch.Tensor]:
+    return dict(zip("xy", numbers(n), strict=True))
+
+
+def ids(n: int, length: int = LENGTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(n + length)
+    return torch.randint(1, WORDS, (n, length), generator=generator)
+
+
+def text(n: int) -> dict[str, torch.Tensor]:
+    words = ids(n)
+    padding = torch.arange(LENGTH) >= 3 + torch.arange(n)[:, None] % 6
+    return {
+        "ids": words.masked_fill(padding, 0),
+        "labels": words.masked_fill(padding, -100),
+        "places": torch.arange(LENGTH),
+        "causal": nn.Transformer.generate_square_subsequent_mask(LENGTH),
+    }
+
+
+def nested(n: int) -> dict[str, Any]:
+    x, y = numbers(n)
+    return {"inputs": [{"x": x}, None], "more": (y, "a word")}
+
+
+def valid(batch: Any) -> float:
+    return float((batch["labels"] != -100).sum())
+
+
+def of_fields(model: nn.Module, batch: Any) -> torch.Tensor:
+    assert batch.kind == "numbers"
+    assert batch.made_of is Plan
+    loss: torch.Tensor = model(batch.x, batch.y)
+    return loss
+
+
+def of_nested(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch["inputs"][0]["x"], batch["more"][0])
+    return loss
+
+
+def scaled(n: int) -> dict[str, torch.Tensor]:
+    return {"scale": torch.tensor(0.5), **named(n)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch of n samples, and what is given to the search.
+
+    Attributes:
+        splits: whether the search may split a batch of it.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    given: dict[str, Any] = field(default_factory=dict)
+    splits: bool = True
+
+
+MODELS: dict[str, Case] = {
+    "decoder, tied, padded": Case(Decoder, text, {"loss_weight": valid}),
+    "encoder-decoder of two lengths": Case(EncoderDecoder, lambda n: (ids(n), ids(n, 5))),
+    "BatchNorm": Case(lambda: Pair(nn.BatchNorm1d(WIDTH)), named, splits=False),
+    "GroupNorm": Case(lambda: Pair(nn.GroupNorm(2, WIDTH)), named),
+    "dict": Case(lambda: Pair(nn.Tanh()), named),
+    "dataclass": Case(
+        lambda: Pair(nn.Tanh()), lambda n: Examples(*numbers(n)), {"loss_fn": of_fields}
+    ),
+    "nested": Case(lambda: Pair(nn.Tanh()), nested, {"loss_fn": of_nested}),
+    "constant scale": Case(lambda: Pair(nn.Tanh()), scaled),
+    "mixture of experts": Case(lambda: Pair(Experts()), named),
+    "LoRA": Case(lambda: Pair(LoRA()), named),
+    "frozen parts": Case(Frozen, named),
+    "float64": Case(
+        lambda: Pair(nn.Tanh()).double(), lambda n: (numbers(n)[0].double(), numbers(n)[1])
+    ),
+}
+
+
+def model_of(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return case.model()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain(case: Case, batch: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of one backward of the whole batch, with nothing of autofit."""
+    model = model_of(case)
+    if "loss_fn" in case.given:
+        loss = case.given["loss_fn"](model, batch)
+    else:
+        loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+    (loss["loss"] if isinstance(loss, dict) else loss).backward()
+    return gradients(model)
+
+
+def report_for(case: Case) -> Report:
+    plan = Plan.split(GLOBAL, 3) if case.splits else Plan(GLOBAL)
+    workload = Workload(model_of(case), case.batch(3), global_batch=GLOBAL, **case.given)
+    found = report_of(workload, plan)
+    facts = {**found.record.workload, "given": list(case.given), "loss": "the model's own loss"}
+    parts = parts_of(found.record.resolve_best(), found.record.plain_settings)
+    return replace(found, record=replace(found.record, workload=facts, parts=parts))
+
+
+def by_apply(case: Case, batch: Any) -> dict[str, torch.Tensor]:
+    model = model_of(case)
+    seen: list[dict[str, torch.Tensor]] = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with report_for(case).apply(
+        model, optimizer, before_step=lambda model, _: seen.append(gradients(model))
+    ) as training:
+        training.step(batch)
+    return seen[0]
+
+
+def by_the_loop(case: Case, batch: Any) -> dict[str, torch.Tensor]:
+    code: dict[str, Any] = {}
+    exec(report_for(case).export("pytorch"), code)
+    model = model_of(case)
+    next(code["train"](model, torch.optim.SGD(model.parameters(), 0.0), [batch], **case.given))
+    return gradients(model)
+
+
+WAYS = {"apply": by_apply, "exported loop": by_the_loop}
+
+
+def outcome(model: str, way: str, size: str) -> str:
+    """Return "equal", or the words of a refusal or a warning of the size.
+
+    Raises:
+        AssertionError: the gradients differ, and nothing is said.
+    """
+    case = MODELS[model]
+    batch = case.batch(SIZES[size])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            found = WAYS[way](case, batch)
+        except (AutofitError, ValueError) as refusal:
+            return f"refused: {refusal}"
+    try:
+        torch.testing.assert_close(found, plain(case, batch))
+    except AssertionError:
+        words = [str(each.message) for each in said if "global batch" in str(each.message)]
+        if case.splits or not words:
+            raise
+        return f"warned: {words[0]}"
+    return "equal"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_has_the_gradients_of_the_whole_batch(model: str, way: str, size: str) -> None:
+    result = outcome(model, way, size)
+    may_warn = not MODELS[model].splits and size == "larger"
+    assert result == "equal" or (may_warn and result.startswith("warned: "))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_that_lost_its_samples_is_refused_in_words(way: str) -> None:
+    batch = named(GLOBAL) | {"y": torch.tensor(1)}
+    with pytest.raises((InvalidRequest, ValueError), match="samples"):
+        WAYS[way](MODELS["dict"], batch)
+
+
+if __name__ == "__main__":
+    for model in MODELS:
+        for way in WAYS:
+            for size in SIZES:
+                print(f"{model:31} {way:14} {size:7} {outcome(model, way, size)}")
