@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from autofit.errors import AutofitError, InvalidRequest
 from autofit.plan import Plan
@@ -25,6 +26,7 @@ from tests.integrations.conftest import report_of
 GLOBAL = 8
 LENGTH = GLOBAL  # of a sequence, so that what is as long as the global batch is not cut
 WIDTH, WORDS = 8, 16
+WANTED = "not installed: pip install -e .[dev]"
 SIZES = {"right": GLOBAL, "short": 5, "larger": 11}
 
 
@@ -215,8 +217,8 @@ def plain(case: Case, batch: Any) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def report_for(case: Case) -> Report:
-    plan = Plan.split(GLOBAL, 3) if case.splits else Plan(GLOBAL)
+def report_for(case: Case, micro_batch: int = 3) -> Report:
+    plan = Plan.split(GLOBAL, micro_batch) if case.splits else Plan(GLOBAL)
     workload = Workload(model_of(case), case.batch(3), global_batch=GLOBAL, **case.given)
     found = report_of(workload, plan)
     facts = {**found.record.workload, "given": list(case.given), "loss": "the model's own loss"}
@@ -243,6 +245,69 @@ def by_the_loop(case: Case, batch: Any) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
+def rows_of(batch: dict[str, torch.Tensor]) -> Any:
+    """Return the samples of a batch as a data set, of which a list is one."""
+    places = range(len(batch["x"]))
+    return [{name: tensor[place] for name, tensor in batch.items()} for place in places]
+
+
+def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
+    accelerate = pytest.importorskip("accelerate", reason=WANTED)
+    from autofit.integrations.accelerate import applied, arguments
+
+    report = report_for(case, micro_batch)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, **arguments(report))
+    model = model_of(case)
+    loader: Any = DataLoader(rows_of(batch), report.best.plan.micro_batch)
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0), loader)
+    model, optimizer, loader = prepared
+    with applied(report, accelerator, model, optimizer):
+        for micro in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**micro))
+                optimizer.step()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return gradients(model)
+
+
+def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
+    lightning = pytest.importorskip("lightning.pytorch", reason=WANTED)
+    from autofit.integrations.lightning import arguments
+
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]  # without types
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model_of(case)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(**batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append(gradients(self.model))
+
+    report = report_for(case, micro_batch)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments(report),
+    )
+    trainer.fit(Module(), DataLoader(rows_of(batch), report.best.plan.micro_batch))
+    return seen[0]
+
+
+TRAINERS = {"accelerate": by_accelerate, "lightning": by_lightning}
+IN_TRAINERS = ("BatchNorm", "GroupNorm", "dict", "mixture of experts", "LoRA", "frozen parts")
 WAYS = {"apply": by_apply, "exported loop": by_the_loop}
 
 
@@ -277,6 +342,20 @@ def test_a_step_has_the_gradients_of_the_whole_batch(model: str, way: str, size:
     result = outcome(model, way, size)
     may_warn = not MODELS[model].splits and size == "larger"
     assert result == "equal" or (may_warn and result.startswith("warned: "))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("model", IN_TRAINERS)
+def test_a_step_of_a_trainer_has_them_too(model: str, trainer: str) -> None:
+    case = MODELS[model]
+    batch = case.batch(GLOBAL)
+    torch.testing.assert_close(TRAINERS[trainer](case, batch), plain(case, batch))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainer_refuses_micro_batches_of_two_sizes(trainer: str) -> None:
+    with pytest.raises(InvalidRequest, match="even_split"):
+        TRAINERS[trainer](MODELS["dict"], named(GLOBAL), micro_batch=3)
 
 
 @pytest.mark.parametrize("way", WAYS)
