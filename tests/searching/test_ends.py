@@ -64,8 +64,8 @@ def test_a_comparison_that_the_timeout_ended_is_told_apart_from_the_search(
     )
     assert not cut.comparison_ended
     assert cut.stopped_because == (
-        f"{whole.stopped_because}, and its final comparison because the timeout of 1e+06 s was "
-        "reached"
+        f"{whole.stopped_because}, and its final comparison because the timeout of 1000000 s "
+        "was reached"
     )
 
 

@@ -222,7 +222,7 @@ def test_an_ill_machine_at_the_end_of_the_time_still_has_its_result(
 
     prober = _Failing(device)
     result = run_search(prober, device.spec(), timeout_s=1e6, clock=prober.clock, began=0.0)
-    assert result.stopped_because == "the timeout of 1e+06 s was reached"
+    assert result.stopped_because == "the timeout of 1000000 s was reached"
     assert result.best.ok
 
 
