@@ -338,3 +338,35 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert loaded.export("transformers") == report.export("transformers")
     exec("\n".join(rows.apply_lines(loaded.record)), {"report": loaded, "trainer": trainer})
     assert trainer.state.global_step == 3
+
+
+def gradients_of_a_step(trainer: Any, count: int) -> dict[str, torch.Tensor]:
+    seen: dict[str, torch.Tensor] = {}
+
+    class Look(transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # no types here
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **others: Any) -> None:
+            seen.update((name, p.grad.clone()) for name, p in model.named_parameters())
+
+    trainer.train_dataset = trainer.train_dataset[:count]
+    trainer.add_callback(Look())
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("count", [8, 5])
+def test_a_step_has_the_gradients_of_the_whole_batch(
+    count: int, tmp_path: Path, make_report: Callable[..., Report]
+) -> None:
+    """Those of the Trainer, which divides by all labels, the first ones too."""
+    trainer, plain = (
+        trainer_of(tmp_path, max_steps=1, max_grad_norm=0.0, **sizes)
+        for sizes in (
+            {},
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        )
+    )
+    report = make_report(integration.workload(trainer), Plan(2, accumulation_steps=4))
+    integration.apply(report, trainer)
+    torch.testing.assert_close(
+        gradients_of_a_step(trainer, count), gradients_of_a_step(plain, count)
+    )
