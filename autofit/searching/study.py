@@ -199,6 +199,8 @@ class Store:
     def asking(self, choice: Plan | optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
         """Ask for a trial of a plan, or of a sampler's choice; it is FAIL if the block raises."""
         assert self.spec is not None, "begin() comes before the first trial"
+        with replaying(self.name):  # damage shows here, and not as an error of the sampler
+            self.study.get_trials(deepcopy=False)
         with self._writing():
             self.study.sampler = PlannerSampler(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
@@ -207,7 +209,7 @@ class Store:
         try:
             yield asked
         except BaseException:
-            with self._writing():
+            with self._writing(), replaying(self.name):
                 self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
             raise
 
@@ -219,7 +221,7 @@ class Store:
             trial: the trial; its own number is not used.
         """
         assert self.spec is not None, "begin() comes before the first trial"
-        with self._writing():
+        with self._writing(), replaying(self.name):
             stored = trial_codec.record(self.study, asked, trial, self.spec)
             self._note_seconds()
         return stored
@@ -235,7 +237,7 @@ class Store:
 
     def close(self) -> None:
         """Let other searches use the study."""
-        with self._writing():
+        with self._writing(), replaying(self.name):
             self._held.close()
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -27,8 +28,9 @@ from autofit.searching import claim as claim_room
 from autofit.searching.claim import Claim, _start_ticks, is_live, this_process
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
+from autofit.space import Space
 from autofit.testing import SimulatedProber
-from tests.simulated import IDENTITY, MakeDevice, SimulatedDevice, make_trial
+from tests.simulated import DIMENSIONS, IDENTITY, MakeDevice, SimulatedDevice, make_trial
 
 HELD: dict[str, Any] = {"peak_reserved_bytes": 2**30}
 
@@ -475,3 +477,42 @@ def test_a_comparison_is_begun_anew_where_a_search_is_resumed(
         assert trial.samples_per_second == pytest.approx(true, rel=0.05)
     with Store.open(study, IDENTITY) as store:  # nothing is left to try
         assert run_search(slower, device.spec(), store=store).trials == more.trials
+
+
+def _halve(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def _scratch(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"op_code":', b'"op_kode":'))
+
+
+def _delete_rows(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        for table in ("trials", "studies"):
+            database.execute(f"DELETE FROM {table}")
+
+
+@pytest.mark.parametrize(
+    ("url", "damage"),
+    [("{}", _halve), ("{}", _scratch), ("sqlite:///{}", _delete_rows)],
+    ids=["cut", "scratched", "rows deleted"],
+)
+def test_a_study_that_others_damage_meanwhile_is_refused_in_words(
+    url: str, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    device, path = SimulatedDevice(Space(DIMENSIONS, 4)), tmp_path / "study"
+    prober = device.prober()
+    probe = prober.probe
+
+    def probe_and_damage(request: Any) -> Any:
+        if len(prober.probed) == 2:
+            damage(path)
+        return probe(request)
+
+    vars(prober)["probe"] = probe_and_damage
+    refused = contextlib.suppress(StudyRefused)  # or a report, where Optuna does not notice
+    with refused, Store.open(url.format(path), IDENTITY) as store:
+        assert run_search(prober, device.spec(), store=store).best.ok
+    assert len(prober.probed) >= 3
