@@ -214,10 +214,9 @@ class SharedStore(Store):
         try:
             stored = super().record(asked, trial)
         except StudyRefused as refused:
-            if not isinstance(refused.__cause__, UpdateFinishedTrialError):
+            # Ended by others while it was told, or just before it.
+            if not isinstance(refused.__cause__, (UpdateFinishedTrialError, ValueError)):
                 raise
-            stored = replace(trial, number=asked.number)
-        except ValueError:  # Optuna's, where it was ended just before it was told
             stored = replace(trial, number=asked.number)
         self._is_recorded = True
         return stored

@@ -129,6 +129,8 @@ def unlabelled():
 def heavy():
     return Workload(lambda: nn.Linear(512, 512), torch.randn(4, 512))
 '''
+# How the first line of a report begins; a busy machine may leave the plans undecided.
+ANSWERS = ("Best plan: ", "Not decided: ")
 ON_CPU = ("--device", "cpu", "--vram-budget", "32MiB", "--isolation", "inprocess")
 
 
@@ -206,7 +208,7 @@ def searched(folder: Path) -> Ran:
 
 def test_a_search_prints_the_report_and_nothing_else(searched: Ran, folder: Path) -> None:
     assert searched.code == 0, searched.err
-    assert searched.out.startswith("Best plan: ")
+    assert searched.out.startswith(ANSWERS)
     assert "samples/s" in searched.out
     assert "hello" not in searched.out
     in_full = autofit("report", "report.json", "-v", cwd=folder)
@@ -289,7 +291,7 @@ def test_a_saved_report_becomes_any_form_without_torch(
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     assert json.loads(forms[0].read_text()) == json.loads((folder / "report.json").read_text())
     assert forms[1].read_text().startswith("<!doctype html>")
-    assert forms[2].read_text().startswith("### Best plan: ")
+    assert forms[2].read_text().removeprefix("### ").startswith(ANSWERS)
     assert forms[3].read_text() == (folder / "report.txt").read_text()
     assert forms[4].read_text().startswith("number,role,")
 
