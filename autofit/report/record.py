@@ -97,7 +97,6 @@ _REPORT: Shape = {
         "is_decided?": FLAG,
         "sessions?": COUNT,
         "busy?": Maybe(TEXT),
-        "workers?": Table(AMOUNT),
     },
     "dimensions": Table(DIMENSION),
     "best": {"number": AMOUNT},
@@ -128,8 +127,6 @@ class SearchSummary:
         comparison_ended: whether the final comparison came to its own end.
         is_decided: whether what was measured says that no other plan is much faster than the best.
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
-        workers: of a shared study, how many trials each worker ran, by host and process; its
-            seconds are then those in which at least one of them ran a plan.
     """
 
     probes: int
@@ -142,7 +139,6 @@ class SearchSummary:
     comparison_ended: bool = True
     is_decided: bool = True
     busy: str | None = None
-    workers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -376,11 +372,7 @@ class Record:
             "environment": dict(self.environment),
             "workload": dict(self.workload),
             "vram_budget_bytes": self.vram_budget_bytes,
-            "search": {
-                name: value
-                for name, value in vars(self.search).items()
-                if name != "workers" or value
-            },
+            "search": dict(vars(self.search)),
             "dimensions": {name: d.to_dict() for name, d in self.dimensions.items()},
             "calibration": dict(self.calibration),
             "best": self._trial_to_dict(self.trial(self.best_number)),

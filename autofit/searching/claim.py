@@ -1,6 +1,6 @@
 """Who has a study in a database, which has no lock: the claims that searches write into it.
 
-Promises: of two searches that do not share a study at most one goes on; the claim of a search whose
+Promises: of two searches of a study at most one goes on; the claim of a search whose
 process has ended keeps nobody out.
 
 In: a study, and what a process tells of itself. Out: the study is this search's, or a refusal that
@@ -39,11 +39,10 @@ class Claim:
     Args:
         study: the study.
         name: of the study in messages.
-        share: tolerate the claims of other searches that do so.
     """
 
-    def __init__(self, study: optuna.Study, name: str, *, share: bool = False) -> None:
-        self._study, self._name, self._share = study, name, share
+    def __init__(self, study: optuna.Study, name: str) -> None:
+        self._study, self._name = study, name
         self._key = f"{_CLAIM_PREFIX}{uuid.uuid4().hex}"
         self._is_written = False
 
@@ -68,7 +67,7 @@ class Claim:
         raise StudyRefused(
             f"process {rival['pid']} on {rival['host']} is using the study {self._name} (last seen "
             f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or give this search a "
-            f"study of its own{how_to_share(self._share)}"
+            "study of its own"
         )
 
     def renew(self) -> None:
@@ -83,7 +82,7 @@ class Claim:
                 "heard of for long: resume it when that one has ended"
             )
         self._is_written = True
-        claim = this_process() | {"seen": time.time(), "share": self._share}
+        claim = this_process() | {"seen": time.time()}
         self._study.set_user_attr(self._key, claim)
 
     def give_up(self) -> None:
@@ -104,18 +103,8 @@ class Claim:
         return {
             key: claim
             for key, claim in self._study.user_attrs.items()
-            if key.startswith(_CLAIM_PREFIX)
-            and key != self._key
-            and claim is not None
-            and not (self._share and claim.get("share"))
+            if key.startswith(_CLAIM_PREFIX) and key != self._key and claim is not None
         }
-
-
-def how_to_share(share: bool) -> str:
-    """Return what a refused search has to do to join the other one."""
-    if share:
-        return "; it does not share its study: start it with --share too"
-    return "; if that one shares its study, add --share (share=True) to join it"
 
 
 def this_process() -> dict[str, Any]:

@@ -67,7 +67,7 @@ def run_search(
     Args:
         prober: runs the plans; it is not closed.
         spec: what to search.
-        store: the open study; None: in memory. A `SharedStore` makes this one of several workers.
+        store: the open study; None: in memory.
         sampler: any Optuna sampler that proposes plans; None: the planner. The plans that another
             sampler proposes are run unless they are expected not to fit.
         max_probes: the most probes, baseline, confirmations and those of earlier runs counted.
@@ -93,12 +93,7 @@ def run_search(
     held = nullcontext(store) if store is not None else Store.open(None, spec.identity)
     with held as opened:
         opened.begin(spec)
-        kind = Search
-        if opened.is_shared:
-            from autofit.searching.shared_search import SharedSearch  # most searches are alone
-
-            kind = SharedSearch
-        search = kind(
+        search = Search(
             prober,
             opened.spec or spec,
             opened,

@@ -100,7 +100,7 @@ class Allowance:
         """Return what ended a final comparison that did not come to its own end."""
         if self.probes_left(trials) == 0:
             return self._probes_are_over
-        return "another worker's limit was reached" if self.timeout_s is None else self.time_is_over
+        return self.time_is_over
 
     def _probes_kept(self, trials: Sequence[Trial]) -> int:
         """Return the probes that are kept back for the final comparison.
@@ -160,7 +160,6 @@ def check_search_arguments(
     timeout: Any,
     train_steps: Any,
     study: Any,
-    share: Any = False,
     sampler: Any,
     progress: Any,
     effort: Any,
@@ -186,18 +185,6 @@ def check_search_arguments(
         raise InvalidRequest(f"effort must be one of {names}, got {effort!r}")
     if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
         raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
-    if share not in (True, False):
-        raise InvalidRequest(f"share must be True or False, got {share!r}")
-    if share and study is None:
-        raise InvalidRequest(
-            "share=True (--share) needs study= (--study): a file, or the URL of a database, that "
-            "all workers can reach"
-        )
-    if share and sampler is not None:
-        raise InvalidRequest(
-            "a shared search is planned by autofit, whose planner knows of plans in flight: leave "
-            "sampler= or share= out"
-        )
     if sampler is not None and not isinstance(sampler, BaseSampler):
         raise InvalidRequest(f"sampler must be an Optuna sampler object, got {sampler!r}")
     if profile is not None:

@@ -42,7 +42,7 @@ from autofit.searching.result import (
     with_measured_need,
 )
 from autofit.searching.storage import check_opens
-from autofit.searching.study import DEVICE, Store
+from autofit.searching.study import Store
 from autofit.searching.wording import logged
 from autofit.space import Space
 from autofit.strategy import Numerics, Strategy
@@ -83,7 +83,6 @@ def search(
     train_steps: int | None = None,
     effort: str = "normal",
     study: str | os.PathLike[str] | None = None,
-    share: bool = False,
     sampler: BaseSampler | None = None,
     seed: int = 0,
     isolation: str = "process",
@@ -129,8 +128,6 @@ def search(
             many steps, and count with it. None: they are left out, unless `strategies` names them.
         effort: "quick", "normal" or "thorough": how small a gain is still looked for.
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
-        share: let other processes that make the same call, each with a device of its own, take part
-            in this search through its study; all return one report (docs/distributed.md).
         sampler: an Optuna sampler in place of autofit's planner.
         seed: of everything random; a study that is resumed keeps that of its planner.
         isolation: "process": probes run in a worker; "inprocess": in this process, for models that
@@ -161,7 +158,6 @@ def search(
         timeout=timeout,
         train_steps=train_steps,
         study=study,
-        share=share,
         sampler=sampler,
         progress=progress,
         effort=effort,
@@ -184,11 +180,6 @@ def search(
         even_split=even_split,
         loader=loader,
     )
-    if share and ranks > 1:
-        raise InvalidRequest(
-            f"share=True is for searches of one device each, and torchrun started {ranks} "
-            "ranks: leave it out"
-        )
     Space(  # refuses what leaves no baseline, before anything is started
         {},
         workload.sample_batch_size,
@@ -210,7 +201,7 @@ def search(
                 on_event(events.StageStarted(stage, allowance.progress(trials())))
 
             if study is not None:
-                check_opens(study, share=share)
+                check_opens(study)
             ends_at = math.inf
             if timeout is not None:
                 ends_at = allowance.began + timeout
@@ -229,10 +220,7 @@ def search(
                     identity = _identity(
                         survey, workload, chosen, level, vram_budget, max_micro_batch
                     )
-                    if share:
-                        identity |= _identity_of_device(survey)
-                    kind = _kind_of_store(share)
-                    with kind.open(study, identity, began=allowance.began) as store:
+                    with Store.open(study, identity, began=allowance.began) as store:
                         spec = store.spec
                         trials = partial(getattr, store, "trials")
                         if spec is not None:
@@ -282,20 +270,17 @@ def search(
                             raise with_measured_need(error, prober, spec) from None
                         sessions = store.session_seconds
                         trials = partial(getattr, result, "trials")
-                        record = store.agreed(
-                            partial(
-                                _record,
-                                result,
-                                survey,
-                                prober,
-                                workload,
-                                sessions,
-                                trace=None if profile is None else os.path.abspath(profile),
-                                probes_left=allowance.probes_left(result.trials),
-                                on_stage=on_stage,
-                                is_alone=meeting is None,
-                            )
-                        )
+                    record = _record(
+                        result,
+                        survey,
+                        prober,
+                        workload,
+                        sessions,
+                        trace=None if profile is None else os.path.abspath(profile),
+                        probes_left=allowance.probes_left(result.trials),
+                        on_stage=on_stage,
+                        is_alone=meeting is None,
+                    )
                     on_stage("ending the worker")
             except SearchTimedOut:
                 raise allowance.too_short() from None
@@ -304,8 +289,6 @@ def search(
                     raise
                 record = _interrupted(record)
             on_stage("writing the report")
-            if share:  # its seconds are those of the study
-                return record
             seconds = sum(sessions[:-1]) + allowance.elapsed_s
             return replace(record, search=replace(record.search, seconds=seconds))
 
@@ -362,14 +345,6 @@ def _record(
 
 def _interrupted(record: Record) -> Record:
     return replace(record, search=replace(record.search, stopped_because=INTERRUPTED))
-
-
-def _kind_of_store(share: bool) -> type[Store]:
-    if not share:
-        return Store
-    from autofit.searching.shared_study import SharedStore  # most searches are alone
-
-    return SharedStore
 
 
 @contextmanager
@@ -435,14 +410,4 @@ def _identity(
         "max_micro_batch": str(max_micro_batch),
         **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
         **({"costly settings": ",".join(costly)} if costly else {}),
-    }
-
-
-def _identity_of_device(survey: Survey) -> dict[str, str]:
-    """Return the parts of a shared study's identity that make times comparable."""
-    environment = survey.environment
-    return {
-        DEVICE: environment.gpu or environment.device,
-        "driver": str(environment.driver),
-        "torch": environment.torch,
     }

@@ -1,8 +1,7 @@
 """Opening a study where the user keeps it: in memory, in a file, or in a database.
 
-Promises: one search at a time has a study, or several that share it, except in memory; a study that
-cannot be opened is refused, with the cause on one line; everything that was opened is closed by the
-caller's stack.
+Promises: one search at a time has a study; a study that cannot be opened is refused, with the cause
+on one line; everything that was opened is closed by the caller's stack.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 import optuna
 import sqlalchemy
 import sqlalchemy.exc
-from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
+from optuna.exceptions import DuplicatedStudyError, StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
@@ -35,10 +33,6 @@ _STUDY_NAME = "autofit"
 _SECRET_OPTION = r"(?i)([?&][^=&]*(?:password|passwd|pwd|secret|token)[^=&]*=)[^&]*"
 _STALE_LOCK_S = 3  # a write takes milliseconds: an older lock was left by a killed process
 _TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
-
-BEAT_S, GRACE_S = 10, 60
-"""Seconds between the signs of life of a shared study's worker, and without one until it counts as
-gone."""
 
 
 class AskTellStudy(optuna.Study):
@@ -68,40 +62,39 @@ def name_of(study: str | os.PathLike[str] | None) -> str:
     return re.sub(_SECRET_OPTION, r"\1***", shown)
 
 
-def check_opens(study: str | os.PathLike[str], *, share: bool) -> None:
+def check_opens(study: str | os.PathLike[str]) -> None:
     """Open a study and close it again, before what a search does first takes its time.
 
     Raises:
-        StudyRefused: it cannot be opened or shared, or another search has it.
+        StudyRefused: it cannot be opened, or another search has it.
     """
     with ExitStack() as held:
-        open_study(study, held, share=share)
+        open_study(study, held)
 
 
 def open_study(
-    study: str | os.PathLike[str] | None, held: ExitStack, *, share: bool = False
+    study: str | os.PathLike[str] | None, held: ExitStack
 ) -> tuple[AskTellStudy, Claim | None]:
     """Open a study, or make it if there is none.
 
     Args:
         study: a file path, an Optuna storage URL, or None for memory.
         held: closes everything that was opened.
-        share: let other searches that do so in, too.
 
     Returns:
         The study; and for a database, which has no lock, the claim that keeps other searches out.
 
     Raises:
-        StudyRefused: it cannot be opened or shared, or another search has it.
+        StudyRefused: it cannot be opened, or another search has it.
     """
     storage: BaseStorage
     name = name_of(study)
     if study is None:
         storage = InMemoryStorage()
     elif "://" not in (given := os.fspath(study)):
-        storage = _open_file(given, held, share=share)
+        storage = _open_file(given, held)
     else:
-        storage = _open_database(given, held, share=share)
+        storage = _open_database(given, held)
     with _opening(name):
         optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
@@ -111,7 +104,7 @@ def open_study(
             return opened, None
         from autofit.searching.claim import Claim  # a database alone needs it
 
-        claim = Claim(opened, name, share=share)
+        claim = Claim(opened, name)
         held.callback(claim.give_up)
         claim.take()
         return opened, claim
@@ -146,45 +139,25 @@ def _opening(name: str) -> Iterator[None]:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _open_database(url: str, held: ExitStack, *, share: bool) -> RDBStorage:
-    if share and url.startswith("sqlite"):
-        raise StudyRefused(
-            f"a study in SQLite cannot be shared ({name_of(url)}): workers on other hosts could "
-            "not be told apart from it. Give a path, a journal file for workers on one host, or "
-            "the URL of a database server such as PostgreSQL"
-        )
+def _open_database(url: str, held: ExitStack) -> RDBStorage:
     with _opening(name_of(url)):
-        storage = _database(url, keeps_heartbeat=share)
+        storage = _database(url)
     held.callback(storage.engine.dispose)  # or its file stays open until garbage is collected
     held.callback(storage.remove_session)
     return storage
 
 
-def _database(url: str, *, keeps_heartbeat: bool) -> RDBStorage:
-    def connected() -> RDBStorage:
-        if not keeps_heartbeat:
-            return RDBStorage(url)
-        with unremarked_experiments():
-            return RDBStorage(url, heartbeat_interval=BEAT_S, grace_period=GRACE_S)
-
+def _database(url: str) -> RDBStorage:
     # Of two processes that create the tables at once, one fails, and finds them created.
     for _ in range(_TABLES_TRIES):
         with suppress(sqlalchemy.exc.DatabaseError):
-            return connected()
+            return RDBStorage(url)
         time.sleep(_TABLES_PAUSE_S)
-    return connected()
+    return RDBStorage(url)
 
 
-@contextmanager
-def unremarked_experiments() -> Iterator[None]:
-    """Leave out the warning that Optuna's heartbeat may change; the pinned one is tested."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        yield
-
-
-def _open_file(name: str, held: ExitStack, *, share: bool) -> JournalStorage:
-    """Open an Optuna journal, exclusively unless it is shared.
+def _open_file(name: str, held: ExitStack) -> JournalStorage:
+    """Open an Optuna journal for this process alone.
 
     Two locks protect it. `flock` is held for as long as the search runs and ends with its process,
     however that ends: a second search is refused at once. Optuna's own lock, a link beside the
@@ -194,9 +167,7 @@ def _open_file(name: str, held: ExitStack, *, share: bool) -> JournalStorage:
     path = Path(name).expanduser().absolute()
     write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
     try:
-        _cut_torn_line(path, held.enter_context(_locked(path, share=share)), write_lock)
-        if share:  # a journal that only one search writes is mended when it is opened
-            write_lock = _MendingLock(str(path), grace_period=_STALE_LOCK_S)
+        _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
         with replaying(path):
             return JournalStorage(JournalFileBackend(str(path), write_lock))
     except StudyRefused:
@@ -209,42 +180,18 @@ def _open_file(name: str, held: ExitStack, *, share: bool) -> JournalStorage:
 
 
 @contextmanager
-def _locked(path: Path, *, share: bool) -> Iterator[IO[bytes]]:
+def _locked(path: Path) -> Iterator[IO[bytes]]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")  # reading may not end
     with open(path, "ab+") as file:
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            from autofit.searching.claim import how_to_share
-
             raise StudyRefused(
                 f"another search is using the study {path}: wait for it to end, or give this one "
-                f"a study of its own{how_to_share(share)}"
+                "a study of its own"
             ) from None
         yield file
-
-
-class _MendingLock(JournalFileSymlinkLock):
-    """Optuna's lock; who gets it cuts off what a writer that was killed left of a line.
-
-    Else the next line would continue that one, and nobody could read past the two.
-    """
-
-    def acquire(self) -> bool:
-        """Wait for the lock, then mend the file."""
-        acquired = super().acquire()
-        with suppress(OSError), open(self._lock_target_file, "rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end and file.seek(end - 1) and file.read(1) != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-        return acquired
-
-    def release(self) -> None:
-        """Give up the lock, unless another writer took it for stale while this one wrote."""
-        with suppress(RuntimeError):
-            super().release()
 
 
 def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLock) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import optuna
 import sqlalchemy.exc
@@ -38,26 +38,16 @@ from autofit.shapes import NUMBER, TEXT, Maybe, check_shape
 from autofit.training.fingerprint import differing_parts
 
 if TYPE_CHECKING:
-    from autofit.report.record import Record
     from autofit.searching.claim import Claim
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
 
 
-DEVICE = "device"
-ONLY_SHARED = frozenset({DEVICE, "driver", "torch"})
-"""Parts of the identity that matter to a study as long as it is shared."""
-
-
 def _difference(part: str, stored: str | None, here: str | None) -> str:
     """Return in words how a part of a search's identity differs."""
     if part == "workload" and stored and here and (names := differing_parts(stored, here)):
         return f"another workload: its {', '.join(names)} differ"
-    if part == DEVICE and stored and here:
-        return f"times of an {stored} and an {here} cannot be compared: give it its own study"
-    if part in ONLY_SHARED and stored is None:
-        return "a search that did not share it began it, and did not note its device"
     return f"{part}: {stored or 'none'} there, {here or 'none'} here"
 
 
@@ -73,10 +63,7 @@ class Store:
         study: the Optuna study; its `stopped` is true once a sampler has nothing else to propose.
         name: of the study in messages.
         spec: the specification that the study was made for; None until `begin`.
-        is_shared: whether several searches may use the study at once.
     """
-
-    is_shared = False
 
     def __init__(
         self,
@@ -114,7 +101,7 @@ class Store:
             StudyRefused: it belongs to another search, is in use, or cannot be read or written.
         """
         with ExitStack() as held:
-            opened, claim = open_study(study, held, share=cls.is_shared)
+            opened, claim = open_study(study, held)
             store = cls(opened, name_of(study), claim, held, began)
             store._held = held.pop_all()
         with ExitStack() as closed_on_error:
@@ -163,10 +150,7 @@ class Store:
     @property
     def ended(self) -> str | None:
         """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
-        return self.ended_in(self.study.user_attrs)
-
-    def ended_in(self, attrs: Mapping[str, Any]) -> str | None:
-        """Return what `ended` is with these attributes of the study."""
+        attrs = self.study.user_attrs
         with decoding(self.name):
             at, reason = attrs.get(_ENDED_AT, Effort.NORMAL), attrs.get(_ENDED)
             check_shape(at, EFFORT, "the earlier search's effort")
@@ -223,17 +207,9 @@ class Store:
         assert self.spec is not None, "begin() comes before the first trial"
         with self._writing(), replaying(self.name):
             stored = trial_codec.record(self.study, asked, trial, self.spec)
-            self._note_seconds()
+            # With every trial, so that a killed session counts up to that.
+            self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
         return stored
-
-    def _note_seconds(self) -> None:
-        """Store the session's seconds: with every trial, so that a killed one counts up to that."""
-        self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
-
-    def agreed(self, described: Callable[[], Record]) -> Record:
-        """Return the record of the search, after which the study belongs to others again."""
-        self.close()
-        return described()
 
     def close(self) -> None:
         """Let other searches use the study."""
@@ -260,9 +236,7 @@ class Store:
             return
         stored = self.spec.identity
         parts = sorted(
-            part
-            for part in {*stored, *identity} - (frozenset() if self.is_shared else ONLY_SHARED)
-            if stored.get(part) != identity.get(part)
+            part for part in {*stored, *identity} if stored.get(part) != identity.get(part)
         )
         if parts:
             differences = [
