@@ -128,8 +128,7 @@ def trials() -> Iterator[Row]:
         store.begin(world.spec)
         for count in TRIALS:
             for trial in everything[len(store.trials) : count]:
-                with store.asking(trial.plan) as asked:
-                    store.record(asked, trial)
+                store.record(store.ask(trial.plan), trial)
             its = everything[:count]
             taken = [
                 processor_s(lambda of: decide(Posterior(world.spec, of)), its)[1]

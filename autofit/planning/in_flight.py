@@ -1,7 +1,7 @@
-"""Plans that other workers of a shared search are running, believed as the posterior forecasts.
+"""Plans that are running, believed to be what the posterior forecasts.
 
 In: a posterior and the plans in flight. Out: a posterior that holds a trial of each of them, so
-that no worker is sent after what another is finding out. It is the "believer" of parallel Bayesian
+that no device is sent after what another is finding out. It is the "believer" of parallel Bayesian
 optimization (Ginsbourger, Le Riche, Carraro, "Kriging is well-suited to parallelize optimization",
 2010). Leaving these plans out alone made four workers slower than one.
 
@@ -22,15 +22,20 @@ from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import leading
 
 
-def believing(posterior: Posterior, plans: Sequence[Plan]) -> Posterior:
-    """Return the posterior that also believes those plans; the same one where there are none."""
-    known = [plan for plan in plans if plan.variant in posterior.variant_keys]
+def believing(posterior: Posterior, running: Sequence[tuple[Plan, Role]]) -> Posterior:
+    """Return the posterior that also believes those plans; the same one where there are none.
+
+    Args:
+        posterior: of what was measured.
+        running: the plans, and why each runs.
+    """
+    known = [each for each in running if each[0].variant in posterior.variant_keys]
     if not known:
         return posterior
     first = 1 + max((trial.number for trial in posterior.measured), default=-1)
     believed = [
-        Trial(number, Role.SEARCH, plan, _forecast(posterior, plan))
-        for number, plan in enumerate(known, start=first)
+        Trial(number, role, plan, _forecast(posterior, plan))
+        for number, (plan, role) in enumerate(known, start=first)
     ]
     return Posterior(posterior.spec, posterior.measured, believed, posterior.given)
 

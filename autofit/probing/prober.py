@@ -106,6 +106,10 @@ class SupportsProbing(Protocol):
     def start_s(self) -> float:
         """Seconds that a fresh worker takes to start; 0 where there are no workers."""
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether plans run in processes of their own, which can be replaced."""
+
     def probe(self, request: ProbeRequest) -> ProbeResult:
         """Run the plan; every way in which it can end is an outcome, not an exception.
 

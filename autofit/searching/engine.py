@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
+import optuna
 from optuna.samplers import BaseSampler
 
-from autofit.errors import DeviceUnavailable, SearchTimedOut, WorkerFailed
+from autofit.errors import DeviceUnavailable, SearchTimedOut, StudyRefused, WorkerFailed
 from autofit.interrupts import Interrupts, interrupts_remembered
 from autofit.measurement import (
     Measurement,
@@ -28,7 +29,7 @@ from autofit.measurement import (
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.feasibility import MOST_ACCIDENTS
-from autofit.planning.planner import NothingLeft
+from autofit.planning.in_flight import believing
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -38,6 +39,7 @@ from autofit.report.record import Skipped
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
+from autofit.searching.runner import Job, Runner
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
 
@@ -49,7 +51,7 @@ MOST_RETURNS = 2
 
 
 def run_search(
-    prober: SupportsProbing,
+    prober: SupportsProbing | Runner,
     spec: SearchSpec,
     *,
     store: Store | None = None,
@@ -65,7 +67,7 @@ def run_search(
     """Search for the fastest plan that fits.
 
     Args:
-        prober: runs the plans; it is not closed.
+        prober: runs the plans, or a `Runner` of several; it is not closed.
         spec: what to search.
         store: the open study; None: in memory.
         sampler: any Optuna sampler that proposes plans; None: the planner. The plans that another
@@ -94,7 +96,7 @@ def run_search(
     with held as opened:
         opened.begin(spec)
         search = Search(
-            prober,
+            prober if isinstance(prober, Runner) else Runner(prober),
             opened.spec or spec,
             opened,
             None if isinstance(sampler, PlannerSampler) else sampler,
@@ -107,6 +109,9 @@ def run_search(
                 stop = search.run()
         except (KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable) as error:
             stop = search.cut_short(error)
+        finally:
+            with suppress(StudyRefused):  # what is being raised says so already
+                search.abandon()
         return search.result(stop)
 
 
@@ -131,6 +136,24 @@ class _MachineIll(WorkerFailed):
     """Plans, and one that ran before, ended by accidents one after the other."""
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A plan in flight.
+
+    Attributes:
+        asked: the Optuna trial that it will finish.
+        plan, role: what runs, and why.
+        predicted_peak_bytes: as of its trial.
+        has_repeated: whether it ended before, by what may have been an accident.
+    """
+
+    asked: optuna.Trial
+    plan: Plan
+    role: Role
+    predicted_peak_bytes: int | None
+    has_repeated: bool = False
+
+
 class Search:
     """The state of one call of `run_search`, whose arguments these are.
 
@@ -140,7 +163,7 @@ class Search:
 
     def __init__(
         self,
-        prober: SupportsProbing,
+        runner: Runner,
         spec: SearchSpec,
         store: Store,
         foreign_sampler: BaseSampler | None,
@@ -149,7 +172,7 @@ class Search:
         *,
         may_veto: bool,
     ) -> None:
-        self._prober, self._spec, self._store = prober, spec, store
+        self._runner, self._spec, self._store = runner, spec, store
         self._foreign_sampler, self._may_veto = foreign_sampler, may_veto
         self._allowance, self._on_event = allowance, on_event
         self._trials = store.trials
@@ -157,6 +180,7 @@ class Search:
         if store.ended is None and (left is None or left >= COMPARED):
             self._trials = store.compare_anew(self._trials)
         self._posterior = Posterior(spec, self._trials)
+        self._flights: dict[Job, _Flight] = {}
         self._accidents: list[Trial] = []  # the last probes, as far as all ended by accidents
         self.interrupts = Interrupts()
 
@@ -230,6 +254,8 @@ class Search:
 
     def _next_without_timeout(self) -> Plan | None:
         """Return the plan that would be next without the timeout; None: none, or unknown."""
+        if self._store.ended is not None:
+            return None
         unlimited = replace(self._allowance, timeout_s=None)
         may_probe = unlimited.spent(self._trials) is None
         if self._allowance == unlimited or not may_probe or self._foreign_sampler is not None:
@@ -243,7 +269,7 @@ class Search:
             self._store.mark_ended(stop.because)
 
     def _spent(self) -> str | None:
-        return self._allowance.spent(self._trials, self._prober.start_s)
+        return self._allowance.spent(self._begun, self._runner.start_s)
 
     def explore(self) -> Stop:
         """Probe until there is a reason to stop; return the reason.
@@ -251,70 +277,110 @@ class Search:
         Raises:
             SearchTimedOut: the time was over before anything that fits had been measured.
         """
-        vetoes = 0
-        try:  # around the loop and not in a caller: users' losses have few frames to spare
-            while (reason := self._spent()) is None:
-                self._suspect_machine()
-                if self._baseline is None:
-                    self._probe(self._spec.space.baseline, Role.BASELINE)
-                    continue
-                choice: Plan | BaseSampler | None = self._foreign_sampler
-                # Hardly any sampler stops by itself: it gets the probes that were asked for, and
-                # where no number was asked for, the planner decides when more would be wasted.
-                if choice is None or self._allowance.max_probes is None:
-                    if self._store.ended is not None:
-                        return Stop(self._store.ended)
-                    decided = planner.decide(
-                        self._posterior,
-                        may_repeat=choice is None,
-                        seconds_left=self._seconds_left(Role.SEARCH),
-                    )
-                    if isinstance(decided, NothingLeft):
-                        more = self._next_without_timeout()
-                        return Stop(decided.because, choice is None, more)
-                    choice = choice or decided
-                trial = self._probe(choice, Role.SEARCH)
-                vetoes = vetoes + 1 if trial.role is Role.VETOED else 0
-                if self._store.study.stopped:
-                    return Stop("the sampler has offered all it can")
-                if vetoes == MOST_VETOES:
-                    return Stop(f"{MOST_VETOES} proposals in a row could not be expected to fit")
+        stop: Stop | None = None
+        try:
+            while True:
+                stop = stop or self._fill()
+                if stop is not None and not self._flights:
+                    return replace(stop, with_more_time=self._next_without_timeout())
+                self._land()
         except SearchTimedOut:
+            self.abandon()
             if not self.has_ok_trial:
                 raise self._allowance.too_short() from None
             return self.stop_for_time()
-        return Stop(reason, with_more_time=self._next_without_timeout())
+
+    def _fill(self) -> Stop | None:
+        """Have a plan run in every free slot, if there is one; return why no further one will."""
+        vetoes = 0
+        while len(self._flights) < self._runner.slots:
+            choice = self._next_choice()
+            if choice is None or isinstance(choice, Stop):
+                return choice
+            is_baseline = self._baseline is None and choice == self._spec.space.baseline
+            vetoed = self._launch(choice, Role.BASELINE if is_baseline else Role.SEARCH)
+            vetoes = 0 if vetoed is None else vetoes + 1
+            if self._store.study.stopped:
+                return Stop("the sampler has offered all it can")
+            if vetoes == MOST_VETOES:
+                return Stop(f"{MOST_VETOES} proposals in a row could not be expected to fit")
+        return None
+
+    def _next_choice(self) -> Plan | BaseSampler | Stop | None:
+        """Return the plan to run next, or who proposes it; None: first what is in flight ends."""
+        if (reason := self._spent()) is not None:
+            return Stop(reason)
+        alone = self._plan_to_suspect_machine()
+        if alone is None and self._baseline is None:
+            alone = self._spec.space.baseline
+        if alone is not None:
+            return None if self._flights else alone
+        # Hardly any sampler stops by itself: it gets the probes that were asked for, and
+        # where no number was asked for, the planner decides when more would be wasted.
+        foreign = self._foreign_sampler
+        if foreign is not None and self._allowance.max_probes is not None:
+            return foreign
+        if self._store.ended is not None:
+            return Stop(self._store.ended)
+        decided = planner.decide(
+            self._believed(),
+            may_repeat=foreign is None,
+            seconds_left=self._seconds_left(Role.SEARCH),
+        )
+        if isinstance(decided, Plan):
+            return foreign or decided
+        return None if self._flights else Stop(decided.because, is_exhausted=foreign is None)
 
     def confirm(self, stopped_because: str, *, may_return: bool) -> bool:
-        """Run the leading plans again, in a fresh worker, at their full accumulation.
+        """Run the leading plans again, in fresh workers, at their full accumulation.
 
         Return False where one did not fit after all, and the search may be returned to: then there
         may be a plan just below it to find.
         """
-        has_begun = False
-        in_this_worker: set[Plan] = set()
-        while True:
-            self._suspect_machine()
-            plan = confirmation.next_turn(self._posterior)
-            if plan is None or self._may_not_probe():
-                return True
-            if not has_begun:
-                has_begun = True
-                self._on_event(events.Confirming(stopped_because, self._progress()))
-            if not in_this_worker or plan in in_this_worker:
-                self._prober.renew()  # the blocks of one plan need workers of their own
-                in_this_worker = set()
-            in_this_worker.add(plan)
-            try:
-                trial = self._probe(plan, Role.CONFIRMED)
-            except SearchTimedOut:
-                return True
-            if not trial.ok and may_return and self._spent() is None:
-                return False
+        has_begun = has_failed = False
+        try:
+            while True:
+                while not has_failed and len(self._flights) < self._runner.slots:
+                    self._suspect_machine()
+                    plan = confirmation.next_turn(self._believed())
+                    if plan is None or self._may_not_probe():
+                        break
+                    if not has_begun:
+                        has_begun = True
+                        self._on_event(events.Confirming(stopped_because, self._progress()))
+                    self._launch(plan, Role.CONFIRMED)
+                if not self._flights:
+                    return not has_failed
+                trial = self._land()
+                has_failed |= not trial.ok and may_return and self._spent() is None
+        except SearchTimedOut:
+            self.abandon()
+            return True
+
+    def abandon(self) -> None:
+        """End what is in flight, without a trial of it."""
+        self._runner.cancel()
+        for flight in self._flights.values():
+            self._store.abandon(flight.asked)
+        self._flights.clear()
+
+    def _believed(self) -> Posterior:
+        """Return the posterior that believes what is in flight."""
+        running = [(flight.plan, flight.role) for flight in self._flights.values()]
+        return believing(self._posterior, running)
+
+    @property
+    def _begun(self) -> tuple[Trial, ...]:
+        """The trials, and what is in flight as if it had ended."""
+        begun = [
+            Trial(0, flight.role, flight.plan, Measurement(Outcome.OK))
+            for flight in self._flights.values()
+        ]
+        return (*self._trials, *begun)
 
     def _may_not_probe(self) -> bool:
-        allowance, kept_s = self._allowance, self._prober.start_s
-        no_probe_left = allowance.probes_left(self._trials) == 0
+        allowance, kept_s = self._allowance, self._runner.start_s
+        no_probe_left = allowance.probes_left(self._begun) == 0
         return no_probe_left or allowance.time_is_short(self._trials, kept_s)
 
     def _suspect_machine(self) -> None:
@@ -324,8 +390,9 @@ class Search:
             WorkerFailed: that ended by an accident too, or no plan has worked yet.
         """
         plan = self._plan_to_suspect_machine()
-        if plan is not None:
-            self._probe(plan, Role.SEARCH)
+        if plan is not None and not self._flights:
+            self._launch(plan, Role.SEARCH)
+            self._land()
 
     def _plan_to_suspect_machine(self) -> Plan | None:
         if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
@@ -341,51 +408,84 @@ class Search:
             raise _MachineIll(_diagnosis(self._accidents))
         return works.plan
 
-    def _probe(self, choice: Plan | BaseSampler, role: Role) -> Trial:
-        """Run a plan, or a sampler's unless it is vetoed, and store it; return the stored trial.
-
-        Raises:
-            Exception: the plain workload itself failed, as its user's code raised it.
-        """
+    def _launch(self, choice: Plan | BaseSampler, role: Role) -> Trial | None:
+        """Have a plan run, or a sampler's; return its stored trial where it is vetoed instead."""
         self.interrupts.check()
-        error = None
-        with self._store.asking(choice) as asked:
+        asked = self._store.ask(choice)
+        try:
             plan = trial_codec.plan_of(asked.params, self._spec.space)
             forecast = planner.forecast(self._posterior, plan)
             veto = None
             if self._may_veto and isinstance(choice, BaseSampler):
                 veto = planner.veto(self._posterior, plan)
             if veto is not None:
-                role, measurement = Role.VETOED, veto
-            else:
-                self._on_event(
-                    events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress())
-                )
-                runs_alone = self._spec.space.needs_fresh_worker(plan.settings)
-                if runs_alone:
-                    self._prober.renew()
-                expected_s = self._expected_seconds(plan, forecast.seconds)
-                probed = self._prober.probe(self._request(plan, role, expected_s))
-                first = probed.measurement
-                if self._may_be_accident(plan, first) and self._prober.renew():
-                    self._on_event(events.Repeating(plan, first, self._progress()))
-                    probed = self._prober.probe(self._request(plan, role, expected_s))
-                if runs_alone:
-                    self._prober.renew()
-                measurement, error = self._blamed(plan, probed)
-            stored = Trial(0, role, plan, measurement, forecast.peak_bytes)
-            trial = self._store.record(asked, stored)
+                return self._stored(asked, Trial(0, Role.VETOED, plan, veto, forecast.peak_bytes))
+            told = events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress())
+            self._on_event(told)
+            job = Job(
+                self._request(plan, role, self._expected_seconds(plan, forecast.seconds)),
+                runs_alone=self._spec.space.needs_fresh_worker(plan.settings),
+                is_replicate=role is Role.CONFIRMED,
+            )
+        except BaseException:
+            self._store.abandon(asked)
+            raise
+        self._flights[job] = _Flight(asked, plan, role, forecast.peak_bytes)
+        self._runner.submit(job)
+        return None
+
+    def _land(self) -> Trial:
+        """Wait for a plan in flight to end, and store its trial; an accident's runs again first.
+
+        Raises:
+            SearchTimedOut: the time was over before it ended.
+            Exception: the plain workload itself failed, as its user's code raised it.
+        """
+        while True:
+            job, ended = self._runner.next_ended()
+            flight = self._flights[job]
+            probed = ended.result()
+            if not self._is_to_repeat(flight, probed.measurement):
+                break
+            self._repeat(job, probed.measurement)
+        del self._flights[job]
+        measurement, error = self._blamed(flight.plan, probed)
+        trial = self._stored(
+            flight.asked,
+            Trial(0, flight.role, flight.plan, measurement, flight.predicted_peak_bytes),
+        )
+        error = error or result.workload_failure(trial)
+        if error is not None:
+            raise error
+        self._note_accident(trial)
+        return trial
+
+    def _is_to_repeat(self, flight: _Flight, measurement: Measurement) -> bool:
+        may_repeat = self._runner.has_workers and not flight.has_repeated
+        return may_repeat and self._may_be_accident(flight.plan, measurement)
+
+    def _repeat(self, job: Job, first: Measurement) -> None:
+        """Run a plan again in a fresh worker, within the time that is left by now."""
+        flight = self._flights[job]
+        self._on_event(events.Repeating(flight.plan, first, self._progress()))
+        again = replace(
+            job,
+            request=self._request(flight.plan, flight.role, job.request.expected_seconds),
+            needs_fresh_worker=True,
+        )
+        self._flights[again] = replace(flight, has_repeated=True)
+        del self._flights[job]
+        self._runner.submit(again)
+
+    def _stored(self, asked: optuna.Trial, finished: Trial) -> Trial:
+        """Store a trial; return it with its number."""
+        trial = self._store.record(asked, finished)
         self._trials = self._store.trials
         if trial.blames_workload:
             self._trials += (trial,)  # for its event; the study no longer shows it
         self._posterior = self._posterior.updated(self._trials)
-        finished = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
-        self._on_event(finished(trial, self._progress()))
-        error = error or result.workload_failure(trial)
-        if error is not None:
-            raise error
-        if trial.role is not Role.VETOED:
-            self._note_accident(trial)
+        told = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
+        self._on_event(told(trial, self._progress()))
         return trial
 
     def _may_be_accident(self, plan: Plan, measurement: Measurement) -> bool:
@@ -424,7 +524,7 @@ class Search:
         is_confirmation = role is Role.CONFIRMED
         leader = None if is_confirmation else fastest_of(self._trials)
         return ProbeRequest(
-            resolve(plan, self._spec.space, self._prober.strategies),
+            resolve(plan, self._spec.space, self._runner.strategies),
             self._spec.vram_budget_bytes,
             incumbent_samples_per_second=leader.samples_per_second if leader else None,
             full_accumulation=is_confirmation,
@@ -441,7 +541,7 @@ class Search:
         """Return the seconds until a probe is ended: all but those kept for the comparison."""
         left, kept_s = self._allowance.seconds_left, 0.0
         if role is Role.SEARCH:
-            kept_s = self._allowance.seconds_kept(self._trials, self._prober.start_s)
+            kept_s = self._allowance.seconds_kept(self._trials, self._runner.start_s)
         return None if left is None else max(0.0, left - kept_s)
 
     def _blamed(self, plan: Plan, probed: ProbeResult) -> tuple[Measurement, BaseException | None]:

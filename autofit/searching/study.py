@@ -179,9 +179,8 @@ class Store:
                 self.study.set_user_attr(_ENDED_AT, self.spec.effort.value)
             self.study.set_user_attr(_ENDED, reason)
 
-    @contextmanager
-    def asking(self, choice: Plan | optuna.samplers.BaseSampler) -> Iterator[optuna.Trial]:
-        """Ask for a trial of a plan, or of a sampler's choice; it is FAIL if the block raises."""
+    def ask(self, choice: Plan | optuna.samplers.BaseSampler) -> optuna.Trial:
+        """Return a new trial of a plan, or of a sampler's choice; `record` or `abandon` ends it."""
         assert self.spec is not None, "begin() comes before the first trial"
         with replaying(self.name):  # damage shows here, and not as an error of the sampler
             self.study.get_trials(deepcopy=False)
@@ -189,13 +188,12 @@ class Store:
             self.study.sampler = PlannerSampler(choice) if isinstance(choice, Plan) else choice
             if self._claim is not None:
                 self._claim.renew()
-            asked = self.study.ask(trial_codec.distributions(self.spec.space))
-        try:
-            yield asked
-        except BaseException:
-            with self._writing(), replaying(self.name):
-                self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
-            raise
+            return self.study.ask(trial_codec.distributions(self.spec.space))
+
+    def abandon(self, asked: optuna.Trial) -> None:
+        """End a trial that has no result as FAIL."""
+        with self._writing(), replaying(self.name):
+            self.study.tell(asked, state=TrialState.FAIL, skip_if_finished=True)
 
     def record(self, asked: optuna.Trial, trial: Trial) -> Trial:
         """Store a finished trial and return it as stored: with its number in this study.

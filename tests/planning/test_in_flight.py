@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from autofit.measurement import Outcome
+from autofit.measurement import Outcome, Role
 from autofit.plan import Plan
 from autofit.planning import planner
 from autofit.planning.in_flight import believing
@@ -14,11 +16,15 @@ from autofit.planning.posterior import Posterior
 from tests.simulated import MakeDevice, SimulatedDevice, make_trial, measured
 
 
+def searched(plans: Sequence[Plan]) -> list[tuple[Plan, Role]]:
+    return [(plan, Role.SEARCH) for plan in plans]
+
+
 def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None:
     posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
     in_flight: list[Plan] = []
     for _ in range(4):
-        decided = planner.decide(believing(posterior, in_flight))
+        decided = planner.decide(believing(posterior, searched(in_flight)))
         assert isinstance(decided, Plan)
         assert decided not in in_flight
         in_flight.append(decided)
@@ -29,7 +35,7 @@ def test_a_belief_opens_no_larger_stride(make_device: MakeDevice) -> None:
     device = make_device(dimensions={})
     larger = device.space.plan(16, {})
     posterior = Posterior(device.spec(), measured(device, [device.space.baseline]))
-    believed = believing(posterior, [larger])
+    believed = believing(posterior, searched([larger]))
     assert believed.largest.tolist() == [16]
     decided = planner.decide(believed)
     assert isinstance(decided, NothingLeft) or decided.micro_batch <= 16
@@ -45,7 +51,7 @@ def test_while_nothing_fits_workers_try_different_variants(make_device: MakeDevi
     posterior = Posterior(device.spec(), failed)
     first = planner.decide(posterior)
     assert isinstance(first, Plan)
-    second = planner.decide(believing(posterior, [first]))
+    second = planner.decide(believing(posterior, searched([first])))
     assert isinstance(second, Plan)
     assert second.variant != first.variant
 
@@ -56,7 +62,7 @@ def test_a_belief_is_what_was_forecast(make_device: MakeDevice) -> None:
     plans = [device.space.plan(size, {}) for size in (4, 8, 12)]
     posterior = Posterior(device.spec(), measured(device, plans))
     in_flight, larger = device.space.plan(16, {}), device.space.plan(20, {})
-    believed = believing(posterior, [in_flight])
+    believed = believing(posterior, searched([in_flight]))
     for plan in (in_flight, larger):
         speed, before = believed.mean_log_speed(plan), posterior.mean_log_speed(plan)
         assert speed == pytest.approx(before, abs=0.02)
@@ -71,6 +77,6 @@ def test_a_plan_in_flight_is_believed_to_fit(make_device: MakeDevice) -> None:
     posterior = Posterior(device.spec(), measured(device, plans))
     larger = device.space.plan(40, {})
     assert np.median(posterior.held_bytes(larger)) > device.budget
-    (believed,) = believing(posterior, [larger]).in_flight
+    (believed,) = believing(posterior, searched([larger])).in_flight
     assert believed.ok
     assert believed.measurement.peak_reserved_bytes == device.budget

@@ -72,8 +72,7 @@ def test_each_outcome_has_its_state_and_constraint(
     plan = Plan(4, settings=device.space.plain_settings)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        with store.asking(plan) as asked:
-            stored = store.record(asked, Trial(7, Role.BASELINE, plan, measurement))
+        stored = store.record(store.ask(plan), Trial(7, Role.BASELINE, plan, measurement))
         frozen: optuna.trial.FrozenTrial = store.study.trials[0]
         assert store.trials == (stored,) == (Trial(0, Role.BASELINE, plan, measurement),)
     assert frozen.state is TrialState[state]
@@ -85,10 +84,10 @@ def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedD
     ok = Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        with store.asking(plan) as first, store.asking(plan) as second:
-            later = store.record(second, Trial(0, Role.SEARCH, plan, ok))
-            assert [trial.number for trial in store.trials] == [later.number]
-            earlier = store.record(first, Trial(0, Role.BASELINE, plan, ok))
+        first, second = store.ask(plan), store.ask(plan)
+        later = store.record(second, Trial(0, Role.SEARCH, plan, ok))
+        assert [trial.number for trial in store.trials] == [later.number]
+        earlier = store.record(first, Trial(0, Role.BASELINE, plan, ok))
         assert store.trials == (earlier, later)
     assert (earlier.number, later.number) == (0, 1)
 

@@ -369,10 +369,9 @@ def test_a_search_that_was_taken_for_ended_is_told_so(
             Store.open(url, IDENTITY)
         first.study.set_user_attr(key, claim | {"seen": time.time() - 7200})
         with Store.open(url, IDENTITY) as second:
-            with pytest.raises(StudyRefused, match="has taken over"), first.asking(plan):
-                pytest.fail("it asked for a plan in a study of another search")
-            with second.asking(plan) as asked:
-                second.record(asked, make_trial(0, plan, step_times_s=[0.1], **HELD))
+            with pytest.raises(StudyRefused, match="has taken over"):
+                first.ask(plan)
+            second.record(second.ask(plan), make_trial(0, plan, step_times_s=[0.1], **HELD))
         assert len(second.trials) == 1
 
 
@@ -434,11 +433,11 @@ def test_a_trial_that_another_program_ended_is_no_crash(
     plan = device.space.baseline
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}", IDENTITY) as store:
         store.begin(device.spec())
-        with store.asking(plan) as asked:
-            store.study.tell(asked.number, state=TrialState.FAIL)
-            ended = make_trial(0, plan, step_times_s=[0.1], **HELD)
-            with pytest.raises(StudyRefused, match="another program"):
-                store.record(asked, ended)
+        asked = store.ask(plan)
+        store.study.tell(asked.number, state=TrialState.FAIL)
+        ended = make_trial(0, plan, step_times_s=[0.1], **HELD)
+        with pytest.raises(StudyRefused, match="another program"):
+            store.record(asked, ended)
 
 
 def test_whether_a_claim_is_live_depends_on_the_start_of_its_process_too() -> None:

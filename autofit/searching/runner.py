@@ -1,0 +1,207 @@
+"""Whoever runs the plans of a search: one device, several of them, or the machines of an executor.
+
+Promises: the one process that searches submits every job and hears how each ended; a job whose
+machine went away is given to another one once, and after that it counts as a crash of its plan.
+
+In: jobs, as many at once as there are lanes. Out: each job with the result of its probe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.errors import AutofitError, WorkerFailed
+from autofit.measurement import Measurement, Outcome
+from autofit.plan import Plan
+from autofit.probing.messages import OnStage, ProbeRequest, ProbeResult, ignore_stage
+from autofit.probing.prober import SupportsProbing
+from autofit.strategy import Strategy
+
+QUIET_S = 30.0
+"""After so long without a result the runner says what it waits for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A plan to run, and in which worker.
+
+    Attributes:
+        request: of the plan.
+        needs_fresh_worker: whether it runs in a fresh worker.
+        runs_alone: whether that worker runs nothing before or after it.
+        is_replicate: whether it is one of a plan's replicates: each of them runs in a worker that
+            has run replicates alone, and none of the same plan.
+    """
+
+    request: ProbeRequest
+    needs_fresh_worker: bool = False
+    runs_alone: bool = False
+    is_replicate: bool = False
+
+
+class Bench:
+    """A prober, and what its present worker has run.
+
+    Args:
+        prober: used by one thread at a time.
+    """
+
+    def __init__(self, prober: SupportsProbing) -> None:
+        self._prober = prober
+        self._replicated: set[Plan] = set()  # by the present worker, which ran nothing else
+
+    def run(self, job: Job) -> ProbeResult:
+        """Run a job in a worker of the kind that it asks for."""
+        plan = job.request.plan
+        is_used = job.is_replicate and (not self._replicated or plan in self._replicated)
+        if job.needs_fresh_worker or job.runs_alone or is_used:
+            self._renew()
+        result = self._prober.probe(job.request)
+        if job.runs_alone:
+            self._renew()
+        elif job.is_replicate:
+            self._replicated.add(plan)
+        else:
+            self._replicated.clear()
+        return result
+
+    def _renew(self) -> None:
+        self._prober.renew()
+        self._replicated.clear()
+
+
+class Inline(Executor):
+    """Runs what is submitted at once, in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Return a future that has ended; Ctrl-C goes through."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """One place where a job can run.
+
+    Attributes:
+        executor: takes the job there.
+        run: runs it there.
+        may_vanish: whether the place can go away, as another machine can.
+        stop: ends what runs there, so that its future ends soon.
+    """
+
+    executor: Executor
+    run: Callable[[Job], ProbeResult]
+    may_vanish: bool = False
+    stop: Callable[[], object] = lambda: None
+
+
+class Runner:
+    """Runs jobs on lanes, one on each at a time.
+
+    Args:
+        prober: of the device that the search looked at; its facts hold for all lanes.
+        lanes: where jobs run; None: on the prober, in the caller's thread.
+        on_stage: called with a line of words where nothing has ended for `QUIET_S`.
+    """
+
+    def __init__(
+        self,
+        prober: SupportsProbing,
+        lanes: Sequence[Lane] | None = None,
+        on_stage: OnStage = ignore_stage,
+    ) -> None:
+        self._prober, self._on_stage = prober, on_stage
+        self._lanes = lanes or [Lane(Inline(), Bench(prober).run)]
+        self._in_flight: dict[Future[ProbeResult], tuple[Job, Lane]] = {}
+        self._replicates: dict[Lane, Counter[Plan]] = {lane: Counter() for lane in self._lanes}
+        self._given_again: set[Job] = set()
+
+    @property
+    def slots(self) -> int:
+        """How many jobs can be in flight."""
+        return len(self._lanes)
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """The strategies that can apply settings of a plan."""
+        return self._prober.strategies
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a fresh worker takes to start; 0 where there are no workers."""
+        return self._prober.start_s
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether plans run in processes that can be replaced."""
+        return self._prober.has_workers
+
+    def submit(self, job: Job) -> None:
+        """Run a job on a free lane; a replicate on the one that ran its plan least often.
+
+        Raises:
+            WorkerFailed: the executor takes no jobs any more.
+        """
+        busy = {lane for _, lane in self._in_flight.values()}
+        free = [lane for lane in self._lanes if lane not in busy]
+        lane = min(free, key=lambda lane: self._replicates[lane][job.request.plan])
+        self._replicates[lane][job.request.plan] += job.is_replicate
+        self._start(job, lane)
+
+    def next_ended(self) -> tuple[Job, Future[ProbeResult]]:
+        """Wait for a job in flight to end; return it with its ended future, the oldest first.
+
+        Raises:
+            WorkerFailed: the executor takes no jobs any more.
+        """
+        while True:
+            ended, _ = wait(self._in_flight, QUIET_S, FIRST_COMPLETED)
+            if not ended:
+                plans = ", ".join(str(job.request.plan) for job, _ in self._in_flight.values())
+                self._on_stage(f"still running {plans}")
+                continue
+            future = next(each for each in self._in_flight if each in ended)
+            job, lane = self._in_flight.pop(future)
+            if not (lane.may_vanish and _has_vanished(future)):
+                return job, future
+            if job in self._given_again:
+                return job, _crashed(future)
+            self._given_again.add(job)
+            self._start(job, lane)
+
+    def cancel(self) -> None:
+        """End what is in flight; its results are lost."""
+        for future, (_, lane) in self._in_flight.items():
+            if not future.cancel():
+                lane.stop()
+        self._in_flight.clear()
+
+    def _start(self, job: Job, lane: Lane) -> None:
+        try:
+            future = lane.executor.submit(lane.run, job)
+        except RuntimeError as error:  # a pool that lost a process, or was shut down
+            raise WorkerFailed(f"the executor takes no more probes: {error}") from error
+        self._in_flight[future] = job, lane
+
+
+def _has_vanished(future: Future[ProbeResult]) -> bool:
+    """Return whether a job ended by what no probe raises: its process or machine went away."""
+    return future.cancelled() or not isinstance(future.exception(), AutofitError | None)
+
+
+def _crashed(lost: Future[ProbeResult]) -> Future[ProbeResult]:
+    """Return an ended future that says that two machines were lost over a plan."""
+    why = "cancelled" if lost.cancelled() else repr(lost.exception())
+    crashed: Future[ProbeResult] = Future()
+    detail = f"what ran it went away, twice: {why}"
+    crashed.set_result(ProbeResult(Measurement(Outcome.CRASHED, detail)))
+    return crashed
