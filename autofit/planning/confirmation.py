@@ -28,7 +28,7 @@ from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
 from autofit.planning.posterior import Posterior
-from autofit.planning.proposals import ceilings, gain_of_repeating, leading, oom_cost
+from autofit.planning.proposals import gain_of_repeating, leading, oom_cost
 from autofit.units import format_bytes, format_rate
 
 TIE = 0.005
@@ -335,7 +335,7 @@ def left_out(posterior: Posterior) -> list[tuple[Settings, str]]:
     First those that faults exclude, then each value of a setting that was never run.
     """
     excluded = [(dict(pairs), why) for pairs, why in posterior.exclusions.blamed.items()]
-    sizes: MicroBatches = np.median(ceilings(posterior), axis=0).astype(np.int64)
+    sizes: MicroBatches = np.median(posterior.ceilings, axis=0).astype(np.int64)
     run = {pair for trial in posterior.probes for pair in trial.plan.variant}
     never = [
         ({name: value}, why)

@@ -17,9 +17,11 @@ where little was measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autofit.plan import Dimension, Settings
 from autofit.planning.least_squares import Array, Fitted, Readings, added, fit, nearest
@@ -179,6 +181,15 @@ class LineFamily:
             self._mean_b += term.mean_b
         for index, line in lines.items():
             self._mean_a[index], self._mean_b[index] = np.log(line)
+
+    def among(self, few: NDArray[np.intp]) -> LineFamily:
+        """Return the family of these variants alone."""
+        family = copy(self)
+        family._count = len(few)
+        family._shared = self._shared[0][few], self._shared[1][few]
+        family._of_a, family._of_b = self._of_a[few], self._of_b[few]
+        family._mean_a, family._mean_b = self._mean_a[few], self._mean_b[few]
+        return family
 
     def draws(
         self, points: Sequence[Point], count: int, seed: int, freedom: Freedom = _AS_THE_PRIOR

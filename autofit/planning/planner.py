@@ -9,18 +9,17 @@ that take long to try come last, beside the leading plans alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autofit.measurement import Measurement, Outcome, Trial
-from autofit.plan import Dimension, Plan
+from autofit.plan import Plan
 from autofit.planning.least_squares import Array
-from autofit.planning.posterior import Posterior
+from autofit.planning.posterior import Mask, Posterior
 from autofit.planning.proposals import (
     VETO_RISK,
-    Mask,
     Proposal,
     leading,
     likeliest_to_fit,
@@ -86,7 +85,9 @@ def decide(
     plan = propose(posterior, posterior.usable & ~costly, may_repeat=may_repeat)
     if plan is None and costly.any():
         seconds = _probe_seconds(posterior)
-        beside = posterior.usable & costly & _beside_leaders(posterior)
+        beside = posterior.usable & costly
+        if leaders := posterior.cheap_leaders(_LEADERS):
+            beside &= posterior.beside(leaders)
         if seconds_left is not None:
             beside &= seconds <= seconds_left
         plan = propose(posterior, beside, may_repeat=may_repeat, seconds=seconds)
@@ -117,6 +118,7 @@ def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
     before = next((trial for trial in posterior.probes if trial.plan == plan), None)
     if before is not None:
         return before.measurement
+    posterior = posterior.about([plan])
     why = posterior.exclusions.why(plan.settings)
     if why is not None:
         return Measurement(Outcome.UNSUPPORTED, detail=f"not run: {why}")
@@ -134,6 +136,7 @@ def veto(posterior: Posterior, plan: Plan) -> Measurement | None:
 
 def forecast(posterior: Posterior, plan: Plan) -> Forecast:
     """Return the expected cost of a probe of the plan."""
+    posterior = posterior.about([plan])
     held = posterior.held_bytes(plan) if posterior.can_predict_memory else None
     peak = None if held is None else round(float(np.median(held)))
     timed = [t.measurement for t in posterior.probes if t.measurement.step_times_s]
@@ -220,26 +223,3 @@ def _per_second(
         for (worth, plan), cost_s in zip(found, costs, strict=True)
         if worth > 0 and worth * training_s > cost_s
     ]
-
-
-def _beside_leaders(posterior: Posterior) -> Mask:
-    """Return which variants differ from one of the fastest only in costly values.
-
-    All do where nothing without such values fits.
-    """
-    space = posterior.spec.space
-    cheap = [t for t in posterior.probes if t.ok and not space.is_costly(t.plan.settings)]
-    cheap.sort(key=lambda trial: -posterior.mean_log_speed(trial.plan))
-    leaders = list(dict.fromkeys(trial.plan.variant for trial in cheap))[:_LEADERS]
-    if not leaders:
-        return np.ones(len(posterior.variants), dtype=bool)
-    costly = _not_cheap(space.dimensions)
-    rests = [{pair for pair in variant if pair[0] not in costly} for variant in leaders]
-    return np.array([any(rest <= set(v.items()) for rest in rests) for v in posterior.variants])
-
-
-def _not_cheap(dimensions: Mapping[str, Dimension]) -> set[str]:
-    """Return the settings with costly values, and those that are allowed only beside such."""
-    costly = {name for name, dimension in dimensions.items() if dimension.is_costly}
-    beside = {n for n, d in dimensions.items() if not costly.isdisjoint(d.when or {})}
-    return costly | beside

@@ -12,13 +12,16 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autofit.measurement import Outcome, Role, Trial, oom_probes_of
 from autofit.noise import Noise, seconds_of
-from autofit.plan import Plan, Settings, VariantKey, variant_key
-from autofit.planning.curves import Freedom, LineDraws, LineFamily, Point
+from autofit.plan import Dimension, Plan, Settings, VariantKey
+from autofit.planning.columns import Columns, Given
+from autofit.planning.curves import Freedom, LineDraws, Point
 from autofit.planning.departures import LEAST, Departures, spread_of
 from autofit.planning.feasibility import (
     Exclusions,
@@ -28,12 +31,21 @@ from autofit.planning.feasibility import (
     trusted,
 )
 from autofit.planning.least_squares import Array, added
-from autofit.planning.line_prior import MEMORY_PRIOR, PREDICTED_TIME_PRIOR, TIME_PRIOR, Hints
-from autofit.planning.search_spec import MemoryLine, SearchSpec
+from autofit.planning.search_spec import SearchSpec
+from autofit.planning.shortlist import MOST_VARIANTS, SURVEY_DRAWS, shortlist
+
+Mask: TypeAlias = NDArray[np.bool_]
 
 DRAWS = 160
 _MEMORY_ERROR = 0.02
 """Least standard deviation of the log of held bytes, around the line of the variant."""
+
+CEILING_MARGIN = 0.8
+"""The log margin below the budget at a ceiling, in standard deviations of what a probe holds: about
+80 % of its probes then fit."""
+
+_SURVEYED_LEADERS = 4  # costly values beside so many of the fastest are on a shortlist
+_HOPELESS = -1000.0  # the log of a speed that no plan has
 
 _REGIMES = [
     (odds * others, Freedom(power, uneven, max(fixed, factor), factor))
@@ -45,82 +57,6 @@ beforehand. Where launches overlap kernels, a small micro-batch takes as long as
 tells little of larger ones, and settings differ in how much they launch."""
 
 
-class Given:
-    """What follows from the specification alone, whatever was probed: found once for a search.
-
-    Attributes:
-        variants: the settings of every variant.
-        index: the place of each.
-    """
-
-    def __init__(self, spec: SearchSpec) -> None:
-        self._spec = spec
-        self.variants: list[Settings] = list(spec.space.variants())
-        self.index: dict[VariantKey, int] = {
-            variant_key(settings): index for index, settings in enumerate(self.variants)
-        }
-
-    @cached_property
-    def largest_micro_batches(self) -> list[int]:
-        """The largest micro-batch of each variant's plans."""
-        return [self._spec.space.largest_micro_batch_of(settings) for settings in self.variants]
-
-    @cached_property
-    def trial_costs_s(self) -> Array:
-        """(variants): the extra seconds of a probe of each."""
-        return np.array([self._spec.space.trial_cost_s(settings) for settings in self.variants])
-
-    @cached_property
-    def predicted_lines(self) -> Mapping[int, MemoryLine]:
-        """Predicted memory lines by variant index."""
-        return self._by_index(self._spec.predicted_lines)
-
-    @cached_property
-    def memory_family(self) -> LineFamily:
-        """The prior of bytes over micro-batch."""
-        return LineFamily(
-            self.variants,
-            self._spec.space.dimensions,
-            MEMORY_PRIOR,
-            slope_hints=self.hints("bytes_per_sample"),
-            intercept_hints=self.hints("fixed_bytes"),
-            lines=self.predicted_lines,
-        )
-
-    @cached_property
-    def time_family(self) -> LineFamily:
-        """The prior of seconds over micro-batch."""
-        lines = self._by_index(self._spec.predicted_times)
-        return LineFamily(
-            self.variants,
-            self._spec.space.dimensions,
-            PREDICTED_TIME_PRIOR if lines else TIME_PRIOR,
-            slope_hints=self.hints("seconds_per_sample"),
-            lines=lines,
-        )
-
-    def hints(self, field: str) -> Hints:
-        """Return that field of the hints of all values."""
-        return {
-            (name, value): factor
-            for name, dimension in self._spec.space.dimensions.items()
-            for value, hint in dimension.hints.items()
-            if (factor := getattr(hint, field)) is not None and factor > 0
-        }
-
-    def _by_index(self, lines: Mapping[VariantKey, MemoryLine]) -> Mapping[int, MemoryLine]:
-        """Return predicted lines by variant index; empty without the plain variant's.
-
-        Lines with a coefficient that has no logarithm are left out.
-        """
-        found = {
-            index: line
-            for key, index in self.index.items()
-            if (line := lines.get(key)) is not None and min(line) > 0
-        }
-        return found if 0 in found else {}
-
-
 class Posterior:
     """The posterior of a space after some trials.
 
@@ -130,8 +66,9 @@ class Posterior:
         in_flight: trials that are believed, not measured; see `autofit.planning.in_flight`.
         given: what other posteriors of the specification use too.
         probes: both.
-        variants: the settings of every variant; arrays have one column for each.
     """
+
+    draws = DRAWS
 
     def __init__(
         self,
@@ -139,11 +76,11 @@ class Posterior:
         trials: Sequence[Trial],
         in_flight: Sequence[Trial] = (),
         given: Given | None = None,
+        asked: Sequence[Plan] = (),
     ) -> None:
         self.spec, self.in_flight = spec, tuple(in_flight)
-        self.given = given or Given(spec)
-        self.variants, self._index = self.given.variants, self.given.index
-        self.measured = [t for t in trusted(trials) if t.plan.variant in self._index]
+        self.given, self._asked = given or Given(spec), asked
+        self.measured = [t for t in trusted(trials) if t.plan.variant in self.given.index]
         self.probes = [*self.measured, *self.in_flight]
 
     def updated(self, trials: Sequence[Trial]) -> Posterior:
@@ -151,14 +88,35 @@ class Posterior:
         fresh = Posterior(self.spec, trials, given=self.given)
         return self if fresh.probes == self.probes else fresh
 
+    def about(self, plans: Sequence[Plan]) -> Posterior:
+        """Return the posterior with columns for these plans: this one if it has them."""
+        if all(plan.variant in self.columns.index for plan in plans):
+            return self
+        return Posterior(self.spec, self.measured, self.in_flight, self.given, plans)
+
     @property
     def variant_keys(self) -> Collection[VariantKey]:
         """The variants that plans may have."""
-        return self._index.keys()
+        return self.given.index.keys()
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The variants that arrays have a column for: all of a small space, else a shortlist."""
+        every = self.given.columns
+        if len(every.variants) <= MOST_VARIANTS:
+            return every
+        survey = _Survey(self.spec, self.measured, self.in_flight, self.given)
+        asked = [self.given.index[plan.variant] for plan in self._asked]
+        return every.among(np.union1d(survey.shortlist(), asked).astype(np.intp))
+
+    @property
+    def variants(self) -> list[Settings]:
+        """The settings of every column."""
+        return self.columns.variants
 
     def index(self, plan: Plan) -> int:
         """Return the column of the plan's variant."""
-        return self._index[plan.variant]
+        return self.columns.index[plan.variant]
 
     @cached_property
     def exclusions(self) -> Exclusions:
@@ -173,12 +131,12 @@ class Posterior:
     @cached_property
     def bound(self) -> MicroBatches:
         """(variants): the largest micro-batch that no probe has ruled out."""
-        least, largest = self.exclusions.bound, self.given.largest_micro_batches
-        bounds = zip(largest, map(least, self.variants), strict=True)
+        largest = self.columns.largest_micro_batches
+        bounds = zip(largest.tolist(), map(self.exclusions.bound, self.variants), strict=True)
         return np.array([own if bound is None else min(own, bound) for own, bound in bounds])
 
     @cached_property
-    def usable(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def usable(self) -> Mask:
         """(variants): whether no fault excludes the variant."""
         return np.array([self.exclusions.why(settings) is None for settings in self.variants])
 
@@ -214,20 +172,20 @@ class Posterior:
     @cached_property
     def memory(self) -> LineDraws:
         """Bytes over micro-batch."""
-        return self.given.memory_family.draws(self._memory_points(), DRAWS, self.seed)
+        return self.columns.memory.draws(self._memory_points(), self.draws, self.seed)
 
     @cached_property
     def time(self) -> LineDraws:
         """Seconds of one micro-batch over its size, departures left out."""
         probabilities, spreads = self._regimes
-        shares = np.diff(np.round(DRAWS * np.cumsum([0.0, *probabilities])).astype(int))
+        shares = np.diff(np.round(self.draws * np.cumsum([0.0, *probabilities])).astype(int))
         parts = [
             (replace(freedom, spread=spread), int(count), self.seed + 10 * index)
             for index, ((_, freedom), spread, count) in enumerate(
                 zip(_REGIMES, spreads, shares, strict=True), start=1
             )
         ]
-        return self.given.time_family.mixed_draws(self._time_points, parts)
+        return self.columns.time.mixed_draws(self._time_points, parts)
 
     @property
     def spread(self) -> float:
@@ -243,7 +201,7 @@ class Posterior:
         points = self._time_points
         if points:
             noise, log_y = np.array([p.error for p in points]), np.log([p.y for p in points])
-            fitted = self.given.time_family.fits(points, [freedom for _, freedom in _REGIMES])
+            fitted = self.columns.time.fits(points, [freedom for _, freedom in _REGIMES])
             found = fitted(spreads, None)
             for _ in range(2):
                 spreads = [spread_of(log_y - line, noise) for line in found.log_y]
@@ -336,7 +294,7 @@ class Posterior:
     @property
     def trial_costs_s(self) -> Array:
         """(variants): the extra seconds of a probe of each."""
-        return self.given.trial_costs_s
+        return self.columns.trial_costs_s
 
     def over_training(self, log_speed: Array, start_up_s: Array | float) -> Array:
         """Return the log of samples/s over the whole training, its start included.
@@ -348,6 +306,28 @@ class Posterior:
             return log_speed
         slower: Array = np.log1p(start_up_s * np.exp(log_speed) / samples)
         return log_speed - slower
+
+    @cached_property
+    def ceilings(self) -> MicroBatches:
+        """(draws, variants): the largest micro-batch with room to spare; 0 if there is none."""
+        budget = float(self.spec.vram_budget_bytes)
+        budget *= math.exp(-CEILING_MARGIN * self.memory_error(budget))
+        return self.sizes.down(np.minimum(self.memory.x_at(budget), self.bound))
+
+    def cheap_leaders(self, count: int) -> list[int]:
+        """Return so many of the fastest variants that fit and have no costly values."""
+        space = self.spec.space
+        cheap = [t for t in self.probes if t.ok and not space.is_costly(t.plan.settings)]
+        cheap.sort(key=lambda trial: -self.mean_log_speed(trial.plan))
+        return list(dict.fromkeys(self.index(trial.plan) for trial in cheap))[:count]
+
+    def beside(self, columns: Sequence[int]) -> Mask:
+        """Return which variants differ from one of these in costly values alone."""
+        dimensions = self.spec.space.dimensions
+        costly = _not_cheap(dimensions)
+        rests = self.columns.values[[name not in costly for name in dimensions]]
+        beside: Mask = (rests[:, :, None] == rests[:, None, columns]).all(axis=0).any(axis=1)
+        return beside
 
     def held_bytes(self, plan: Plan) -> Array:
         """(draws,): the bytes that the plan holds according to its line."""
@@ -375,12 +355,12 @@ class Posterior:
             for value in dimension.values[1:]
         }
         by_hints = bool(values) and values <= hinted.keys()
-        return by_hints or len(self.given.predicted_lines) == len(self.variants)
+        return by_hints or len(self.given.predicted_lines) == len(self.given.index)
 
     @cached_property
     def memory_limit(self) -> Array:
         """(draws, variants): the micro-batch at which a noisy probe just fits the budget."""
-        noise = np.random.default_rng(self.seed + 2).standard_normal((DRAWS, 1))
+        noise = np.random.default_rng(self.seed + 2).standard_normal((self.draws, 1))
         budget = self.spec.vram_budget_bytes
         return self.memory.x_at(budget * np.exp(self.memory_error(budget) * noise))
 
@@ -457,3 +437,46 @@ class Posterior:
             for trial in self.probes
             if trial.measurement.step_times_s
         ]
+
+
+class _Survey(Posterior):
+    """Few draws of all variants, which say what a posterior of a large space has columns for."""
+
+    draws = SURVEY_DRAWS
+
+    @property
+    def columns(self) -> Columns:
+        return self.given.columns
+
+    def shortlist(self) -> NDArray[np.intp]:
+        """Return the variants worth a column, those that ran among them."""
+        costly = self.trial_costs_s > 0
+        groups = np.array([~costly, costly])
+        found = shortlist(self._promise(), groups, self.columns.values)
+        beside = costly & self.beside(self.cheap_leaders(_SURVEYED_LEADERS))
+        ran = [0, *(self.index(trial.plan) for trial in self.probes)]
+        found = np.unique(np.concatenate([found, np.flatnonzero(beside), ran]))
+        return np.union1d(found, self._without_accumulation(found)).astype(np.intp)
+
+    def _promise(self) -> Array:
+        """(draws, variants): log speed at the ceiling; where nothing fits, how little is held."""
+        promise = _HOPELESS - np.log(self.memory.value_at(self.sizes.smallest))
+        if self.fitting:
+            speeds = self.log_speeds(self.ceilings)
+            promise = np.where(np.isfinite(speeds), speeds, promise)
+        return np.where(self.usable, promise, -np.inf)
+
+    def _without_accumulation(self, columns: NDArray[np.intp]) -> list[int]:
+        """Return the variants that those become in a plan of one micro-batch."""
+        space = self.spec.space
+        if not any(dimension.needs_accumulation for dimension in space.dimensions.values()):
+            return []
+        whole = [space.plan(space.largest_micro_batch, self.variants[at]) for at in columns]
+        return [self.index(plan) for plan in whole]
+
+
+def _not_cheap(dimensions: Mapping[str, Dimension]) -> set[str]:
+    """Return the settings with costly values, and those that are allowed only beside such."""
+    costly = {name for name, dimension in dimensions.items() if dimension.is_costly}
+    beside = {n for n, d in dimensions.items() if not costly.isdisjoint(d.when or {})}
+    return costly | beside

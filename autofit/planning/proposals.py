@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autofit.measurement import Trial
 from autofit.plan import Plan
@@ -24,9 +23,8 @@ from autofit.planning.curves import MULTIPLES
 from autofit.planning.departures import LEAST
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
-from autofit.planning.posterior import Posterior
+from autofit.planning.posterior import Mask, Posterior
 
-Mask: TypeAlias = NDArray[np.bool_]
 Proposal: TypeAlias = tuple[float, Plan]
 """The worth of a probe, and its plan."""
 
@@ -40,10 +38,6 @@ OOM_COST_WITH_PRIOR = 0.12
 SMALLEST_FACTOR = 0.25
 """The cost's factor while no more than the smallest micro-batch is known to fit: there is much to
 gain from the next, and nothing yet tells fixed bytes from those of a sample."""
-
-CEILING_MARGIN = 0.8
-"""The log margin below the budget at a ceiling, in standard deviations of what a probe holds: about
-80 % of its probes then fit."""
 
 MAX_STEP = 4
 MAX_STEP_WITH_LINES = 16
@@ -78,13 +72,6 @@ def leading(posterior: Posterior) -> Trial | None:
     return max(posterior.fitting, key=lambda t: posterior.mean_log_speed(t.plan), default=None)
 
 
-def ceilings(posterior: Posterior) -> MicroBatches:
-    """(draws, variants): the largest micro-batch with room to spare; 0 if there is none."""
-    budget = float(posterior.spec.vram_budget_bytes)
-    budget *= math.exp(-CEILING_MARGIN * posterior.memory_error(budget))
-    return posterior.sizes.down(np.minimum(posterior.memory.x_at(budget), posterior.bound))
-
-
 def oom_cost(posterior: Posterior, risk: Array) -> Array:
     """Return the cost of such a risk of running out of memory after these probes.
 
@@ -106,7 +93,7 @@ def new_plans(
 ) -> list[Proposal]:
     """Return, per level of OOM risk, the best plan at that risk, per second where that counts."""
     ahead = posterior.log_speed(leader.plan)[:, None]
-    reached = posterior.log_speeds(ceilings(posterior)) - ahead
+    reached = posterior.log_speeds(posterior.ceilings) - ahead
     proposals: list[Proposal] = []
     halfway = _halfway(posterior)
     opening = _next_sizes(posterior, halfway)

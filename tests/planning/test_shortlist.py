@@ -1,0 +1,147 @@
+"""Large spaces: what a decision looks at, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import optuna
+import pytest
+
+from autofit.measurement import Outcome
+from autofit.plan import Dimension, Plan
+from autofit.planning import confirmation, planner
+from autofit.planning.in_flight import believing
+from autofit.planning.posterior import Posterior
+from autofit.planning.search_spec import Effort, SearchSpec
+from autofit.planning.shortlist import MOST_VARIANTS
+from autofit.searching.engine import run_search
+from autofit.space import Space
+from autofit.testing import SimulatedProber
+from autofit.units import GIB, MIB
+
+LEVEL, DTYPE, COSTLY, HARMFUL = "checkpointing.level", "precision.dtype", "slow.start", "harm.on"
+SMALL = {
+    DTYPE: Dimension(("as_is", "bfloat16")),
+    LEVEL: Dimension(tuple(range(8))),
+    **{f"x{number}.y": Dimension(("a", "b")) for number in range(3)},
+    HARMFUL: Dimension((False, True)),
+}
+LARGE = {**SMALL, DTYPE: Dimension(("as_is", "tf32", "bfloat16", "float16"))}
+
+
+def _seconds(plan: Plan) -> float:
+    """Half with another precision, 4 % less for every "b", and 1 % more a level."""
+    settings = plan.settings
+    log = math.log(0.5) if settings[DTYPE] != "as_is" else 0.0
+    log -= 0.04 * list(settings.values()).count("b")
+    log -= 0.2 if settings.get(COSTLY) else 0.0
+    log += 0.4 if settings[HARMFUL] else 0.0
+    return 5e-3 + 1e-3 * plan.micro_batch * math.exp(log + 0.01 * int(settings[LEVEL]))
+
+
+def _bytes(plan: Plan) -> float:
+    return GIB + 64 * MIB * plan.micro_batch / (1 + int(plan.settings[LEVEL]) / 4)
+
+
+def _spec(dimensions: dict[str, Dimension], **space: object) -> SearchSpec:
+    space = {"max_micro_batch": 1024} | space
+    return SearchSpec(Space(dimensions, 8, **space), 8 * GIB)  # type: ignore[arg-type]  # as the test wrote them
+
+
+def _prober() -> SimulatedProber:
+    return SimulatedProber(8 * GIB, _bytes, _seconds, time_noise=0.003)
+
+
+def _speed(plan: Plan) -> float:
+    return plan.micro_batch / _seconds(plan)
+
+
+def test_a_small_space_has_a_column_for_every_variant() -> None:
+    spec = _spec(SMALL)
+    every = list(spec.space.variants())
+    trials = run_search(_prober(), spec, max_probes=6).trials
+    assert len(every) == MOST_VARIANTS
+    assert Posterior(spec, trials).variants == every
+
+
+def test_a_large_space_is_searched_by_a_shortlist_as_well() -> None:
+    spec = _spec(LARGE)
+    result = run_search(_prober(), spec, max_probes=20)
+    posterior = Posterior(spec, result.trials)
+    assert len(list(spec.space.variants())) == 2 * MOST_VARIANTS
+    assert len(posterior.variants) < 1.5 * MOST_VARIANTS
+    best = max(
+        _speed(spec.space.plan(int(112 * (1 + int(settings[LEVEL]) / 4)), settings))
+        for settings in spec.space.variants()
+    )
+    assert _speed(result.best.plan) >= 0.95 * best
+    assert result.oom_probes == 0
+
+
+def test_a_shortlist_has_what_ran_and_every_value() -> None:
+    spec = _spec(LARGE)
+    trials = run_search(_prober(), spec, max_probes=9).trials
+    posterior = Posterior(spec, trials)
+    assert posterior.variants[0] == spec.space.plain_settings
+    assert all(trial.plan.settings in posterior.variants for trial in trials)
+    for name, dimension in LARGE.items():
+        assert {settings[name] for settings in posterior.variants} == set(dimension.values)
+    told = {pair for settings, _ in confirmation.left_out(posterior) for pair in settings.items()}
+    ran = {pair for trial in trials for pair in trial.plan.variant}
+    missing = {(n, v) for n, d in LARGE.items() for v in d.values} - ran - told
+    assert not missing
+
+
+def test_the_same_trials_give_the_same_shortlist() -> None:
+    spec = _spec(LARGE)
+    trials = run_search(_prober(), spec, max_probes=5).trials
+    again = SearchSpec.from_dict(spec.to_dict())
+    assert Posterior(spec, trials).variants == Posterior(again, trials).variants
+    assert planner.decide(Posterior(spec, trials)) == planner.decide(Posterior(again, trials))
+
+
+def test_a_plan_that_is_not_on_the_shortlist_is_judged_all_the_same() -> None:
+    spec = _spec(LARGE)
+    posterior = Posterior(spec, run_search(_prober(), spec, max_probes=9).trials)
+    missing = [v for v in spec.space.variants() if v not in posterior.variants]
+    plan, large = spec.space.plan(8, missing[0]), spec.space.plan(1000, missing[0])
+    assert planner.veto(posterior, plan) is None
+    assert planner.veto(posterior, large) is not None
+    assert planner.forecast(posterior, plan).peak_bytes == pytest.approx(_bytes(plan), rel=0.3)
+    believed = believing(posterior, [plan])
+    assert planner.decide(believed) != plan
+    assert plan.settings in believed.variants
+
+
+def test_another_sampler_searches_a_large_space() -> None:
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    result = run_search(_prober(), _spec(LARGE), sampler=sampler, max_probes=6)
+    assert result.best.ok
+
+
+def test_costly_values_beside_the_leaders_are_on_the_shortlist() -> None:
+    spec = _spec(LARGE | {COSTLY: Dimension((False, True), trial_cost_s=10.0)})
+    result = run_search(_prober(), replace(spec, effort=Effort.QUICK))
+    assert any(trial.plan.settings[COSTLY] for trial in result.trials)
+    assert result.best.plan.settings[COSTLY]
+
+
+def test_where_nothing_fits_the_leanest_variants_are_on_the_shortlist() -> None:
+    spec = replace(_spec(LARGE), vram_budget_bytes=GIB + 200 * MIB)
+    prober = SimulatedProber(spec.vram_budget_bytes, _bytes, _seconds)
+    result = run_search(prober, spec, max_probes=10)
+    assert result.baseline.measurement.outcome is Outcome.OOM
+    assert _bytes(result.best.plan) <= spec.vram_budget_bytes
+
+
+def test_settings_that_need_accumulation_are_searched_in_large_spaces() -> None:
+    dimensions = LARGE | {"late.sync": Dimension((False, True), needs_accumulation=True)}
+    spec = _spec(dimensions, global_batch=16, max_micro_batch=None)
+    result = run_search(_prober(), spec, max_probes=10)
+    posterior = Posterior(spec, result.trials)
+    assert np.isfinite(posterior.mean_log_speed(result.best.plan))
+    assert all(
+        posterior.index(spec.space.plan(16, settings)) >= 0 for settings in posterior.variants
+    )
