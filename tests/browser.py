@@ -47,13 +47,7 @@ class Browser:
 
     def open(self, path: Path, *, width: int, height: int = 800, phone: bool = False) -> None:
         """Open a file of a report and wait until its charts are drawn."""
-        self._ask(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=2 if phone else 1,
-            mobile=phone,
-        )
+        self.resize(width, height=height, phone=phone)
         self._loaded = False
         self._ask("Page.navigate", url=path.as_uri())
         while not self._loaded:
@@ -63,6 +57,16 @@ class Browser:
             " || [...document.querySelectorAll('.plot')].some((plot) =>"
             " plot.textContent.startsWith('This browser')) ? done() : setTimeout(look, 50);"
             " look(); })"
+        )
+
+    def resize(self, width: int, *, height: int = 800, phone: bool = False) -> None:
+        """Give the window another size."""
+        self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
         )
 
     def run(self, script: str) -> Any:

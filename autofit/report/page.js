@@ -64,8 +64,10 @@
     return;
   }
   const figures = JSON.parse(document.getElementById("figures").textContent);
+  const toItsElement = (plot) => Plotly.relayout(plot, { autosize: true });
   for (const plot of plots) {
-    const { data, layout } = figures[plot.dataset.figure];
+    const { data, layout: { height, ...layout } } = figures[plot.dataset.figure];
+    plot.style.height = `${height}px`;  // of the element: a height in the layout pins the width
     const scalable = () => {  // so that a printer can scale what was drawn for the screen
       for (const svg of all(".main-svg", plot)) {
         svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
@@ -73,17 +75,22 @@
     };
     const roomForLegend = () => {  // its lines depend on the width: they must not eat the plot
       const legend = plot.querySelector(".legend");
-      const height = layout.height + (legend ? Math.max(0, legend.getBBox().height - 28) : 0);
-      if (Math.abs(plot.layout.height - height) > 4) Plotly.relayout(plot, { height });
+      const needed = height + (legend ? Math.max(0, legend.getBBox().height - 28) : 0);
+      if (Math.abs(plot.clientHeight - needed) > 4) {
+        plot.style.height = `${needed}px`;
+        toItsElement(plot);
+      }
     };
-    await Plotly.newPlot(plot, data, { ...layout }, { displayModeBar: false, responsive: true });
+    await Plotly.newPlot(plot, data, layout, { displayModeBar: false, responsive: true });
     plot.on("plotly_afterplot", () => { scalable(); roomForLegend(); });
     scalable();
     roomForLegend();
   }
-  const atWidth = (width) => Promise.all(plots.map((plot) => Plotly.relayout(
-    plot, width ? { width, autosize: false } : { width: null, autosize: true })));
-  addEventListener("beforeprint", () => atWidth(660));
-  addEventListener("afterprint", () => atWidth(null));
+  const atWidth = (width) => plots.forEach((plot) => {
+    plot.style.width = width;
+    toItsElement(plot);
+  });
+  addEventListener("beforeprint", () => atWidth("660px"));
+  addEventListener("afterprint", () => atWidth(""));
   document.documentElement.dataset.drawn = plots.length;
 })();

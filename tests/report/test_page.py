@@ -185,6 +185,32 @@ def test_a_budget_far_beyond_all_plans_does_not_squeeze_them(record: Record) -> 
     assert "1.00 TiB" in wide.figure["layout"]["annotations"][0]["text"]
 
 
+@pytest.mark.parametrize("budget", ["as it was", 2**40])
+def test_what_did_not_fit_is_never_drawn_inside_the_budget(record: Record, budget: Any) -> None:
+    """An out-of-memory trial held less than the budget when it was refused the rest."""
+    wide = budget == 2**40
+    budget = budget if wide else record.vram_budget_bytes
+    failed = [t for t in record.trials if t.measurement.outcome is Outcome.OOM]
+    held = replace(failed[0].measurement, peak_reserved_bytes=MIB, non_torch_bytes=0)
+    trials = tuple(replace(t, measurement=held) if t in failed else t for t in record.trials)
+    drawn = {
+        chart.name: chart.figure
+        for chart in charts(replace(record, trials=trials, vram_budget_bytes=budget))
+    }
+    for name, axis, of_bytes in (("frontier", "x", "xaxis"), ("course", "y", "yaxis2")):
+        layout = drawn[name]["layout"][of_bytes]
+        unit, end = UNITS[layout["title"]["text"].split()[-1]], layout["range"][1]
+        at = [
+            trace[axis][trace["hovertext"].index(text)]
+            for trace in drawn[name]["data"]
+            for text in trace.get("hovertext", ())
+            if f"trial {failed[0].number}," in text
+            and (axis == "x" or trace.get("yaxis") == "y2")
+            and trace["marker"].get("symbol") != "line-ew-open"  # what was expected of it
+        ]
+        assert at == [end if wide else budget / unit]
+
+
 def test_utilization_is_shown_where_it_is_known(record: Record) -> None:
     trials = tuple(
         replace(trial, measurement=replace(trial.measurement, busy_percent=percent))
@@ -242,6 +268,24 @@ class TestInABrowser:
         assert drawn == plots == len(figures_of(page(measured)))
         overflow = tab.run("document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0  # nothing sticks out of a phone's screen
+
+    def test_charts_follow_the_width_of_their_window(
+        self, browser: Any, measured: Record, tmp_path: Path
+    ) -> None:
+        tab = opened(browser, measured, tmp_path)
+        for width in (800, 390, 1280):
+            tab.resize(width)
+            unlike = tab.run(  # after a while: plotly.js waits for the last of several changes
+                "new Promise(done => { let looks = 0; const look = () => {"
+                " const unlike = [...document.querySelectorAll('.plot')].filter(plot =>"
+                " Math.abs(plot._fullLayout.width - plot.clientWidth) > 1"
+                " || plot.clientWidth > plot.parentElement.clientWidth);"
+                " unlike.length && ++looks < 200 ? setTimeout(look, 50)"
+                " : done(unlike.map(plot => plot.dataset.figure)); }; setTimeout(look, 300); })"
+            )
+            assert unlike == []
+            assert tab.run("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert tab.complaints == []
 
     def test_the_browser_has_the_numbers_of_the_report(
         self, browser: Any, measured: Record, tmp_path: Path
