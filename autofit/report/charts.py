@@ -76,6 +76,10 @@ def _safe(name: str) -> str:
     return escape(name, quote=False)
 
 
+def _did_not_fit(trial: Trial) -> bool:
+    return trial.measurement.outcome.about_memory
+
+
 def _ran(record: Record) -> list[Trial]:
     return [trial for trial in record.trials if trial.role is not Role.VETOED]
 
@@ -93,7 +97,9 @@ class _Bytes:
         self.words = f"VRAM budget {format_bytes(record.vram_budget_bytes)}"
 
     def of(self, trial: Trial) -> float:
-        return (trial.measurement.held_bytes or 0) / self.size
+        """Return where a trial lies; what did not fit, at the budget or above: it wanted more."""
+        held = (trial.measurement.held_bytes or 0) / self.size
+        return min(max(held, self.budget), self.end) if _did_not_fit(trial) else held
 
 
 def _frontier(record: Record) -> Chart:
@@ -106,11 +112,7 @@ def _frontier(record: Record) -> Chart:
     edge = [place(trial) for trial in reversed(record.frontier)]
     named = {record.best.plan, baseline.plan}
     others = [trial for trial in fits if trial.plan not in named]
-    failed = [
-        trial
-        for trial in _ran(record)
-        if trial.measurement.outcome.about_memory and trial.measurement.held_bytes
-    ]
+    failed = list(filter(_did_not_fit, _ran(record)))
     line_of_edge = {
         "type": "scatter",
         "mode": "lines",
@@ -235,7 +237,7 @@ def _by_micro_batch(record: Record) -> Chart:
         group: dict[str, Any] = {"legendgroup": name, "showlegend": False}
         group |= {} if is_shown else {"visible": "legendonly"}
         fits = [t for t in trials if t.ok and t.measurement.held_bytes and t.samples_per_second]
-        over = [t for t in trials if t.measurement.outcome.about_memory]
+        over = list(filter(_did_not_fit, trials))
         rates = _places(fits, lambda trial: trial.samples_per_second or 0.0)
         sizes = _places(fits, held.of)
         texts = [hover_of(trial, record) for trial in fits]
@@ -245,8 +247,7 @@ def _by_micro_batch(record: Record) -> Chart:
         traces.append(_joined(_line_through(sizes), color, "dot", "y2") | group)
         if over:
             texts = [hover_of(trial, record) for trial in over]
-            at = _places(over, lambda trial: min(held.budget, held.end))
-            crosses = points(name, at, color, texts, marker=_CROSS)
+            crosses = points(name, _places(over, held.of), color, texts, marker=_CROSS)
             traces.append(crosses | group | _UNCUT | {"yaxis": "y2"})
     arranged = layout(
         560,
@@ -265,8 +266,8 @@ def _by_micro_batch(record: Record) -> Chart:
         "micro_batch",
         "Speed and memory of each setting by micro-batch",
         "Each point is a trial. Above, a line joins the mean speeds of a setting; below, a dotted "
-        "one is the straight line through what it held. A cross at the budget did not fit. A touch "
-        "on a name hides or shows it.",
+        "one is the straight line through what it held. A cross, at the budget or above, did not "
+        "fit. A touch on a name hides or shows it.",
         {"data": traces, "layout": arranged},
     )
 
@@ -331,7 +332,12 @@ def _course(record: Record) -> Chart:
         texts = [hover_of(trial, record) for trial in own]
         at = [(trial.number, 0.0) for trial in own]
         traces.append(points(outcome.value, at, color, texts, marker=_CROSS) | _UNCUT)
-        traces.append(_bars(outcome.value, own, held, color, record))
+        if outcome.about_memory:
+            at = [(trial.number, held.of(trial)) for trial in own]
+            crosses = points(outcome.value, at, color, texts, marker=_CROSS)
+            traces.append(crosses | _UNCUT | {"yaxis": "y2", "showlegend": False})
+        else:
+            traces.append(_bars(outcome.value, own, held, color, record))
     if expected := [trial for trial in ran if trial.predicted_peak_bytes is not None]:
         dash = {"symbol": "line-ew-open", "size": 11, "line": {"width": 2, "color": INK}}
         at = [(trial.number, (trial.predicted_peak_bytes or 0) / held.size) for trial in expected]
@@ -366,7 +372,7 @@ def _course(record: Record) -> Chart:
         "course",
         "The search as it went",
         "Above, the speed of each trial; below, what it held (bars), what was expected of it "
-        "(dashes), and the VRAM budget. Crosses did not run to their end."
+        "(dashes), and the VRAM budget. Crosses did not run to their end; below, they did not fit."
         + " At the bottom, the share of the time in which kernels ran."
         * bool(known),
         {"data": traces, "layout": arranged},
