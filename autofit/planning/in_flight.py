@@ -32,7 +32,7 @@ def believing(posterior: Posterior, running: Sequence[tuple[Plan, Role]]) -> Pos
     known = [each for each in running if each[0].variant in posterior.variant_keys]
     if not known:
         return posterior
-    posterior = posterior.about(known)
+    posterior = posterior.about([plan for plan, _ in known])
     first = 1 + max((trial.number for trial in posterior.measured), default=-1)
     believed = [
         Trial(number, role, plan, _forecast(posterior, plan))

@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 
-from autofit.measurement import Outcome
+from autofit.measurement import Outcome, Role
 from autofit.plan import Dimension, Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.in_flight import believing
@@ -110,7 +110,7 @@ def test_a_plan_that_is_not_on_the_shortlist_is_judged_all_the_same() -> None:
     assert planner.veto(posterior, plan) is None
     assert planner.veto(posterior, large) is not None
     assert planner.forecast(posterior, plan).peak_bytes == pytest.approx(_bytes(plan), rel=0.3)
-    believed = believing(posterior, [plan])
+    believed = believing(posterior, [(plan, Role.SEARCH)])
     assert planner.decide(believed) != plan
     assert plan.settings in believed.variants
 
