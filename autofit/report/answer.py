@@ -22,8 +22,6 @@ _TIE = (
     "arithmetic least, has the fewest settings that are not plain and needs the least memory"
 )
 
-_UNSTEADY = 0.2  # the uncertainty of the factor, as a share, from which a reader must know it
-
 
 def headline(record: Record) -> str:
     """Return a line about the best plan and its speed, after one about a changed global batch."""
@@ -137,9 +135,16 @@ def speed_words(trial: Trial, record: Record) -> str:
     return format_rate(speed, spread_of(*record.speed_range(trial)) * (speed or 0.0))
 
 
-def factor_words(record: Record) -> str | None:
-    """Return the best plan's speed over the baseline's: "2.11"; None: not compared."""
-    return None if record.factor is None else rounded(record.factor, _spread_of_factor(record), 2)
+def factor_words(record: Record) -> tuple[str, str] | None:
+    """Return the best plan's speed over the baseline's, and its 95 % interval, in words.
+
+    ("2.11", "2.05 to 2.17"); None: they were not compared.
+    """
+    if record.factor is None:
+        return None
+    (low, high), spread = _range_of_factor(record), _spread_of_factor(record)
+    ends = (rounded(end, spread, 2) for end in (low, high))
+    return rounded(record.factor, spread, 2), " to ".join(ends)
 
 
 def share_words(share: float, spread: float) -> str:
@@ -147,26 +152,30 @@ def share_words(share: float, spread: float) -> str:
     return f"{rounded(100 * share, 100 * spread, 1)}%"
 
 
+def _range_of_factor(record: Record) -> tuple[float, float]:
+    """Return the 95 % interval of the factor, from those of both speeds."""
+    ranges = (record.speed_range(t) for t in (record.best, record.baseline_beside_best))
+    reach = math.hypot(*(math.log((high or 1.0) / (low or 1.0)) / 2 for low, high in ranges))
+    factor = record.factor or 0.0
+    return factor * math.exp(-reach), factor * math.exp(reach)
+
+
 def _spread_of_factor(record: Record) -> float:
-    """Return how far the factor is uncertain, from the ranges of both speeds; 0: not known."""
-    both = (spread_of(*record.speed_range(t)) for t in (record.best, record.baseline_beside_best))
-    return (record.factor or 0.0) * math.hypot(*both)
+    """Return how far the factor is uncertain to either side; 0: not known."""
+    low, high = _range_of_factor(record)
+    return (high - low) / 2
 
 
 def _against_baseline(factor: float, record: Record) -> str:
     """Return the comparison of the best plan with the baseline and with a faster finalist."""
     best, baseline = record.best, record.baseline_beside_best
     theirs = f"the baseline's {speed_words(baseline, record)}"
-    words = (
-        f"{factor_words(record)} times {theirs}"
-        if factor >= 1
-        else f"{share_words(1 - factor, _spread_of_factor(record))} below {theirs}"
-    )
-    spread = _spread_of_factor(record)
+    words = f"{share_words(1 - factor, _spread_of_factor(record))} below {theirs}"
+    if factor >= 1:
+        shown, ends = factor_words(record) or ("", "")
+        words = f"{shown} ({ends}) times {theirs}"
     if ranges_overlap(record.speed_range(best), record.speed_range(baseline)):
         words += ", but their measured ranges overlap"
-    elif factor >= 1 and spread > _UNSTEADY * factor:
-        words += f", give or take {rounded(spread, spread, 1)}: the machine was not steady"
     less = _held(baseline) - _held(best)
     if factor < 1 and less > 0:
         words += f", and it needs {format_bytes(less)} less memory"

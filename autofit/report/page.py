@@ -143,7 +143,7 @@ def _cards(record: Record) -> Iterator[str]:
     share = min(100.0, 100 * held / record.vram_budget_bytes)
     yield '<div class="cards">'
     if factor and best.plan != record.baseline_beside_best.plan:
-        yield _card(f"{factor} times", "the baseline's speed", kind="main")
+        yield _card(f"{factor[0]} times", f"the baseline's speed ({factor[1]})", kind="main")
     yield _card(
         speed_words(best, record).removesuffix(" samples/s"),
         "samples/s, the best plan",

@@ -43,7 +43,9 @@ def key_numbers(record: Record) -> dict[str, str]:
     """Return the three numbers of the answer: speed, memory, and the step that they are for."""
     best, plan = record.best, record.best.plan
     factor = factor_words(record)
-    against = f", {factor} times the baseline's" if factor and not _is_baseline(record) else ""
+    against = ""
+    if factor and not _is_baseline(record):
+        against = f", {factor[0]} ({factor[1]}) times the baseline's"
     samples = counted(plan.samples_per_step, "sample")
     split = f"{plan.micro_batch} x {plan.accumulation_steps}"
     return {

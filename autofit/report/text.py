@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import shorten
 
@@ -18,6 +19,7 @@ from autofit.units import counted
 
 WIDTH = 100
 _INDENT = "    "
+_SPACES_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # before the end of a colour, too
 _NOTE_LINES = 3  # of a note in the short form
 _LONGEST_SETTING = 40
 _OUTCOME = len("unsupported")
@@ -59,7 +61,8 @@ def laid_out(parts: Iterable[str | Table | Text], width: int, *, color: bool = F
             indent = len(part) - len(part.lstrip(" "))
             console.print(Padding(Text(part[indent:]), (0, 0, 0, indent)))
     assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    lines = console.file.getvalue().splitlines()
+    return "\n".join(_SPACES_AT_END.sub(r"\1", line) for line in lines) + "\n"
 
 
 def table(

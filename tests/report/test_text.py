@@ -14,6 +14,7 @@ import pytest
 from autofit.measurement import Measurement, Outcome, Role, Trial
 from autofit.plan import Dimension, Hint, Plan
 from autofit.report.answer import headline
+from autofit.report.page import page
 from autofit.report.record import Record, Skipped
 from autofit.report.text import render as laid_out
 
@@ -222,6 +223,9 @@ def test_a_comparison_that_was_cut_short_compares_like_with_like(record: Record)
     assert "Nothing better" in headline(replace(cut, search=search, best_number=6, trials=slower))
 
 
+_RANGE = re.compile(r" \(([\d.]+) to ([\d.]+)\)")
+
+
 @pytest.mark.parametrize(
     ("best", "baseline", "words"),
     [
@@ -249,10 +253,24 @@ def test_the_factor_and_both_speeds_are_those_of_the_final_comparison(
     record: Record, best: list[float], baseline: list[float], words: str
 ) -> None:
     final = compared(record, best=best, baseline=baseline)
-    assert headline(final).endswith(words)
+    assert _RANGE.sub("", headline(final)).endswith(words)
     row = re.search(r"^samples/s +([\d.]+)\b.* ([\d.]+) ±", render(final), re.MULTILINE)
     assert row is not None
     assert final.factor == pytest.approx(float(row[1]) / float(row[2]), rel=0.1)
+
+
+def test_every_factor_has_its_range_which_noise_makes_wider(record: Record) -> None:
+    widths = []
+    for low, high in ((188, 192), (171, 209), (114, 266)):
+        noisy = compared(record, best=[low, 190, high], baseline=[400, 400])
+        found = re.search(r"([\d.]+)" + _RANGE.pattern + " times", headline(noisy))
+        assert found is not None
+        factor, least, most = map(float, found.groups())
+        assert least < factor < most
+        assert found[0] in laid_out(noisy).split("\n\n", 1)[1]
+        assert f"({found[2]} to {found[3]})" in page(noisy)
+        widths.append(most - least)
+    assert widths == sorted(widths)
 
 
 def test_a_slower_plan_says_what_memory_it_saves(record: Record) -> None:
@@ -374,10 +392,11 @@ def test_the_short_form_is_the_answer_its_numbers_and_the_lines_to_paste(record:
     pasted = {f"    {line}" for line in record.paste[6]}
     lines = [line for line in text.splitlines() if line not in pasted]
     assert max(map(len, lines)) <= 100
-    assert lines[0] == headline(record)
-    numbers = [line.split(maxsplit=1) for line in lines[2:5]]
+    answer = lines.index("")
+    assert " ".join(lines[:answer]) == headline(record)
+    numbers = [line.split(maxsplit=1) for line in lines[answer + 1 : answer + 4]]
     assert [name for name, _ in numbers] == ["speed", "memory", "step"]
-    assert numbers[0][1] == "168 samples/s, 2.11 times the baseline's"
+    assert _RANGE.sub("", numbers[0][1]) == "168 samples/s, 2.11 times the baseline's"
     assert numbers[1][1] == "44.0 MiB of 64.0 MiB allowed, 20.0 MiB headroom"
     assert numbers[2][1] == "190 ms for 32 samples, as 16 x 2"
     for kept in (*pasted, "loss = training.step(batch)", "float32[4, 8]", "3.6e-07"):
@@ -404,7 +423,7 @@ def test_noise_takes_the_digits_that_it_hides(record: Record) -> None:
     shown = {}
     for low, high in ((186, 194), (171, 209), (114, 266)):
         noisy = compared(record, best=[low, 190, high], baseline=[400, 400])
-        shown[low] = re.search(r"level=1: (\S+) samples/s, (\S+) times", headline(noisy))
+        shown[low] = re.search(r"level=1: (\S+) samples/s, (\S+) \(", headline(noisy))
     assert {low: found and found.groups() for low, found in shown.items()} == {
         186: ("168", "2.11"),
         171: ("170", "2.1"),
