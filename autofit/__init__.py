@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autofit.prediction.predict import Prediction as Prediction, predict as predict
     from autofit.probing.probe import probe as probe
     from autofit.report.report import Report as Report, load as load
+    from autofit.searching.options import SearchOptions as SearchOptions
     from autofit.searching.search import search as search
     from autofit.strategy import Numerics as Numerics, Phase as Phase, Strategy as Strategy
     from autofit.training.training import Training as Training
@@ -63,6 +64,7 @@ _HOMES = {
     "autofit.plan": ("Dimension", "Hint", "Plan"),
     "autofit.prediction.predict": ("Prediction", "predict"),
     "autofit.report.report": ("Report", "load"),
+    "autofit.searching.options": ("SearchOptions",),
     "autofit.searching.search": ("search",),
     "autofit.probing.probe": ("probe",),
     "autofit.strategy": ("Numerics", "Phase", "Strategy"),

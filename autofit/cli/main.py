@@ -41,6 +41,7 @@ from autofit.cli.options import (
     AsJson,
     Budget,
     DeviceName,
+    DeviceNames,
     GlobalBatch,
     Isolation,
     MicroBatch,
@@ -93,7 +94,7 @@ def search(
     target: Target,
     vram_budget: Budget = None,
     global_batch: GlobalBatch = None,
-    device: DeviceName = None,
+    device: DeviceNames = None,
     strategies: StrategyNames = None,
     numerics: NumericsName = "reduced_precision",
     allow_resplit: Annotated[

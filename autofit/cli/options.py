@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autofit.devices.request import check_budget, check_device_name
+from autofit.devices.request import check_budget, check_device_name, device_names
 from autofit.errors import InvalidRequest
 from autofit.plan import Scalar
 
@@ -49,6 +49,12 @@ def _check_budget(text: str | None) -> str | None:
 def _check_device(name: str | None) -> str | None:
     check_device_name(name)
     return name
+
+
+def _check_devices(names: str | None) -> str | None:
+    if names != "all":  # how many there are is asked of torch, later
+        device_names(names)
+    return names
 
 
 def _check_strategies(names: list[str] | None) -> list[str] | None:
@@ -93,6 +99,14 @@ Budget = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any", callback=_check_device),
+]
+DeviceNames = Annotated[
+    str | None,
+    typer.Option(
+        help="cuda, cuda:1 or cpu; cuda:0,cuda:1 or all run plans on several at once; default: "
+        "cuda if any",
+        callback=_check_devices,
+    ),
 ]
 StrategyNames = Annotated[
     list[str] | None,

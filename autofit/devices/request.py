@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from autofit.errors import InvalidRequest
 from autofit.units import check_size, format_bytes, parse_bytes
@@ -58,6 +61,50 @@ def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
     if vram_budget <= 0:
         raise InvalidRequest(f"a VRAM budget must be above zero bytes, got {vram_budget}")
     return check_size(vram_budget, vram_budget)
+
+
+def device_names(device: Any) -> list[str | None]:
+    """Return the devices that are meant: one, or several of which each runs plans of its own.
+
+    Args:
+        device: a name; several, as a sequence or divided by commas; "all" GPUs; None: see `Target`.
+
+    Raises:
+        InvalidRequest: there is no such kind of device, a GPU is named twice or without its number
+            beside others, or CPU and GPU are mixed.
+    """
+    if device == "all":
+        from torch.cuda import device_count
+
+        device = [f"cuda:{index}" for index in range(device_count())]
+    if isinstance(device, str):
+        device = device.split(",")
+    given = device if isinstance(device, Sequence) else [device]  # None, or a torch.device
+    for name in given:
+        check_device_name(name)
+    names = [None if name is None else str(name) for name in given]
+    if not names:
+        raise InvalidRequest(
+            "device names no device: give at least one, and there must be GPUs for all"
+        )
+    if len(names) > 1:
+        _check_several(names)
+    return names
+
+
+def _check_several(names: Sequence[str | None]) -> None:
+    """Refuse devices of which two would be one, or which cannot be compared."""
+    if all(name == "cpu" for name in names):
+        return
+    unnumbered = [name for name in names if name is None or not name.startswith("cuda:")]
+    if unnumbered:
+        raise InvalidRequest(
+            f"several devices are GPUs with their numbers, such as cuda:0,cuda:1, or all cpu; got "
+            f"{', '.join(map(str, names))}"
+        )
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise InvalidRequest(f"device names {twice[0]} twice: give each GPU once")
 
 
 def check_device_name(name: object) -> None:

@@ -58,6 +58,8 @@ from autofit.strategy import Comparison, Strategy
 from autofit.training.workload import Workload
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from autofit.probing.meeting import Meeting
     from autofit.probing.session import Session
 
@@ -82,12 +84,14 @@ class Target:
             margin.
         seed: of everything random.
         isolation: "process" or "inprocess".
+        threads: that torch computes with in a worker; None: as many as here.
     """
 
     device: str | None = None
     vram_budget: str | float | None = None
     seed: int = 0
     isolation: str = "process"
+    threads: int | None = None
 
 
 class SupportsProbing(Protocol):
@@ -396,6 +400,10 @@ class Prober(AbstractContextManager["Prober"]):
             self._channel.drop()
             self._channel.environment = {}
 
+    def interrupt(self) -> None:
+        """End what runs in another thread, with its worker."""
+        self._channel.drop()
+
     def close(self) -> None:
         """End the worker, and give the device back."""
         try:
@@ -481,11 +489,13 @@ def open_prober(
     ends_at: float = math.inf,
     on_stage: OnStage = ignore_stage,
     meeting: Meeting | None = None,
+    executor: Executor | None = None,
 ) -> Prober:
     """Open the prober that `target.isolation` names; for the others see `Prober`.
 
     Args:
         meeting: of the ranks that train together, which this process leads; None: one device.
+        executor: in whose processes the worker runs; None: here.
 
     Raises:
         InvalidRequest: there is no such isolation, device, seed or budget; nothing was started by
@@ -505,8 +515,14 @@ def open_prober(
     channel: Channel
     if meeting is not None:
         channel = _group_channel(meeting, workload, strategies, target)
+    elif executor is not None:
+        from autofit.probing.executor_channel import ExecutorChannel  # most searches run here
+
+        channel = ExecutorChannel(executor, workload, strategies, device=device, seed=target.seed)
     elif target.isolation == "process":
-        channel = WorkerChannel(workload, strategies, device=device, seed=target.seed)
+        channel = WorkerChannel(
+            workload, strategies, device=device, seed=target.seed, threads=target.threads
+        )
     else:
         from autofit.probing.inprocess import InProcessChannel  # most searches have workers
 

@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,19 +44,23 @@ _HOOKS = {
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
 }
 
+_REGISTRY = threading.RLock()
+"""cloudpickle's registry is one for the process, whose threads may each send something."""
+
 
 @contextmanager
 def unreachable_by_value() -> Iterator[None]:
     """Pickle by value whatever is defined in modules that a worker could not import."""
-    already = set(cloudpickle.list_registry_pickle_by_value())
-    added = [module for module in _unreachable_modules() if module.__name__ not in already]
-    for module in added:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
+    with _REGISTRY:
+        already = set(cloudpickle.list_registry_pickle_by_value())
+        added = [module for module in _unreachable_modules() if module.__name__ not in already]
         for module in added:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in added:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 def _unreachable_modules() -> list[ModuleType]:

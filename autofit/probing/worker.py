@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import torch
+
 from autofit.devices.base import Device
 from autofit.devices.open import notes_on_choice, open_device
 from autofit.errors import DeviceUnavailable
@@ -112,6 +114,8 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
     path = Path(opening["payload"])
     payload = read_payload(path)
     process.restore(payload.computing)
+    if opening["threads"] is not None:
+        torch.set_num_threads(opening["threads"])
     world = World(**opening["world"])
     _import_slow_parts(of_ranks=world.size > 1)
     device = _open_device(opening["device"])

@@ -60,6 +60,7 @@ class WorkerChannel:
         device: "cuda", "cuda:1", "cpu" or None: cuda where there is one.
         seed: for everything random.
         world: the ranks that train together, of which the worker is one.
+        threads: that torch computes with in the worker; None: as many as here.
 
     Attributes:
         payload: path of the workload's file, which vanishes with the channel.
@@ -80,23 +81,25 @@ class WorkerChannel:
         device: str | None = None,
         seed: int = 0,
         world: World = ALONE,
+        threads: int | None = None,
     ) -> None:
         self._process: WorkerProcess | None = None
         self._device: DeviceFacts | None = None
         self._strategies = strategies
         self.environment: Mapping[str, str] = {}
         self._files = [nameless_file()]
-        self.payload, loader = _path_of(self._files[0]), None
+        self.payload, loader = path_of(self._files[0]), None
         self._opening = {
             "payload": str(self.payload),
             "device": str(device) if device else None,  # a torch.device cannot be sent as JSON
             "seed": seed,
             "world": asdict(world),
+            "threads": threads,
         }
         try:
             if workload.loader is not None:
                 self._files.append(nameless_file())
-                loader = _path_of(self._files[1])
+                loader = path_of(self._files[1])
             write_payload(Payload(workload, strategies), self.payload, loader)
         except BaseException:
             self.close()
@@ -170,7 +173,8 @@ class WorkerChannel:
             raise
 
 
-def _path_of(file: IO[bytes]) -> Path:
+def path_of(file: IO[bytes]) -> Path:
+    """Return the path by which a worker opens a file that it inherits."""
     return Path(f"/dev/fd/{file.fileno()}")
 
 

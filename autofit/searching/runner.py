@@ -1,7 +1,6 @@
 """Whoever runs the plans of a search: one device, several of them, or the machines of an executor.
 
-Promises: the one process that searches submits every job and hears how each ended; a job whose
-machine went away is given to another one once, and after that it counts as a crash of its plan.
+Promises: the one process that searches submits every job and hears how each ended.
 
 In: jobs, as many at once as there are lanes. Out: each job with the result of its probe.
 """
@@ -14,8 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from autofit.errors import AutofitError, WorkerFailed
-from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.messages import OnStage, ProbeRequest, ProbeResult, ignore_stage
 from autofit.probing.prober import SupportsProbing
@@ -94,13 +91,11 @@ class Lane:
     Attributes:
         executor: takes the job there.
         run: runs it there.
-        may_vanish: whether the place can go away, as another machine can.
         stop: ends what runs there, so that its future ends soon.
     """
 
     executor: Executor
     run: Callable[[Job], ProbeResult]
-    may_vanish: bool = False
     stop: Callable[[], object] = lambda: None
 
 
@@ -123,7 +118,6 @@ class Runner:
         self._lanes = lanes or [Lane(Inline(), Bench(prober).run)]
         self._in_flight: dict[Future[ProbeResult], tuple[Job, Lane]] = {}
         self._replicates: dict[Lane, Counter[Plan]] = {lane: Counter() for lane in self._lanes}
-        self._given_again: set[Job] = set()
 
     @property
     def slots(self) -> int:
@@ -146,37 +140,22 @@ class Runner:
         return self._prober.has_workers
 
     def submit(self, job: Job) -> None:
-        """Run a job on a free lane; a replicate on the one that ran its plan least often.
-
-        Raises:
-            WorkerFailed: the executor takes no jobs any more.
-        """
+        """Run a job on a free lane; a replicate on the one that ran its plan least often."""
         busy = {lane for _, lane in self._in_flight.values()}
         free = [lane for lane in self._lanes if lane not in busy]
         lane = min(free, key=lambda lane: self._replicates[lane][job.request.plan])
         self._replicates[lane][job.request.plan] += job.is_replicate
-        self._start(job, lane)
+        self._in_flight[lane.executor.submit(lane.run, job)] = job, lane
 
     def next_ended(self) -> tuple[Job, Future[ProbeResult]]:
-        """Wait for a job in flight to end; return it with its ended future, the oldest first.
-
-        Raises:
-            WorkerFailed: the executor takes no jobs any more.
-        """
+        """Wait for a job in flight to end; return it with its ended future, the oldest first."""
         while True:
             ended, _ = wait(self._in_flight, QUIET_S, FIRST_COMPLETED)
-            if not ended:
-                plans = ", ".join(str(job.request.plan) for job, _ in self._in_flight.values())
-                self._on_stage(f"still running {plans}")
-                continue
-            future = next(each for each in self._in_flight if each in ended)
-            job, lane = self._in_flight.pop(future)
-            if not (lane.may_vanish and _has_vanished(future)):
-                return job, future
-            if job in self._given_again:
-                return job, _crashed(future)
-            self._given_again.add(job)
-            self._start(job, lane)
+            if ended:
+                future = next(each for each in self._in_flight if each in ended)
+                return self._in_flight.pop(future)[0], future
+            plans = ", ".join(str(job.request.plan) for job, _ in self._in_flight.values())
+            self._on_stage(f"still running {plans}")
 
     def cancel(self) -> None:
         """End what is in flight; its results are lost."""
@@ -184,24 +163,3 @@ class Runner:
             if not future.cancel():
                 lane.stop()
         self._in_flight.clear()
-
-    def _start(self, job: Job, lane: Lane) -> None:
-        try:
-            future = lane.executor.submit(lane.run, job)
-        except RuntimeError as error:  # a pool that lost a process, or was shut down
-            raise WorkerFailed(f"the executor takes no more probes: {error}") from error
-        self._in_flight[future] = job, lane
-
-
-def _has_vanished(future: Future[ProbeResult]) -> bool:
-    """Return whether a job ended by what no probe raises: its process or machine went away."""
-    return future.cancelled() or not isinstance(future.exception(), AutofitError | None)
-
-
-def _crashed(lost: Future[ProbeResult]) -> Future[ProbeResult]:
-    """Return an ended future that says that two machines were lost over a plan."""
-    why = "cancelled" if lost.cancelled() else repr(lost.exception())
-    crashed: Future[ProbeResult] = Future()
-    detail = f"what ran it went away, twice: {why}"
-    crashed.set_result(ProbeResult(Measurement(Outcome.CRASHED, detail)))
-    return crashed

@@ -31,7 +31,9 @@ from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
+from autofit.searching.lanes import Places, open_runner
 from autofit.searching.limits import Allowance, check_search_arguments
+from autofit.searching.options import SearchOptions
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,
@@ -74,7 +76,7 @@ def search(
     even_split: bool = False,
     loader: Loader | None = None,
     vram_budget: str | float | None = None,
-    device: str | None = None,
+    device: str | Sequence[str] | None = None,
     strategies: Iterable[str | Strategy] | None = None,
     numerics: Numerics | str = "reduced_precision",
     max_micro_batch: int | None = None,
@@ -88,6 +90,7 @@ def search(
     isolation: str = "process",
     progress: OnEvent | bool | None = None,
     profile: str | os.PathLike[str] | None = None,
+    options: SearchOptions | None = None,
 ) -> Report:
     """Find, by running it, the fastest way to train a model within a VRAM budget.
 
@@ -115,7 +118,9 @@ def search(
             numbers of workers. What it delivers is measured against what the best plan consumes.
         vram_budget: "24GiB", bytes, or a fraction of the device; None: what is free, less a margin.
             On a CPU it bounds the training's tensors, not the memory of the process.
-        device: "cuda", "cuda:1", "cpu"; None: cuda where there is one.
+        device: "cuda", "cuda:1", "cpu"; None: cuda where there is one. Several that are alike run
+            plans at the same time: ["cuda:0", "cuda:1"], "cuda:0,cuda:1", "all" (every GPU), or
+            ["cpu", "cpu"], which share the cores.
         strategies: names or Strategy objects; None: all that `numerics` allows.
         numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
             may change the arithmetic.
@@ -138,6 +143,7 @@ def search(
             too.
         profile: a file for a trace of the best plan's steps, in torch's own format (.json or
             .json.gz).
+        options: a `SearchOptions`, for probes in the processes of an executor.
 
     Returns:
         The report. After Ctrl-C or a timeout it holds what had been measured by then.
@@ -188,7 +194,8 @@ def search(
         even_split=workload.even_split,
         world_size=ranks,
     )
-    target = Target(device, vram_budget, seed, isolation)
+    places = Places.asked(device, options or SearchOptions(), isolation=isolation, ranks=ranks)
+    target = Target(places.devices[0], vram_budget, seed, isolation, places.threads)
 
     def lead(meeting: Meeting | None) -> Record:
         """Search, with several ranks or with one device."""
@@ -206,9 +213,10 @@ def search(
             if timeout is not None:
                 ends_at = allowance.began + timeout
             try:
-                with open_prober(
-                    workload, chosen, target, ends_at=ends_at, on_stage=on_stage, meeting=meeting
-                ) as prober:
+                opened = partial(
+                    open_prober, workload, chosen, ends_at=ends_at, executor=places.executor
+                )
+                with opened(target, on_stage=on_stage, meeting=meeting) as prober:
                     survey = prober.survey()
                     if train_steps is None:
                         survey = survey.without_costly(_named(strategies))
@@ -220,67 +228,74 @@ def search(
                     identity = _identity(
                         survey, workload, chosen, level, vram_budget, max_micro_batch
                     )
-                    with Store.open(study, identity, began=allowance.began) as store:
-                        spec = store.spec
-                        trials = partial(getattr, store, "trials")
-                        if spec is not None:
-                            on_stage(
-                                f"resuming {store.name}, with {counted(len(trials()), 'trial')}"
-                            )
-                        else:
-                            space = survey.space(max_micro_batch)
-                            apart = partial(
-                                open_prober, workload, chosen, Target("cpu"), ends_at=ends_at
-                            )
-                            lines, times, notes = predicted_lines(
-                                prober, survey, space, apart if survey.world_size > 1 else None
-                            )
-                            survey = replace(survey, notes=(*survey.notes, *notes))
-                            budget = survey.vram_budget_bytes
-                            spec = SearchSpec(
-                                space,
-                                budget,
-                                seed,
-                                identity,
-                                lines,
-                                times,
-                                numerics=_numerics_of(space, chosen),
-                                segment_bytes=LARGE_SEGMENT_BYTES,
-                            )
-                        spec = replace(
-                            spec,
-                            effort=Effort(effort),
-                            train_samples=_train_samples(spec.space, train_steps),
-                        )
-                        try:
-                            result = run_search(
-                                prober,
-                                spec,
-                                store=store,
-                                sampler=sampler,
-                                max_probes=max_probes,
-                                timeout_s=timeout,
-                                on_event=on_event,
-                                began=allowance.began,
-                                kept_s=kept_s,
-                            )
-                        except NoFeasiblePlan as error:
-                            if allowance.probes_left(trials()) == 0:
-                                raise
-                            raise with_measured_need(error, prober, spec) from None
-                        sessions = store.session_seconds
-                        trials = partial(getattr, result, "trials")
-                    record = _record(
-                        result,
-                        survey,
+                    with open_runner(
                         prober,
-                        workload,
-                        sessions,
-                        trace=None if profile is None else os.path.abspath(profile),
-                        probes_left=allowance.probes_left(result.trials),
-                        on_stage=on_stage,
-                        is_alone=meeting is None,
-                    )
+                        places,
+                        lambda name: opened(replace(target, device=name)),
+                        on_stage,
+                    ) as runner:
+                        survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
+                        with Store.open(study, identity, began=allowance.began) as store:
+                            spec = store.spec
+                            trials = partial(getattr, store, "trials")
+                            if spec is not None:
+                                on_stage(
+                                    f"resuming {store.name}, with {counted(len(trials()), 'trial')}"
+                                )
+                            else:
+                                space = survey.space(max_micro_batch)
+                                apart = partial(
+                                    open_prober, workload, chosen, Target("cpu"), ends_at=ends_at
+                                )
+                                lines, times, notes = predicted_lines(
+                                    prober, survey, space, apart if survey.world_size > 1 else None
+                                )
+                                survey = replace(survey, notes=(*survey.notes, *notes))
+                                budget = survey.vram_budget_bytes
+                                spec = SearchSpec(
+                                    space,
+                                    budget,
+                                    seed,
+                                    identity,
+                                    lines,
+                                    times,
+                                    numerics=_numerics_of(space, chosen),
+                                    segment_bytes=LARGE_SEGMENT_BYTES,
+                                )
+                            spec = replace(
+                                spec,
+                                effort=Effort(effort),
+                                train_samples=_train_samples(spec.space, train_steps),
+                            )
+                            try:
+                                result = run_search(
+                                    runner,
+                                    spec,
+                                    store=store,
+                                    sampler=sampler,
+                                    max_probes=max_probes,
+                                    timeout_s=timeout,
+                                    on_event=on_event,
+                                    began=allowance.began,
+                                    kept_s=kept_s,
+                                )
+                            except NoFeasiblePlan as error:
+                                if allowance.probes_left(trials()) == 0:
+                                    raise
+                                raise with_measured_need(error, prober, spec) from None
+                            sessions = store.session_seconds
+                            trials = partial(getattr, result, "trials")
+                        record = _record(
+                            result,
+                            survey,
+                            prober,
+                            workload,
+                            sessions,
+                            trace=None if profile is None else os.path.abspath(profile),
+                            probes_left=allowance.probes_left(result.trials),
+                            on_stage=on_stage,
+                            is_alone=meeting is None,
+                        )
                     on_stage("ending the worker")
             except SearchTimedOut:
                 raise allowance.too_short() from None

@@ -1,0 +1,293 @@
+"""A channel to workers in the processes of an executor: any `concurrent.futures.Executor`.
+
+The executor has to pickle functions of installed modules and bytes, and to run them in processes
+that may start processes, on machines whose device nobody else uses. Each of its processes keeps a
+warm worker from one request to the next, and ends it `IDLE_S` after the last one. The workload
+travels once to each: a process that does not have it says so.
+
+Promises: a request whose process or machine went away is given to another one, once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from autofit.devices.lock import DeviceLock
+from autofit.errors import SearchTimedOut, WorkerFailed
+from autofit.measurement import Outcome
+from autofit.probing.messages import (
+    Deadline,
+    DeviceFacts,
+    NoReply,
+    OnStage,
+    Reply,
+    Request,
+    exception_from_dict,
+    exception_to_dict,
+    reply_from_dict,
+    request_to_dict,
+)
+from autofit.probing.serialization import Payload, nameless_file, read_payload, write_payload
+from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel, path_of
+from autofit.strategy import Strategy
+from autofit.training.workload import Workload
+
+IDLE_S = 60.0
+"""A worker in an executor's process ends so long after its last request: a search that was killed
+leaves nothing behind for longer, and choosing a plan takes less."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What a process of the executor needs for its worker.
+
+    Attributes:
+        payload: the workload and the strategies, as `write_payload` writes them.
+        device: the name of the device on every machine; None: cuda where there is one.
+        seed: of everything random.
+        sys_path: where modules are looked for here.
+    """
+
+    payload: bytes
+    device: str | None
+    seed: int
+    sys_path: list[str]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request to a process of the executor.
+
+    Attributes:
+        message: to its worker; None: to open the device.
+        seconds: after which the worker counts as hung.
+        ends_in_s: after which the search ends; infinite where nothing ends it.
+        needs_fresh_worker: whether a worker that is there is ended first.
+        environment: variables of the worker besides those of its process.
+    """
+
+    message: Mapping[str, Any] | None
+    seconds: float
+    ends_in_s: float
+    needs_fresh_worker: bool
+    environment: Mapping[str, str]
+
+
+class _Gone(Exception):
+    """The process that had a request went away."""
+
+
+class ExecutorChannel:
+    """A channel to one worker at a time in any process of an executor.
+
+    Args:
+        executor: runs `serve`; it is not shut down.
+        workload, strategies, device, seed: as for `WorkerChannel`.
+    """
+
+    is_replaceable = True
+
+    def __init__(
+        self,
+        executor: Executor,
+        workload: Workload,
+        strategies: Sequence[Strategy] = (),
+        *,
+        device: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.environment: Mapping[str, str] = {}
+        self._executor, self._strategies = executor, strategies
+        self._opening = _Opening(
+            _payload_of(workload, strategies),
+            str(device) if device else None,  # a torch.device would need torch to be read
+            seed,
+            list(sys.path),
+        )
+        self._key = uuid.uuid4().hex
+        self._is_dropped = False
+        self._device: DeviceFacts | None = None
+        self._asked: Future[Any] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """0 once a worker was opened: it is a process of another machine."""
+        return None if self._device is None else 0
+
+    def open(self, ends_at: float = math.inf) -> DeviceFacts:
+        """Have a process of the executor start a worker, and return what it says of the device."""
+        if self._device is None:
+            try:
+                answer = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at))
+            except NoReply as lost:
+                raise WorkerFailed(lost.detail) from None
+            self._device = DeviceFacts(**answer["device"])
+        return self._device
+
+    def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
+        """Send a request and return the reply; stages stay where they are."""
+        return reply_from_dict(self._ask(request_to_dict(request, self._strategies), deadline))
+
+    def drop(self) -> None:
+        """Have the next request answered by a fresh worker, and wait for none any more."""
+        self._is_dropped = True
+        asked = self._asked
+        if asked is not None:
+            asked.cancel()
+
+    def close(self) -> None:
+        """Ask for an end of a worker that waits; others end by themselves."""
+        with suppress(RuntimeError):  # the executor was shut down, or is broken
+            self._executor.submit(end, self._key)
+
+    def _ask(self, message: Mapping[str, Any] | None, deadline: Deadline) -> dict[str, Any]:
+        """Return the answer of a process; a process that went away is replaced once."""
+        asked = _Asked(
+            message,
+            deadline.seconds,
+            deadline.ends_at - time.monotonic(),
+            self._is_dropped,
+            dict(self.environment),
+        )
+        self._is_dropped = False
+        try:
+            answer = self._answer(asked)
+        except _Gone:
+            try:
+                answer = self._answer(asked)
+            except _Gone as gone:
+                words = f"what ran it went away, twice: {gone}"
+                raise NoReply(Outcome.CRASHED, words) from None
+        if "lost" in answer:
+            raise NoReply(Outcome(answer["lost"][0]), answer["lost"][1])
+        if "timed_out" in answer:
+            raise SearchTimedOut("the time of the search is over")
+        if "raised" in answer:
+            raise exception_from_dict(answer["raised"])
+        return answer
+
+    def _answer(self, asked: _Asked) -> dict[str, Any]:
+        answer = self._submitted(None, asked) or self._submitted(self._opening, asked)
+        assert answer is not None  # only who lacks the workload says nothing
+        return answer
+
+    def _submitted(self, opening: _Opening | None, asked: _Asked) -> dict[str, Any] | None:
+        try:
+            self._asked = self._executor.submit(serve, self._key, opening, asked)
+        except RuntimeError as error:
+            raise WorkerFailed(f"the executor takes no more probes: {error}") from error
+        try:
+            answer: dict[str, Any] | None = self._asked.result()
+            return answer
+        except Exception as error:  # each executor has errors of its own for a lost process
+            raise _Gone(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._asked = None
+
+
+def _payload_of(workload: Workload, strategies: Sequence[Strategy]) -> bytes:
+    with nameless_file() as file:
+        write_payload(Payload(workload, strategies), path_of(file))
+        file.seek(0)
+        return file.read()
+
+
+# In the processes of the executor.
+
+
+class _Held:
+    """The worker of one search in this process, and the device that it has to itself."""
+
+    def __init__(self, opening: _Opening) -> None:
+        sys.path += [path for path in opening.sys_path if path not in sys.path]
+        self._lock: DeviceLock | None = None
+        with nameless_file() as file:
+            file.write(opening.payload)
+            file.flush()
+            payload = read_payload(path_of(file))
+        self._channel = WorkerChannel(
+            payload.workload,
+            payload.strategies,
+            device=opening.device,
+            seed=opening.seed,
+            threads=torch.get_num_threads(),  # of this machine, not of the one that searches
+        )
+
+    def answer(self, asked: _Asked) -> dict[str, Any]:
+        """Return the worker's answer, or why there is none."""
+        ends_at = time.monotonic() + asked.ends_in_s
+        if asked.needs_fresh_worker:
+            self._channel.drop()
+        self._channel.environment = asked.environment
+        try:
+            device = self._channel.open(ends_at)
+            if self._lock is None and device.exclusive_key is not None:
+                self._lock = DeviceLock(device.exclusive_key)
+            if asked.message is None:
+                return {"device": asdict(replace(device, exclusive_key=None))}
+            return self._channel.exchange(asked.message, Deadline.after(asked.seconds, ends_at))
+        except NoReply as lost:
+            return {"lost": [lost.outcome.value, lost.detail]}
+        except SearchTimedOut:
+            return {"timed_out": True}
+        except Exception as error:
+            return {"raised": exception_to_dict(error, None)}
+
+    def close(self) -> None:
+        """End the worker, and give the device back."""
+        self._channel.close()
+        if self._lock is not None:
+            self._lock.release()
+
+
+_THREAD = ThreadPoolExecutor(1)
+"""Starts all workers of this process, which end with it, and serves one request at a time."""
+_held: dict[str, _Held] = {}
+_idle: list[threading.Timer] = []
+
+
+def serve(key: str, opening: _Opening | None, asked: _Asked) -> dict[str, Any] | None:
+    """Answer a request of the search of that key; None: its workload has not come here yet."""
+    return _THREAD.submit(_served, key, opening, asked).result()
+
+
+def end(key: str) -> None:
+    """End the worker of that search in this process, if there is one."""
+    _THREAD.submit(_end, key).result()
+
+
+def _served(key: str, opening: _Opening | None, asked: _Asked) -> dict[str, Any] | None:
+    while _idle:
+        _idle.pop().cancel()
+    if key not in _held:
+        if opening is None:
+            return None
+        for other in list(_held):
+            _end(other)
+        try:
+            _held[key] = _Held(opening)
+        except Exception as error:
+            return {"raised": exception_to_dict(error, None)}
+    answer = _held[key].answer(asked)
+    timer = threading.Timer(IDLE_S, _THREAD.submit, (_end, key))
+    timer.daemon = True
+    timer.start()
+    _idle.append(timer)
+    return answer
+
+
+def _end(key: str) -> None:
+    held = _held.pop(key, None)
+    if held is not None:
+        held.close()

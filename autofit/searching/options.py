@@ -1,0 +1,42 @@
+"""What tunes a search, beside what is searched."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from autofit.errors import InvalidRequest
+from autofit.plan import check_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Where and how a search runs its probes.
+
+    Attributes:
+        executor: any `concurrent.futures.Executor`, in whose processes plans run: those of a Dask
+            cluster, of MPI, or of this machine. docs/distributed.md says what it must do. None:
+            plans run on this machine.
+        workers: how many plans are in flight at the executor at once: as many as it has machines
+            that are alike.
+
+    Raises:
+        InvalidRequest: the executor is none, or there is no whole number of workers for it.
+    """
+
+    executor: Executor | None = None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers)
+        executor: Any = self.executor
+        if executor is None and self.workers > 1:
+            raise InvalidRequest(
+                f"workers={self.workers} is how many plans an executor runs at once: give "
+                "executor= too, or several devices"
+            )
+        if executor is not None and not callable(getattr(executor, "submit", None)):
+            raise InvalidRequest(
+                f"executor must be a concurrent.futures.Executor, got {executor!r}"
+            )

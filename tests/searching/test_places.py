@@ -1,0 +1,169 @@
+"""Searches whose plans run on several devices, or in the processes of an executor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autofit
+from autofit.devices.request import device_names
+from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.searching.options import SearchOptions
+
+LIMITS: dict[str, Any] = {"vram_budget": "64MiB", "strategies": ["checkpointing"], "seed": 0}
+
+
+def build() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+
+
+def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Fall short of the processor, so that devices do not slow one another down."""
+    time.sleep(0.02)
+    output: torch.Tensor = model(batch)
+    return output.square().mean()
+
+
+def searched(**given: Any) -> autofit.Report:
+    return autofit.search(build, torch.randn(4, 32), loss_fn=loss, **(LIMITS | given))
+
+
+def numbers(report: autofit.Report) -> list[int]:
+    return [trial.number for trial in report.trials]
+
+
+@pytest.mark.slow
+def test_two_devices_run_plans_of_one_search(tmp_path: Path) -> None:
+    """Both run some, the plans of a moment differ, and every number is used once."""
+    study = tmp_path / "study.log"
+    report = searched(device=["cpu", "cpu"], max_probes=8, study=study)
+    assert report.best.ok
+    assert report.best in report.trials
+    assert numbers(report) == sorted(set(numbers(report)))
+    searched_plans = [t.plan for t in report.trials if t.role is autofit.Role.SEARCH]
+    assert len(report.trials) <= 8
+    assert len(set(searched_plans)) >= len(searched_plans) - 2  # repeats tell noise
+    again = searched(device="cpu", max_probes=8, study=study)
+    assert [t.plan for t in again.trials] == [t.plan for t in report.trials]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"device": ["cuda:0", "cuda:0"]}, "cuda:0 twice"),
+        ({"device": ["cuda", "cuda:1"]}, "with their numbers"),
+        ({"device": "cpu,cuda:0"}, "with their numbers"),
+        ({"device": []}, "names no device"),
+        ({"device": ["cpu", "tpu"]}, "tpu"),
+        ({"device": ["cpu", "cpu"], "isolation": "inprocess"}, "one at a time"),
+    ],
+)
+def test_devices_that_cannot_be_meant_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        searched(**given)
+
+
+def test_options_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="executor="):
+        SearchOptions(workers=2)
+    with pytest.raises(InvalidRequest, match=r"must be a concurrent\.futures\.Executor"):
+        SearchOptions(executor=3)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(InvalidRequest, match="workers"):
+        SearchOptions(workers=0)
+
+
+def test_names_divided_by_commas_are_several() -> None:
+    assert device_names("cuda:0,cuda:1") == ["cuda:0", "cuda:1"]
+    assert device_names(torch.device("cpu")) == ["cpu"]
+    assert device_names(None) == [None]
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, get_context("spawn")) as executor:
+        yield executor
+
+
+@pytest.mark.slow
+def test_plans_run_in_the_processes_of_an_executor(pool: Executor) -> None:
+    report = searched(
+        device="cpu", max_probes=6, options=autofit.SearchOptions(executor=pool, workers=2)
+    )
+    assert report.best.ok
+    assert numbers(report) == sorted(set(numbers(report)))
+
+
+def _raise_in_worker(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    raise KeyError("theirs")
+
+
+@pytest.mark.slow
+def test_what_the_users_code_raises_at_an_executor_is_raised_here(pool: Executor) -> None:
+    options = autofit.SearchOptions(executor=pool)
+    with pytest.raises(KeyError, match="theirs"):
+        autofit.search(
+            build, torch.randn(4, 32), loss_fn=_raise_in_worker, device="cpu", options=options
+        )
+
+
+class _Losing(Executor):
+    """An executor that loses the process of its n-th calls, as a cluster loses a machine."""
+
+    def __init__(self, inner: Executor, lost: set[int]) -> None:
+        self.inner, self.lost, self.calls = inner, lost, 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls in self.lost:
+            return self.inner.submit(_lost)
+        return self.inner.submit(fn, *args, **kwargs)
+
+
+class MachineGone(Exception):
+    """What a cluster's executor raises of its own."""
+
+
+def _lost() -> None:
+    raise MachineGone("the machine was switched off")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [{6}, {9}])
+def test_a_probe_whose_machine_went_away_is_given_to_another(
+    pool: Executor, lost: set[int]
+) -> None:
+    executor = _Losing(pool, lost)
+    report = searched(device="cpu", max_probes=5, options=autofit.SearchOptions(executor=executor))
+    assert executor.calls > max(lost)
+    assert all(trial.ok for trial in report.trials)
+    assert numbers(report) == list(range(len(report.trials)))
+
+
+@pytest.mark.slow
+def test_an_executor_that_is_shut_down_ends_the_search_in_words() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        pass
+    with pytest.raises(WorkerFailed, match="takes no more probes"):
+        searched(device="cpu", options=autofit.SearchOptions(executor=executor))
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_two_plans_run_returns_what_was_measured() -> None:
+    def interrupt_soon(event: Any) -> None:
+        if event.progress.probes >= 3 and not timer.ident:
+            timer.start()
+
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    report = searched(device=["cpu", "cpu"], max_probes=12, progress=interrupt_soon)
+    assert len(report.trials) >= 3
+    assert "interrupted" in report.record.search.stopped_because.lower()
