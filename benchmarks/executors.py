@@ -1,9 +1,9 @@
 """How much faster several workers end one search, and what a killed machine costs.
 
-`python -m benchmarks.executors speed` runs one search on 1, 2 and 4 CPU workers of this machine; each
-step of its workload sleeps, so that the cores are no limit. `python -m benchmarks.executors kills`
-runs searches on a Dask cluster of 3 local processes and kills one process at a random moment of each;
-it needs `pip install dask distributed`. Prints Markdown.
+`python -m benchmarks.executors speed` runs one search on 1, 2 and 4 CPU workers of this machine;
+each step of its workload sleeps, so that the cores are no limit. `python -m benchmarks.executors
+kills` runs searches on a Dask cluster of 3 local processes and kills one process at a random moment
+of each; it needs `pip install dask distributed`. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -71,27 +71,27 @@ def speed(most_probes: int) -> None:
 
 def kills(searches: int, seed: int) -> None:
     """Print what became of searches in each of which one process of the cluster was killed."""
-    from distributed import Client, LocalCluster
+    from distributed import Client, LocalCluster  # type: ignore[import-not-found]  # no test needs it
 
     drawn, lost, ended, twice = random.Random(seed), [], 0, 0
     folder = Path(tempfile.mkdtemp())
-    with LocalCluster(n_workers=3, threads_per_worker=1, processes=True) as cluster:
-        with Client(cluster) as client:
-            for number in range(searches):
-                executor = client.get_executor(pure=False)
-                killer = threading.Timer(drawn.uniform(1.0, 25.0), _kill_one, (client, drawn))
-                killer.start()
-                study = folder / f"{number}.log"
-                options = autofit.SearchOptions(executor=executor, workers=3)
-                report = searched(max_probes=8, study=study, options=options)
-                killer.cancel()
-                numbers = [trial.number for trial in report.trials]
-                ended += 1
-                twice += len(set(numbers)) < len(numbers)
-                lost.append(8 - len(probes_of(report.trials)))
-                crashed = [t for t in report.trials if t.measurement.outcome.may_be_accident]
-                print(f"{number}: {len(numbers)} trials, {len(crashed)} accidents", flush=True)
-                client.wait_for_workers(3)
+    processes = LocalCluster(n_workers=3, threads_per_worker=1, processes=True)
+    with processes as cluster, Client(cluster) as client:
+        for number in range(searches):
+            executor = client.get_executor(pure=False)
+            killer = threading.Timer(drawn.uniform(1.0, 25.0), _kill_one, (client, drawn))
+            killer.start()
+            study = folder / f"{number}.log"
+            options = autofit.SearchOptions(executor=executor, workers=3)
+            report = searched(max_probes=8, study=study, options=options)
+            killer.cancel()
+            numbers = [trial.number for trial in report.trials]
+            ended += 1
+            twice += len(set(numbers)) < len(numbers)
+            lost.append(8 - len(probes_of(report.trials)))
+            crashed = [t for t in report.trials if t.measurement.outcome.may_be_accident]
+            print(f"{number}: {len(numbers)} trials, {len(crashed)} accidents", flush=True)
+            client.wait_for_workers(3)
     print(
         f"{ended} of {searches} ended, {twice} with a number twice; fewer probes than allowed: "
         f"median {statistics.median(lost):g}, most {max(lost)}"
