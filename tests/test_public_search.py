@@ -431,7 +431,8 @@ def test_ctrl_c_returns_the_report_of_what_was_measured() -> None:
     assert len(report.trials) == 2
     assert report.best.ok
     assert report.best in report.trials
-    assert "not confirmed" in report.to_text(width=1000).splitlines()[0]
+    first = report.to_text(width=1000).splitlines()[0]  # of a noisy machine it decides nothing
+    assert "not confirmed" in first or first.startswith("Not decided")
 
 
 def test_ctrl_c_before_anything_was_measured_is_ctrl_c() -> None:
