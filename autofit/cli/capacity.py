@@ -109,6 +109,7 @@ def predict(
                 world_size=world_size,
                 **chosen,
             )
+            options.check_same_model(prediction.parameters, workload)
             try:
                 largest = prediction.largest_micro_batch
                 told = f"{largest or 'none'} on {prediction.gpu.name}"
@@ -282,7 +283,6 @@ def _verdict(
 ) -> Verdict:
     workload = load_target(target)
     from autofit.checks.check import check as run
-    from autofit.checks.same import check_same_model
 
     if tuned is not None:
         if world_of_environment().size > 1:
@@ -292,8 +292,7 @@ def _verdict(
     how |= {"world_size": world_size, "allow_stand_in_loss": allow_stand_in_loss}
     with users_code():
         verdict = run(workload, strategies=strategies, **how)
-        if options.report is not None:
-            check_same_model(options.report.record, verdict.parameters, workload)
+        options.check_same_model(verdict.parameters, workload)
     return verdict
 
 

@@ -215,10 +215,11 @@ def probe(
     options = PlanOptions(micro_batch, accumulation_steps, global_batch, setting, plan_file)
     with stdout_for_results_only():
         workload = load_target(target)
-        from autofit.probing.probe import probe as run
+        from autofit.probing.probe import probe_if
 
         asked = options.plan_and_payloads(workload)
-        trial = run(
+        trial = probe_if(
+            lambda survey: options.check_same_model(survey.parameters, workload),
             workload,
             vram_budget=read_budget(vram_budget),
             device=device,

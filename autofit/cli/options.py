@@ -228,6 +228,22 @@ class PlanOptions:
             plan = workload.plan(*counts, settings, self.world_size or 1)
         return {"plan": plan, "payloads": payloads}
 
+    def check_same_model(self, parameters: int | None, workload: Workload) -> None:
+        """Refuse a workload that is not that of `--plan`, as `checks.same.check_same_model` does.
+
+        Args:
+            parameters: of the workload's model; None: not known.
+            workload: that the command runs or predicts.
+
+        Raises:
+            InvalidRequest: they differ.
+        """
+        if self.report is None:
+            return
+        from autofit.checks.same import check_same_model
+
+        check_same_model(self.report.record, parameters, workload)
+
     def _settings_of_ranks(self) -> dict[str, Scalar]:
         """Return `--parallel` as settings of the strategy for several ranks."""
         if self.mode_of_ranks is None:

@@ -54,6 +54,32 @@ def probe(
         WorkerFailed: the worker ended or hung while it looked at the workload.
         Exception: what the user's own code raised, as it was raised.
     """
+    return probe_if(
+        lambda survey: None,
+        workload,
+        plan=plan,
+        vram_budget=vram_budget,
+        device=device,
+        strategies=strategies,
+        payloads=payloads,
+        seed=seed,
+        isolation=isolation,
+    )
+
+
+def probe_if(
+    check: Callable[[Survey], None],
+    workload: Workload,
+    *,
+    plan: Plan | None,
+    vram_budget: str | float | None,
+    device: str | None,
+    strategies: Iterable[str | Strategy] | None,
+    payloads: Mapping[str, Any] | None,
+    seed: int,
+    isolation: str,
+) -> Trial:
+    """Run one plan like `probe`; what `check` raises of the survey is raised before it runs."""
     check_arguments(workload, plan, payloads)
     world = world_of_environment()
     if plan is not None:
@@ -61,12 +87,16 @@ def probe(
     chosen = load_strategies(strategies, plan=plan, world_size=world.size)
     target = Target(device, vram_budget, seed, isolation)
 
+    def resolved(survey: Survey) -> ResolvedPlan:
+        check(survey)
+        return resolve_here(plan, survey, chosen, payloads)
+
     def lead(meeting: Meeting | None) -> Trial:
         trial, _ = run_one(
             workload,
             chosen,
             target,
-            lambda survey: resolve_here(plan, survey, chosen, payloads),
+            resolved,
             role=Role.BASELINE if plan is None else Role.SEARCH,
             meeting=meeting,
         )

@@ -255,14 +255,22 @@ def test_cards_refuses_what_it_does_not_know(target: str, words: list[str]) -> N
     assert words[1].partition(".")[0] in str(result.exception)
 
 
-@pytest.mark.parametrize("option", ["--report", "--plan"])
-def test_a_report_of_another_model_is_refused(option: str, report: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check --gpu L4 --vram-budget 20GiB --report",
+        "check --gpu L4 --vram-budget 20GiB --plan",
+        "predict --gpu L4 --plan",
+        "probe --device cpu --plan",
+    ],
+)
+def test_a_report_of_another_model_is_refused(words: str, report: Path, tmp_path: Path) -> None:
     """Its plan says nothing of this model: a green check would be of nothing that was tuned."""
-    other = tmp_path / f"another_workload_{option.strip('-')}.py"
+    command, *more = words.split()
+    other = tmp_path / f"another_workload_{words.count(' ')}_{command}{more[-1].strip('-')}.py"
     other.write_text(WORKLOAD.replace("4096", "2048"))
     assert other.read_text() != WORKLOAD
-    more = ["--gpu", "L4", "--vram-budget", "20GiB"]
-    refused = CliRunner().invoke(app, ["check", f"{other}:make", option, str(report), *more])
+    refused = CliRunner().invoke(app, [command, f"{other}:make", *more, str(report)])
     assert isinstance(refused.exception, InvalidRequest)
     assert re.search(r"another workload: parameters \d+ there, \d+ here", str(refused.exception))
 
