@@ -81,13 +81,13 @@ def run_search(
         kept_s: seconds of `timeout_s` that are left for what comes after.
 
     Returns:
-        The result; also after Ctrl-C, or where the machine became ill or no worker can be started
-        any more, if anything that fits had been measured.
+        The result; also after Ctrl-C, or where the machine became ill, no worker can be started
+        any more or the study cannot be read or written, if anything that fits had been measured.
 
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
-        StudyRefused: the study cannot be written.
+        StudyRefused: the study cannot be written, and nothing that fits had been measured.
         WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
         SearchTimedOut: the time was over before anything that fits had been measured.
         Exception: whatever the user's code raised on the plain workload.
@@ -107,7 +107,9 @@ def run_search(
         try:
             with interrupts_remembered() as search.interrupts:
                 stop = search.run()
-        except (KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable) as error:
+        except (
+            KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyRefused
+        ) as error:  # fmt: skip
             stop = search.cut_short(error)
         finally:
             with suppress(StudyRefused):  # what is being raised says so already

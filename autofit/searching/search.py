@@ -146,7 +146,8 @@ def search(
         options: a `SearchOptions`, for probes in the processes of an executor.
 
     Returns:
-        The report. After Ctrl-C or a timeout it holds what had been measured by then.
+        The report. After Ctrl-C, a timeout, or damage to the study it holds what had been measured
+        by then.
 
     Raises:
         InvalidRequest: an argument, the sample batch or the budget cannot mean what was asked.

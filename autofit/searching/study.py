@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
+_STORAGE_FAILED = (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError)
 
 
 def _difference(part: str, stored: str | None, here: str | None) -> str:
@@ -136,7 +137,7 @@ class Store:
     @property
     def trials(self) -> tuple[Trial, ...]:
         """Every finished trial, in order, but those in which the workload itself failed."""
-        with replaying(self.name):
+        with self._reading():
             trials = self.study.get_trials(deepcopy=False)
             compared_from = self.study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
         with decoding(self.name):
@@ -150,7 +151,8 @@ class Store:
     @property
     def ended(self) -> str | None:
         """Why an earlier run had nothing left to try; None if cut short, or of less effort."""
-        attrs = self.study.user_attrs
+        with self._reading():
+            attrs = self.study.user_attrs
         with decoding(self.name):
             at, reason = attrs.get(_ENDED_AT, Effort.NORMAL), attrs.get(_ENDED)
             check_shape(at, EFFORT, "the earlier search's effort")
@@ -168,13 +170,13 @@ class Store:
         """
         if all(trial.role is not Role.CONFIRMED for trial in trials):
             return trials
-        with self._writing():
+        with self._writing(), replaying(self.name):
             self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
         return self.trials
 
     def mark_ended(self, reason: str) -> None:
         """Store that the search ended because nothing was left to try."""
-        with self._writing():
+        with self._writing(), replaying(self.name):
             if self.spec is not None:
                 self.study.set_user_attr(_ENDED_AT, self.spec.effort.value)
             self.study.set_user_attr(_ENDED, reason)
@@ -182,7 +184,7 @@ class Store:
     def ask(self, choice: Plan | optuna.samplers.BaseSampler) -> optuna.Trial:
         """Return a new trial of a plan, or of a sampler's choice; `record` or `abandon` ends it."""
         assert self.spec is not None, "begin() comes before the first trial"
-        with replaying(self.name):  # damage shows here, and not as an error of the sampler
+        with self._reading():  # damage shows here, and not as an error of the sampler
             self.study.get_trials(deepcopy=False)
         with self._writing():
             self.study.sampler = PlannerSampler(choice) if isinstance(choice, Plan) else choice
@@ -210,8 +212,8 @@ class Store:
         return stored
 
     def close(self) -> None:
-        """Let other searches use the study."""
-        with self._writing(), replaying(self.name):
+        """Let other searches use the study; every trial is in it, or its refusal was raised."""
+        with suppress(StudyRefused), self._writing(), replaying(self.name):
             self._held.close()
 
     def __enter__(self) -> Self:
@@ -223,11 +225,7 @@ class Store:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        with suppress(StudyRefused):  # the error that is being raised is more important
-            self.close()
+        self.close()
 
     def _check_identity(self, identity: Mapping[str, str]) -> None:
         if self.spec is None:
@@ -256,6 +254,14 @@ class Store:
                 self.study.tell(trial.number, value, state)
 
     @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            with replaying(self.name):
+                yield
+        except _STORAGE_FAILED as error:
+            raise StudyRefused(f"cannot read the study {self.name}: {cause_of(error)}") from error
+
+    @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
@@ -266,7 +272,7 @@ class Store:
                 f"another program has ended a trial of the study {self.name} that this search was "
                 "running: use a study in one search at a time"
             ) from error
-        except (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError) as error:
+        except _STORAGE_FAILED as error:
             raise StudyRefused(
                 f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "
                 "finished trials in it stay readable, and the search can be resumed from them"

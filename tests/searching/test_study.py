@@ -53,7 +53,7 @@ def counted(request):
 
 prober.probe = counted
 with Store.open({study!r}, IDENTITY) as store:
-    run_search(prober, device.spec(), store=store)
+    print(run_search(prober, device.spec(), store=store).stopped_because, file=sys.stderr)
 """
 
 
@@ -343,8 +343,8 @@ def test_a_full_disk_ends_the_search_and_keeps_what_it_had(
     )
     child = start(path, after=3, then=limit)
     _, errors = child.communicate(timeout=120)
-    assert child.returncode == 1
-    assert "StudyRefused: cannot write the study" in errors
+    assert child.returncode == 0
+    assert "cannot write the study" in errors
     assert "3 finished trials" in errors
     with Store.open(path, IDENTITY) as store:
         assert len(store.trials) == 3
@@ -419,8 +419,8 @@ def test_searches_in_two_containers_of_one_host_name_keep_out_of_each_others_stu
             out, errors = second.communicate(timeout=240)
             assert (second.returncode, out) == (0, "1\n"), errors
         _, errors = waiting.communicate("\n", timeout=240)
-        assert waiting.returncode == 1
-        assert "StudyRefused: another search has taken over the study" in errors.splitlines()[-1]
+        assert waiting.returncode == 0
+        assert "another search has taken over the study" in errors.splitlines()[-1]
     with Store.open(url, IDENTITY) as store:
         whole = run_search(device.prober(), device.spec())
         assert store.ended is not None
@@ -495,10 +495,10 @@ def _delete_rows(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("url", "damage"),
-    [("{}", _halve), ("{}", _scratch), ("sqlite:///{}", _delete_rows)],
-    ids=["cut", "scratched", "rows deleted"],
+    [("{}", _halve), ("{}", _scratch), ("{}", Path.unlink), ("sqlite:///{}", _delete_rows)],
+    ids=["cut", "scratched", "deleted", "rows deleted"],
 )
-def test_a_study_that_others_damage_meanwhile_is_refused_in_words(
+def test_a_study_that_others_damage_meanwhile_ends_in_a_report_of_what_was_measured(
     url: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     device, path = SimulatedDevice(Space(DIMENSIONS, 4)), tmp_path / "study"
@@ -511,7 +511,8 @@ def test_a_study_that_others_damage_meanwhile_is_refused_in_words(
         return probe(request)
 
     vars(prober)["probe"] = probe_and_damage
-    refused = contextlib.suppress(StudyRefused)  # or a report, where Optuna does not notice
-    with refused, Store.open(url.format(path), IDENTITY) as store:
-        assert run_search(prober, device.spec(), store=store).best.ok
-    assert len(prober.probed) >= 3
+    with Store.open(url.format(path), IDENTITY) as store:
+        result = run_search(prober, device.spec(), store=store)
+    assert result.best.ok
+    assert len(result.trials) >= 2
+    assert {trial.plan for trial in result.trials} <= {each.plan for each in prober.probed}
