@@ -104,7 +104,7 @@ def search(
         int | None, typer.Option(min=1, help="the largest to try, in samples; default: no limit")
     ] = None,
     max_probes: Annotated[
-        int | None, typer.Option(min=1, help="the most plans to run; default: no limit")
+        int | None, typer.Option(min=1, help="the most timed runs of plans; default: no limit")
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="seconds until it stops; default: no limit")

@@ -125,7 +125,9 @@ def search(
         numerics: "exact", "rounding" or "reduced_precision", or such a `Numerics`: how far a plan
             may change the arithmetic.
         max_micro_batch: the largest micro-batch to try, in samples; at least the baseline's.
-        max_probes: the most probes, baseline and confirmations counted.
+        max_probes: the most probes: runs of a plan that are timed, baseline and confirmations
+            counted. What looks at the workload before the first (its memory, settings and split
+            gradients) and the profile of a step after the last are not counted.
         timeout: seconds from the call until the search ends, with what was measured by then. A
             probe that runs is ended, but with isolation="inprocess", which can only wait for it.
         train_steps: optimizer steps that the training will take. Settings whose trials take long,
