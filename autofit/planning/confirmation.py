@@ -183,19 +183,17 @@ def _worth_a_turn(
 def _undecided(posterior: Posterior, best: Plan) -> list[Plan]:
     """Return the plans that, with 95 %, may be faster than the best by more than `MOST_LOST`.
 
-    The baseline against the best or a plan that had a turn: as measured, because the report says by
-    how much it is slower. All others by what is believed of them too, since the lines tell of plans
-    that were probed once.
+    The baseline and any other plan by what was measured of both, because the report says by how
+    much the one is slower. All others by what is believed of them too, since the lines tell of
+    plans that were probed once.
     """
     baseline = posterior.spec.space.baseline
-    had_turn = {finalist.plan for finalist in finalists(posterior)}
 
     def may_be_faster(plan: Plan) -> bool:
         if sum(_ahead(posterior, plan, best)) <= MOST_LOST:
             return False
-        as_measured = plan == baseline or (best == baseline and plan in had_turn)
         ahead = posterior.log_speed(plan) - posterior.log_speed(best)
-        return as_measured or float((ahead > MOST_LOST).mean()) > _DOUBT
+        return baseline in (plan, best) or float((ahead > MOST_LOST).mean()) > _DOUBT
 
     return [plan for plan in _searched(posterior) if plan != best and may_be_faster(plan)]
 

@@ -257,6 +257,16 @@ def test_a_search_that_was_cut_short_compares_like_with_like(device: SimulatedDe
     assert best.plan == fast
 
 
+def test_what_few_repetitions_say_of_noise_decides_little(device: SimulatedDevice) -> None:
+    """One plan ran twice, so nobody knows well by how much another one's only probe strays."""
+    plain, other = device.space.baseline, Plan(16, settings=PLAIN)
+    for again, decided in ((67, False), (100, True)):
+        trials = _trials(
+            (BASELINE, plain, 100, 2), (SEARCH, other, 600, 3), (CONFIRMED, plain, again, 2)
+        )
+        assert is_decided(Posterior(device.spec(), trials), plain) == decided
+
+
 def test_of_equally_fast_plans_the_more_exact_one_wins(device: SimulatedDevice) -> None:
     plain = device.space.baseline
     trials = _trials(
