@@ -27,12 +27,11 @@ from torch import nn
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.fault_table import OTHER_COUNT
-from autofit.probing.group import GroupChannel
 from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Deadlines, Prober, Target
+from autofit.probing.prober import Deadlines, Prober, Target, open_prober
+from autofit.probing.rank_channel import RankChannel
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
-from autofit.testing.local_ranks import local_ranks
 from autofit.training.workload import Workload
 
 KINDS = ("oom", "oom of all", "oom in backward", "killed", "hang", "user error", "other count")
@@ -202,9 +201,8 @@ def run(probes: int, seed: int, *, deadline_s: float = 8.0) -> list[Row]:
     workload = Workload(partial(Blocks, faults), torch.randn(FIRST, 32), loss_fn=loss_fn)
     rows = []
     deadlines = Deadlines(shortest_s=deadline_s)
-    with local_ranks(
-        workload, strategies, RANKS, target=Target("cpu", BUDGET), deadlines=deadlines
-    ) as prober:
+    target = Target("cpu", BUDGET, ranks=RANKS)
+    with open_prober(workload, strategies, target, deadlines=deadlines) as prober:
         for size in range(FIRST, FIRST + probes):
             mode, steps = rng.choice(MODES), rng.randint(1, 2)
             fault = faults.get(size)
@@ -221,7 +219,7 @@ def run(probes: int, seed: int, *, deadline_s: float = 8.0) -> list[Row]:
 
 def _seconds_of(prober: Prober) -> tuple[float, float]:
     channel = prober._channel
-    assert isinstance(channel, GroupChannel)  # `local_ranks` opens no other
+    assert isinstance(channel, RankChannel)  # of several ranks
     return channel.seconds_to_agree, channel.seconds_to_replace
 
 

@@ -25,15 +25,14 @@ from autofit.plan import Plan, ResolvedPlan, check_count
 from autofit.prediction.of_ranks import plan_of_ranks
 from autofit.prediction.predict import Calibration, Prediction, predict
 from autofit.probing.prober import Target
-from autofit.probing.together import on_every_rank
+from autofit.probing.together import owned_by_rank_0
 from autofit.registry import load_strategies
 from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN, LossSource
 from autofit.training.workload import Workload, check_arguments
-from autofit.world import check_ranks, world_of_environment
+from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
-    from autofit.probing.meeting import Meeting
     from autofit.probing.survey import Survey
 
 
@@ -83,13 +82,11 @@ def check(
     if world.size == 1 and ranks not in (None, 1):  # there are no others here to probe with
         probes = False
     chosen = load_strategies(strategies, plan=plan, world_size=world.size) if probes else ()
-    target = Target(device, vram_budget)
 
-    def lead(meeting: Meeting | None) -> Verdict:
+    def lead(owned: int) -> Verdict:
         asked, size = plan, ranks
-        if world.size > 1:
-            size = world.size
-            check_ranks(ranks or size, world)  # here, so that all ranks end alike
+        if owned > 1:
+            size = owned
         if size is not None and not (probes and plan is None):
             asked = plan_of_ranks(workload, plan, size)
         if probes:
@@ -98,7 +95,8 @@ def check(
             def resolved(survey: Survey) -> ResolvedPlan:
                 return resolve_here(asked, survey, chosen, payloads)
 
-            trial, survey = run_one(workload, chosen, target, resolved, meeting=meeting)
+            target = Target(device, vram_budget, ranks=owned)
+            trial, survey = run_one(workload, chosen, target, resolved)
             verdict = _by_probe(trial, survey)
             has_loss = survey.loss != LossSource.STAND_IN
             return verdict if has_loss or allow_stand_in_loss else _without_a_loss(verdict)
@@ -131,7 +129,7 @@ def check(
             return _without_a_loss(replace(unknown, parameters=prediction.parameters))
         return _by_prediction(prediction, unknown)
 
-    return on_every_rank(workload, chosen, target, lead)
+    return owned_by_rank_0(lead, ranks=ranks if world.size > 1 else None)
 
 
 def will_probe(gpu: str | int | Gpu | None, device: str | None) -> bool:

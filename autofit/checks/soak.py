@@ -22,11 +22,9 @@ from autofit.probing.prober import Target
 from autofit.report.ranks import held_by_ranks, times_of_ranks
 from autofit.report.record import Record
 from autofit.units import format_bytes, format_seconds
-from autofit.world import check_ranks, world_of_environment
 
 if TYPE_CHECKING:
     from autofit.plan import ResolvedPlan
-    from autofit.probing.meeting import Meeting
     from autofit.probing.survey import Survey
     from autofit.strategy import Strategy
     from autofit.training.workload import Workload
@@ -146,25 +144,24 @@ def soak(
         Exception: raised by the user's own code.
     """
     from autofit.probing.probe import run_one
-    from autofit.probing.together import on_every_rank
+    from autofit.probing.together import owned_by_rank_0
 
     if steps < 2 * QUARTER:
         raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
     resolved = record.resolve_best(remembered=strategies)
     step_time_s = record.best.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
-    world = world_of_environment()
+    ranks = record.best.plan.world_size
     where = device or record.environment["device"]
-    if device is None and world.size > 1:  # the report's is rank 0's
+    if device is None and ranks > 1:  # the report's is rank 0's
         where = where.partition(":")[0]
-    target = Target(where, record.vram_budget_bytes, record.search.seed, isolation)
+    target = Target(where, record.vram_budget_bytes, record.search.seed, isolation, ranks=ranks)
 
     def plan_if_same(survey: Survey) -> ResolvedPlan:
         check_same(survey, record)
         return resolved
 
-    def lead(meeting: Meeting | None) -> Measurement:
-        check_ranks(record.best.plan.world_size, world)  # here, so that all ranks end alike
+    def lead(ranks: int) -> Measurement:
         trial, _ = run_one(
             trained,
             resolved.strategies,
@@ -172,11 +169,10 @@ def soak(
             plan_if_same,
             expected_seconds=steps * step_time_s if step_time_s else None,
             steps=steps,
-            meeting=meeting,
         )
         return trial.measurement
 
-    measured = on_every_rank(trained, resolved.strategies, target, lead)
+    measured = owned_by_rank_0(lead, ranks=ranks)
     deviations = compare(record.best.measurement, measured)
     return SoakResult(record.best, measured, record.vram_budget_bytes, deviations)
 

@@ -49,6 +49,7 @@ from autofit.cli.options import (
     Out,
     PlanFile,
     PlanOptions,
+    Ranks,
     Seed,
     SettingsGiven,
     StrategyNames,
@@ -60,7 +61,6 @@ from autofit.cli.options import (
 from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
-from autofit.world import world_of_environment
 
 app = typer.Typer(
     cls=Commands,
@@ -95,6 +95,7 @@ def search(
     vram_budget: Budget = None,
     global_batch: GlobalBatch = None,
     device: DeviceNames = None,
+    ranks: Ranks = None,
     strategies: StrategyNames = None,
     numerics: NumericsName = "reduced_precision",
     allow_resplit: Annotated[
@@ -160,6 +161,7 @@ def search(
             if progress is not None:
                 progress.show_stage(f"loading {target}")
             workload = load_target(target)  # before the slow imports: it may be mistyped
+            from autofit.searching.options import SearchOptions
             from autofit.searching.result import INTERRUPTED
             from autofit.searching.search import search as run
 
@@ -183,6 +185,7 @@ def search(
                 isolation=isolation,
                 progress=progress or False,
                 profile=profile,
+                options=SearchOptions(ranks=ranks),
             )
         report = replace(
             report,
@@ -206,6 +209,7 @@ def probe(
     plan_file: PlanFile = None,
     vram_budget: Budget = None,
     device: DeviceName = None,
+    ranks: Ranks = None,
     strategies: StrategyNames = None,
     seed: Seed = 0,
     isolation: Isolation = "process",
@@ -226,11 +230,12 @@ def probe(
             strategies=strategies,
             seed=seed,
             isolation=isolation,
+            ranks=ranks,
             **asked,
         )
         plan = asked["plan"] or workload.plan()
     # Without settings that are plain anyway.
-    shown = replace(trial, plan=plan.on(world_of_environment().size))
+    shown = replace(trial, plan=plan.on(trial.plan.world_size))
     if leads():
         told = json.dumps(trial_to_dict(trial), indent=1) if as_json else str(shown)
         print_result(told)

@@ -140,6 +140,14 @@ AccumulationSteps = Annotated[
 GlobalBatch = Annotated[
     int | None, typer.Option(min=1, help="samples in one optimizer step; default: the workload's")
 ]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="workers that train the model together, each on a device of its own; default: as "
+        "many as torchrun started, or one",
+    ),
+]
 SettingsGiven = Annotated[
     list[str] | None,
     typer.Option(

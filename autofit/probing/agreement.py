@@ -59,12 +59,11 @@ class RankReply:
         return _SILENT if self.measurement is None else self.measurement.detail or "no detail"
 
 
-def agree(replies: Sequence[RankReply], hosts: Sequence[str] = ()) -> Measurement:
+def agree(replies: Sequence[RankReply]) -> Measurement:
     """Return the one measurement that the ranks' answers come to.
 
     Args:
         replies: by rank.
-        hosts: the machine of each rank; empty: all on one, which is not named.
     """
     read = [_read(reply) for reply in replies]
     failed = {rank: reply for rank, reply in enumerate(read) if not reply.outcome.ran}
@@ -78,11 +77,11 @@ def agree(replies: Sequence[RankReply], hosts: Sequence[str] = ()) -> Measuremen
     if causes:
         rank = min(causes, key=lambda rank: _ORDER.index(causes[rank].outcome))
         blamed = None if OTHER_COUNT in causes[rank].detail else rank
-        return _blaming(blamed, rank, read, hosts)
+        return _blaming(blamed, rank, read)
     late = [rank for rank, reply in failed.items() if _was_busy(reply)]
     late += [rank for rank, reply in failed.items() if reply.measurement is None]
     if late:
-        return _blaming(late[0], late[0], read, hosts)
+        return _blaming(late[0], late[0], read)
     rank = next(iter(failed))
     words = f"{_NOBODY}: {OTHER_COUNT}, or they lost their connection; rank {rank}: "
     return Measurement(Outcome.TIMEOUT, words + failed[rank].detail, ranks=_uses(read))
@@ -112,17 +111,14 @@ def _was_busy(reply: RankReply) -> bool:
     return not _WAITING.search(innermost)
 
 
-def _blaming(
-    blamed: int | None, of: int, read: Sequence[RankReply], hosts: Sequence[str]
-) -> Measurement:
+def _blaming(blamed: int | None, of: int, read: Sequence[RankReply]) -> Measurement:
     """Return the measurement of rank `of`, with who is to blame for it."""
     reply = read[of]
     seen = reply.measurement or Measurement(reply.outcome, reply.detail)
-    host = f" ({hosts[of]})" if len(set(hosts)) > 1 else ""
     contended = any(each.measurement.contended for each in read if each.measurement)
     return replace(
         seen,
-        detail=f"rank {of}{host}: {reply.detail}",
+        detail=f"rank {of}: {reply.detail}",
         contended=contended,
         failed_rank=blamed,
         ranks=_uses(read),

@@ -1,8 +1,7 @@
-"""Whether ranks are alike (one GPU, one torch, one workload), and share one training."""
+"""Whether ranks are alike (one kind of GPU, the same first weights), and share one training."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,47 +17,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What must not differ between ranks, and where a rank runs.
+    """What must not differ between ranks.
 
     Attributes:
-        host: its machine.
         gpu, driver, torch: of its device and software; None: there is none.
-        workload: fingerprint of what it trains.
         weights: a number that other first weights would change.
     """
 
-    host: str
     gpu: str | None
     driver: str | None
     torch: str
-    workload: str
     weights: float
 
 
-def machines_of(builder: TrainingBuilder, workload: str, weights: float) -> int:
-    """Return how many machines the ranks are on; every rank of the builder's world calls this.
+def check_ranks_alike(builder: TrainingBuilder, weights: float) -> None:
+    """Refuse ranks that differ; every rank of the builder's world calls this.
 
     Args:
         builder: of this rank.
-        workload, weights: see `RankFacts`.
+        weights: see `RankFacts`.
 
     Raises:
         InvalidRequest: they are not alike.
     """
     from autofit.training.ranks import Ranks
 
-    environment = builder.device.environment
-    own = RankFacts(
-        host=platform.node(),
-        gpu=environment.gpu,
-        driver=environment.driver,
-        torch=environment.torch,
-        workload=workload,
-        weights=weights,
-    )
-    everyone = Ranks(builder.world, builder.device.torch_device).objects(own)
-    check_alike(everyone)
-    return len({facts.host for facts in everyone})
+    found = builder.device.environment
+    own = RankFacts(gpu=found.gpu, driver=found.driver, torch=found.torch, weights=weights)
+    check_alike(Ranks(builder.world, builder.device.torch_device).objects(own))
 
 
 def check_alike(ranks: Sequence[RankFacts]) -> None:
@@ -69,22 +55,18 @@ def check_alike(ranks: Sequence[RankFacts]) -> None:
     """
     first = ranks[0]
     for rank, facts in enumerate(ranks):
-        if facts.workload != first.workload:
-            raise InvalidRequest(
-                f"rank {rank} ({facts.host}) trains another workload than rank 0: every rank "
-                "has to make the same call, with a model and a sample batch of the same shapes"
-            )
         if facts.weights != first.weights:
             raise InvalidRequest(
-                f"rank {rank} ({facts.host}) starts from other weights than rank 0: call "
-                "torch.manual_seed before the model is made, or give a function that builds it"
+                f"rank {rank} starts from other weights than rank 0: the function that builds the "
+                "model draws them from something else than torch's random numbers, which are "
+                "seeded alike"
             )
         for name in ("gpu", "driver", "torch"):
             own, theirs = getattr(facts, name), getattr(first, name)
             if own != theirs:
                 raise InvalidRequest(
-                    f"rank {rank} ({facts.host}) has {name} {own}, rank 0 ({first.host}) {theirs}: "
-                    f"a search needs {len(ranks)} alike"
+                    f"rank {rank} has {name} {own}, rank 0 {theirs}: a search needs {len(ranks)} "
+                    "alike"
                 )
 
 

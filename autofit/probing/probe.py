@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Role, Trial
@@ -12,15 +12,12 @@ from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
 from autofit.probing.survey import Survey
-from autofit.probing.together import on_every_rank
+from autofit.probing.together import owned_by_rank_0
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Strategy
 from autofit.training.loss import STOOD_IN, LossSource
 from autofit.training.workload import Workload, check_arguments
-from autofit.world import world_of_environment
-
-if TYPE_CHECKING:
-    from autofit.probing.meeting import Meeting
+from autofit.world import ranks_meant
 
 
 @hides_own_frames
@@ -34,6 +31,7 @@ def probe(
     payloads: Mapping[str, Any] | None = None,
     seed: int = 0,
     isolation: str = "process",
+    ranks: int | None = None,
 ) -> Trial:
     """Run one plan and return what it needs and how fast it is.
 
@@ -43,6 +41,8 @@ def probe(
         vram_budget, device, strategies, seed, isolation: as for `search`.
         payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
             the strategies find it here and now. A setting with a payload may have any value.
+        ranks: workers that train the model together, each on a GPU of its own or all on the CPU;
+            None: as many as the plan says or torchrun started.
 
     Returns:
         The trial, whatever its outcome; its accumulation was run in full.
@@ -64,6 +64,7 @@ def probe(
         payloads=payloads,
         seed=seed,
         isolation=isolation,
+        ranks=ranks,
     )
 
 
@@ -78,31 +79,33 @@ def probe_if(
     payloads: Mapping[str, Any] | None,
     seed: int,
     isolation: str,
+    ranks: int | None,
 ) -> Trial:
     """Run one plan like `probe`; what `check` raises of the survey is raised before it runs."""
     check_arguments(workload, plan, payloads)
-    world = world_of_environment()
+    if ranks is None and plan is not None and plan.world_size > 1:
+        ranks = plan.world_size
+    size = ranks_meant(ranks)
     if plan is not None:
-        plan = plan.on(world.size)
-    chosen = load_strategies(strategies, plan=plan, world_size=world.size)
-    target = Target(device, vram_budget, seed, isolation)
+        plan = plan.on(size)
+    chosen = load_strategies(strategies, plan=plan, world_size=size)
 
     def resolved(survey: Survey) -> ResolvedPlan:
         check(survey)
         return resolve_here(plan, survey, chosen, payloads)
 
-    def lead(meeting: Meeting | None) -> Trial:
+    def lead(ranks: int) -> Trial:
+        target = Target(device, vram_budget, seed, isolation, ranks=ranks)
         trial, _ = run_one(
             workload,
             chosen,
             target,
             resolved,
             role=Role.BASELINE if plan is None else Role.SEARCH,
-            meeting=meeting,
         )
         return trial
 
-    return on_every_rank(workload, chosen, target, lead)
+    return owned_by_rank_0(lead, ranks=ranks)
 
 
 def resolve_here(
@@ -137,7 +140,6 @@ def run_one(
     role: Role = Role.SEARCH,
     expected_seconds: float | None = None,
     steps: int | None = None,
-    meeting: Meeting | None = None,
 ) -> tuple[Trial, Survey]:
     """Run one plan on a prober of its own; return its trial and the survey that preceded it.
 
@@ -148,12 +150,11 @@ def run_one(
         choose: returns the plan to run; what it raises is raised before anything is run.
         role: of the trial.
         expected_seconds, steps: as for `ProbeRequest`.
-        meeting: of the ranks that train together; None: one device.
 
     Raises:
         Exception: as `probe` does.
     """
-    with open_prober(workload, strategies, target, meeting=meeting) as prober:
+    with open_prober(workload, strategies, target) as prober:
         survey = prober.survey()
         request = ProbeRequest(
             choose(survey), full_accumulation=True, expected_seconds=expected_seconds, steps=steps

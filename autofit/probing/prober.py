@@ -60,7 +60,6 @@ from autofit.training.workload import Workload
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from autofit.probing.meeting import Meeting
     from autofit.probing.session import Session
 
 MOST_REPEATS = 2
@@ -85,6 +84,7 @@ class Target:
         seed: of everything random.
         isolation: "process" or "inprocess".
         threads: that torch computes with in a worker; None: as many as here.
+        ranks: workers that train one model together, each on a device of its own.
     """
 
     device: str | None = None
@@ -92,6 +92,7 @@ class Target:
     seed: int = 0
     isolation: str = "process"
     threads: int | None = None
+    ranks: int = 1
 
 
 class SupportsProbing(Protocol):
@@ -488,13 +489,11 @@ def open_prober(
     deadlines: Deadlines | None = None,
     ends_at: float = math.inf,
     on_stage: OnStage = ignore_stage,
-    meeting: Meeting | None = None,
     executor: Executor | None = None,
 ) -> Prober:
     """Open the prober that `target.isolation` names; for the others see `Prober`.
 
     Args:
-        meeting: of the ranks that train together, which this process leads; None: one device.
         executor: in whose processes the worker runs; None: here.
 
     Raises:
@@ -513,8 +512,8 @@ def open_prober(
     _check_seed(target.seed)
     _check_has_values(live)
     channel: Channel
-    if meeting is not None:
-        channel = _group_channel(meeting, workload, strategies, target)
+    if target.ranks > 1:
+        channel = _rank_channel(workload, strategies, target)
     elif executor is not None:
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here
 
@@ -538,19 +537,22 @@ def open_prober(
     )
 
 
-def _group_channel(
-    meeting: Meeting, workload: Workload, strategies: Sequence[Strategy], target: Target
-) -> Channel:
-    from autofit.probing.group import GroupChannel  # searches of one device have none
-    from autofit.probing.seat import device_of_rank
+def _rank_channel(workload: Workload, strategies: Sequence[Strategy], target: Target) -> Channel:
+    from autofit.probing.rank_channel import RankChannel  # searches of one device have none
 
     if target.isolation != "process":
         raise InvalidRequest(
             "a rank that runs out of memory in this process cannot be replaced: use "
             'isolation="process"'
         )
-    device = device_of_rank(target.device, meeting.world)
-    return GroupChannel(meeting, workload, strategies, device=device, seed=target.seed)
+    return RankChannel(
+        target.ranks,
+        workload,
+        strategies,
+        device=target.device,
+        seed=target.seed,
+        threads=target.threads,
+    )
 
 
 def _check_has_values(model: torch.nn.Module | None) -> None:

@@ -64,7 +64,6 @@ class Survey:
         busy: what others did on the device before this search computed there; None: not much.
         even_split: whether all micro-batches of a plan must have one size.
         world_size: ranks that train together.
-        nodes: machines that these are on.
     """
 
     environment: Environment
@@ -84,7 +83,6 @@ class Survey:
     busy: str | None = None
     even_split: bool = False
     world_size: int = 1
-    nodes: int = 1
 
     def space(self, max_micro_batch: int | None = None) -> Space:
         """Return the search space that these facts leave."""
@@ -218,11 +216,10 @@ def take_survey(
     one, world = _OneModel(session.builder), session.builder.world
     builder = _BuilderOfOne(one.workload, session.builder.device, session.builder.seed, world)
     model = _model_facts(builder, one.model)
-    nodes = 1
     if world.size > 1:
         from autofit.probing import alike  # most searches are of one device
 
-        nodes = alike.machines_of(builder, model.fingerprint, model.weights)
+        alike.check_ranks_alike(builder, model.weights)
     loss = _loss_source(session, builder)
     dimensions, notes = _dimensions(session, builder, left_out, sparing)
     if world.size > 1:
@@ -265,7 +262,6 @@ def take_survey(
         busy=busy,
         even_split=workload.even_split,
         world_size=world.size,
-        nodes=nodes,
     )
 
 

@@ -1,58 +1,84 @@
-"""One call of autofit by every rank that torchrun started: rank 0 leads, all end alike.
+"""One call of autofit by every process that torchrun started: rank 0's owns it, all end alike.
 
-A process that is alone does the same call by itself, and loads nothing of what ranks need.
+The other processes wait for its result, and have no part in what it runs. A process that is alone
+does the same call by itself.
 """
 
 from __future__ import annotations
 
 import atexit
+import base64
+import json
+import os
+import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.errors import InvalidRequest, WorkerFailed
-from autofit.probing.prober import Target
-from autofit.strategy import Strategy
-from autofit.training.workload import Workload
-from autofit.world import world_of_environment
+from autofit.interrupts import interrupts_deferred
+from autofit.probing.messages import Reply, exception_from_dict, exception_to_dict
+from autofit.probing.process_identity import runs_here, this_process
+from autofit.strategy import World
+from autofit.world import check_ranks, world_of_environment
 
 if TYPE_CHECKING:
-    from autofit.probing.meeting import Meeting
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports no name
 
+_CONNECT_S = 60.0
+"""For the store of torchrun to answer, and for rank 0 to make the call."""
+_POLL_S = 0.05
+_times_called = 0  # in this process: every rank calls in the same order
+_served: Any = None  # keeps the store alive that this process serves
 _Result = TypeVar("_Result")
 
 
-def on_every_rank(
-    workload: Workload,
-    strategies: Sequence[Strategy],
-    target: Target,
-    lead: Callable[[Meeting | None], _Result],
-) -> _Result:
-    """Return what `lead` does on rank 0, or raise what it raises, on every rank alike.
+def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None) -> _Result:
+    """Return what `lead` does in the process of rank 0, or raise what it raises, on every rank.
 
     Args:
-        workload, strategies, target: of the prober that `lead` opens; the other ranks have seats.
-        lead: called with the meeting of the ranks, or with None where this process is alone; what
-            it returns is plain data.
+        lead: called with the number of ranks, whose workers it owns; what it returns is plain data.
+        ranks: how many are asked for; None: as many as torchrun started, or one.
 
     Raises:
-        InvalidRequest: this process is one of several ranks that torchrun did not start.
+        InvalidRequest: torchrun started another number of ranks, or ranks on several machines; or
+            this process is one of several that torchrun did not start.
     """
     world = world_of_environment()
     if world.size == 1:
         _refuse_a_group_that_torchrun_did_not_start()
-        return lead(None)
-    from autofit.probing.meeting import meet
-    from autofit.probing.pulse import beating
-    from autofit.probing.seat import device_of_rank
+        return lead(ranks or 1)
+    _check_one_machine(world)
+    store = _store(world)
+    if world.rank > 0:
+        atexit.register(_wait_for_owner, store)
+        result: _Result = _result_of_owner(store)
+        return result
+    atexit.register(_leave, store)
+    store.set("owner", json.dumps(this_process()))
+    try:
+        check_ranks(ranks or world.size, world)  # here, so that all ranks end alike
+        result = lead(world.size)
+    except BaseException as error:
+        _publish(store, error, None)
+        raise
+    _publish(store, None, result)
+    return result
 
-    device = device_of_rank(target.device, world)
-    meeting = meet(world)
-    with beating(meeting), _cause_before_interrupt():
-        return _done(meeting, device, workload, strategies, target, lead)
+
+def _check_one_machine(world: World, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse ranks on several machines: their workers could not have one owner."""
+    here = environment.get("LOCAL_WORLD_SIZE", str(world.size))
+    if here != str(world.size):
+        raise InvalidRequest(
+            f"{here} of {world.size} ranks are on this machine: the ranks of a search are those of "
+            "one machine. Search on one, with as many ranks as it has GPUs; predict and check "
+            "answer for any number (--world-size)"
+        )
 
 
 def _refuse_a_group_that_torchrun_did_not_start() -> None:
@@ -68,42 +94,84 @@ def _refuse_a_group_that_torchrun_did_not_start() -> None:
         )
 
 
-def _done(
-    meeting: Meeting,
-    device: str | None,
-    workload: Workload,
-    strategies: Sequence[Strategy],
-    target: Target,
-    lead: Callable[[Meeting | None], _Result],
-) -> _Result:
-    from autofit.probing.group import end_meeting
-    from autofit.probing.seat import Seat, outcome_of_lead
+def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
+    """Return the store of this call, through which the processes of the ranks speak.
 
-    if meeting.world.rank > 0:
-        atexit.register(_wait_for_lead, meeting)
-        seat = Seat(meeting, workload, strategies, device=device, seed=target.seed)
-        result: _Result = outcome_of_lead(seat.serve())
-        return result
-    atexit.register(_leave, meeting)
+    Raises:
+        InvalidRequest: the environment does not say where it is, or nothing answers there.
+    """
+    global _times_called, _served
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # likewise
+
     try:
-        result = lead(meeting)
-    except BaseException as error:
-        end_meeting(meeting, error)
-        raise
-    end_meeting(meeting, None, result)
-    return result
-
-
-@contextmanager
-def _cause_before_interrupt() -> Iterator[None]:
-    """Raise that a rank is lost, where torchrun's SIGTERM comes while workers are ended for it."""
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise InvalidRequest(
+            f"there are {world.size} ranks, and MASTER_ADDR and MASTER_PORT do not say where they "
+            "meet: start them with torchrun, or give --ranks"
+        ) from None
+    _times_called += 1
+    is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    wait = timedelta(seconds=_CONNECT_S)
     try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        cause = interrupt.__context__
-        if isinstance(cause, WorkerFailed):
-            raise cause from None
-        raise
+        if world.rank == 0 and not is_served and _served is None:
+            _served = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)
+        return PrefixStore(f"autofit/{_times_called}", TCPStore(host, port, None, False, wait))
+    except RuntimeError as error:
+        raise InvalidRequest(
+            f"there are {world.size} ranks, and rank {world.rank} cannot reach {host}:{port} "
+            "(MASTER_ADDR and MASTER_PORT), where they meet: start them with torchrun, and make "
+            f"the same call on every rank ({error})"
+        ) from None
+
+
+def _publish(store: Store, error: BaseException | None, result: Any) -> None:
+    """Say how the call ended: with an error, or with plain data."""
+    raised = None if error is None else exception_to_dict(error, None)
+    data = base64.b64encode(pickle.dumps(result)).decode()
+    with interrupts_deferred(), suppress(RuntimeError):  # who waits sees that the store is gone
+        store.set("ended", json.dumps({"raised": raised, "result": data}))
+
+
+def _result_of_owner(store: Store) -> Any:
+    """Wait for rank 0's process, and return its result or raise its error.
+
+    Raises:
+        InvalidRequest: it did not make the call.
+        WorkerFailed: it ended without a word.
+    """
+    ended = _awaited(store)
+    if ended["raised"] is None:
+        return pickle.loads(base64.b64decode(ended["result"]))
+    reply = Reply(
+        exception=exception_from_dict(ended["raised"]), traceback=ended["raised"]["traceback"]
+    )
+    error = reply.exception_to_raise()
+    assert error is not None  # it was given
+    vars(error)["said_by_rank_0"] = True  # the command line says it once
+    raise error
+
+
+def _awaited(store: Store) -> dict[str, Any]:
+    owner: dict[str, Any] | None = None
+    until = time.monotonic() + _CONNECT_S
+    try:
+        while not store.check(["ended"]):  # not `wait`, in which signals wait too
+            if owner is None and store.check(["owner"]):
+                owner = json.loads(store.get("owner"))
+            if owner is None and time.monotonic() > until:
+                raise InvalidRequest(
+                    f"rank 0 did not call autofit within {_CONNECT_S:g} s: every rank has to make "
+                    "the same call"
+                )
+            if owner is not None and runs_here(owner) is False and not store.check(["ended"]):
+                raise WorkerFailed("the process of rank 0 has ended, and with it the workers")
+            time.sleep(_POLL_S)
+        ended: dict[str, Any] = json.loads(store.get("ended"))
+        return ended
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise WorkerFailed(f"the store of torchrun cannot be reached any more ({reason})") from None
 
 
 # torchrun ends all ranks as soon as one has failed. Rank 0 first gets to show why, and each ends
@@ -113,16 +181,15 @@ _LEAVING_S = 5.0
 """For rank 0 to say that it leaves."""
 
 
-def _leave(meeting: Meeting) -> None:
+def _leave(store: Store) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(RuntimeError):  # the store may have gone
-        meeting.store(_LEAVING_S).set("left", "")
+        store.set("left", "")
 
 
-def _wait_for_lead(meeting: Meeting) -> None:
+def _wait_for_owner(store: Store) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end = time.monotonic() + _LEAVING_S
     with suppress(RuntimeError):
-        store = meeting.store(_LEAVING_S)
         while not store.check(["left"]) and time.monotonic() < end:
-            time.sleep(0.02)
+            time.sleep(_POLL_S)

@@ -13,10 +13,8 @@ from autofit.units import counted, format_bytes, format_seconds
 def of_ranks(record: Record) -> Iterator[str]:
     """Yield lines on the ranks of the best plan."""
     plan, ranks = record.best.plan, record.best.measurement.ranks
-    nodes = record.environment.get("nodes", 1)
-    where = f" on {counted(nodes, 'machine')}" if nodes > 1 else ""
     yield (
-        f"{plan.world_size} ranks{where}: micro-batch {plan.micro_batch} on each, "
+        f"{plan.world_size} ranks: micro-batch {plan.micro_batch} on each, "
         f"{counted(plan.accumulation_steps, 'accumulation step')} = "
         f"{counted(plan.samples_per_step, 'sample')}"
     )

@@ -20,6 +20,8 @@ class SearchOptions:
             plans run on this machine.
         workers: how many plans are in flight at the executor at once: as many as it has machines
             that are alike.
+        ranks: workers that train one model together, each on a GPU of its own or all on the CPU;
+            None: as many as torchrun started, or one.
 
     Raises:
         InvalidRequest: the executor is none, or there is no whole number of workers for it.
@@ -27,9 +29,12 @@ class SearchOptions:
 
     executor: Executor | None = None
     workers: int = 1
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+        if self.ranks is not None:
+            check_count("ranks", self.ranks)
         executor: Any = self.executor
         if executor is None and self.workers > 1:
             raise InvalidRequest(

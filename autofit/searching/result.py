@@ -108,11 +108,7 @@ def record_of(
         created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         environment={
             **asdict(survey.environment),
-            **(
-                {"world_size": survey.world_size, "nodes": survey.nodes}
-                if survey.world_size > 1
-                else {}
-            ),
+            **({"world_size": survey.world_size} if survey.world_size > 1 else {}),
         },
         workload={
             "fingerprint": survey.fingerprint,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from optuna.samplers import BaseSampler
@@ -23,7 +23,7 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
-from autofit.probing.together import on_every_rank
+from autofit.probing.together import owned_by_rank_0
 from autofit.registry import Unnamed, load_strategies, numerics_level
 from autofit.report.record import Record
 from autofit.report.report import Report
@@ -51,10 +51,7 @@ from autofit.strategy import Numerics, Strategy
 from autofit.training.loader import Loader
 from autofit.training.workload import Workload
 from autofit.units import counted
-from autofit.world import world_of_environment
-
-if TYPE_CHECKING:
-    from autofit.probing.meeting import Meeting
+from autofit.world import ranks_meant
 
 _OF_RANKS = "with several ranks it was not looked at where memory goes and what bounds a step"
 
@@ -172,8 +169,9 @@ def search(
         effort=effort,
         profile=profile,
     )
-    level, ranks = numerics_level(numerics), world_of_environment().size
-    chosen = load_strategies(strategies, numerics=level, world_size=ranks)
+    options = options or SearchOptions()
+    level, size = numerics_level(numerics), ranks_meant(options.ranks)
+    chosen = load_strategies(strategies, numerics=level, world_size=size)
     workload = _workload(
         model,
         sample_batch,
@@ -195,13 +193,13 @@ def search(
         global_batch=workload.global_batch,
         max_micro_batch=max_micro_batch,
         even_split=workload.even_split,
-        world_size=ranks,
+        world_size=size,
     )
-    places = Places.asked(device, options or SearchOptions(), isolation=isolation, ranks=ranks)
-    target = Target(places.devices[0], vram_budget, seed, isolation, places.threads)
+    places = Places.asked(device, options, isolation=isolation, ranks=size)
 
-    def lead(meeting: Meeting | None) -> Record:
+    def lead(ranks: int) -> Record:
         """Search, with several ranks or with one device."""
+        target = Target(places.devices[0], vram_budget, seed, isolation, places.threads, ranks)
         kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
         trials: Callable[[], Sequence[Trial]] = tuple  # so far
         record: Record | None = None
@@ -219,7 +217,7 @@ def search(
                 opened = partial(
                     open_prober, workload, chosen, ends_at=ends_at, executor=places.executor
                 )
-                with opened(target, on_stage=on_stage, meeting=meeting) as prober:
+                with opened(target, on_stage=on_stage) as prober:
                     survey = prober.survey()
                     if train_steps is None:
                         survey = survey.without_costly(_named(strategies))
@@ -297,7 +295,7 @@ def search(
                             trace=None if profile is None else os.path.abspath(profile),
                             probes_left=allowance.probes_left(result.trials),
                             on_stage=on_stage,
-                            is_alone=meeting is None,
+                            is_alone=ranks == 1,
                         )
                     on_stage("ending the worker")
             except SearchTimedOut:
@@ -310,7 +308,7 @@ def search(
             seconds = sum(sessions[:-1]) + allowance.elapsed_s
             return replace(record, search=replace(record.search, seconds=seconds))
 
-    record = on_every_rank(workload, chosen, target, lead)
+    record = owned_by_rank_0(lead, ranks=options.ranks)
     return Report(record, strategies=chosen, workload=workload)
 
 

@@ -134,13 +134,6 @@ def test_a_rank_that_went_over_the_budget_is_named() -> None:
     assert (agreed.outcome, agreed.failed_rank) == (Outcome.OVER_BUDGET, 1)
 
 
-def test_the_machine_of_a_rank_is_named_where_there_are_several() -> None:
-    assert "rank 1 (node-b): out of memory" in (
-        agree([ran(), OOM], ["node-a", "node-b"]).detail or ""
-    )
-    assert "node" not in (agree([ran(), OOM], ["node", "node"]).detail or "")
-
-
 def test_outside_of_probes_too_a_cause_beats_a_consequence() -> None:
     peer = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
     faults: dict[int, Fault] = {

@@ -17,11 +17,10 @@ from autofit.equivalence.ranks import compare_ranks
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Prober, Target
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.session import Session
 from autofit.registry import load_strategies
 from autofit.strategy import Comparison
-from autofit.testing.local_ranks import local_ranks
 from autofit.training.workload import Workload
 from benchmarks import rank_faults
 
@@ -102,7 +101,7 @@ def of_ranks(session: Session, mode: str) -> Comparison:
 
 def ranks_of(**given: Any) -> Any:
     workload = Workload(Tied, padded, loss_fn=given.pop("loss_fn", mean_over_valid), **given)
-    return local_ranks(workload, load_strategies(["parallel"]), 2, target=Target("cpu", "1GiB"))
+    return open_prober(workload, load_strategies(["parallel"]), Target("cpu", "1GiB", ranks=2))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +152,7 @@ def test_ranks_compile_blocks_or_say_that_nothing_was(mode: str, said: str) -> N
     request = ProbeRequest(
         ResolvedPlan(Plan(4, settings=settings, world_size=2), payloads, strategies)
     )
-    with local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB")) as prober:
+    with open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2)) as prober:
         seen = prober.probe(request).measurement
     assert seen.outcome is Outcome.OK, seen.detail
     assert any(re.match(said, note) for note in seen.notes), seen.notes

@@ -17,10 +17,9 @@ from autofit.measurement import Outcome
 from autofit.plan import Dimension, Plan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.probe import resolve_here
-from autofit.probing.prober import Prober, Target
+from autofit.probing.prober import Prober, Target, open_prober
 from autofit.registry import load_strategies, resolve
 from autofit.strategy import Numerics, Phase
-from autofit.testing.local_ranks import local_ranks
 from autofit.training.workload import Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -128,7 +127,7 @@ def ranks_of(side: str = "always", numerics: str = "rounding", **given: Any) -> 
     build = given.pop("build", lambda: Net(side))
     workload = Workload(lambda: build().to(dtype), batch_of, **{**made, **given})
     strategies = load_strategies(["parallel"], numerics=Numerics.parse(numerics), world_size=2)
-    return local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB"))
+    return open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2))
 
 
 def probed(prober: Prober, mode: str) -> Any:
@@ -283,7 +282,7 @@ def test_fewer_parameters_than_ranks_leave_the_modes_that_need_not_deal_them_out
         lambda: nn.Linear(8, 8, bias=False), batch_of, loss_fn=mean_over_valid, loss_weight=valid
     )
     strategies = load_strategies(["parallel"], world_size=2)
-    with local_ranks(workload, strategies, 2, target=Target("cpu", "1GiB")) as prober:
+    with open_prober(workload, strategies, Target("cpu", "1GiB", ranks=2)) as prober:
         survey = prober.survey()
         assert survey.dimensions["parallel.mode"].values == ("ddp", "ddp_view", *SHARDED)
         (note,) = (note for note in survey.notes if "set aside" in note)
@@ -315,7 +314,7 @@ def test_a_strategy_for_ranks_that_fails_as_it_looks_ends_the_search() -> None:
     workload = Workload(Net("always"), batch_of, loss_fn=mean_over_valid, loss_weight=valid)
     words = "nothing would share gradients among the 2 ranks.*cannot look"
     with (
-        local_ranks(workload, [FailsOnRank1()], 2, target=Target("cpu", "1GiB")) as prober,
+        open_prober(workload, [FailsOnRank1()], Target("cpu", "1GiB", ranks=2)) as prober,
         pytest.raises(InvalidRequest, match=words),
     ):
         prober.survey()

@@ -22,7 +22,6 @@ from autofit.probing.survey import Survey
 from autofit.registry import load_strategies, resolve
 from autofit.searching.engine import run_search
 from autofit.searching.predicted_lines import Predicted, predicted_lines
-from autofit.testing.local_ranks import local_ranks
 from autofit.testing.simulated import SimulatedProber
 from autofit.training.workload import Workload
 from autofit.units import GIB, MIB
@@ -85,7 +84,7 @@ def workload() -> Workload:
 @pytest.fixture(scope="module")
 def found(workload: Workload) -> Iterator[tuple[Survey, Predicted, Any]]:
     """The survey of two ranks, what was predicted, and a probe of them after that."""
-    with local_ranks(workload, CHOSEN, target=Target("cpu", GIB)) as prober:
+    with open_prober(workload, CHOSEN, Target("cpu", GIB, ranks=2)) as prober:
         survey, lines = predicted(prober, workload)
         plan = Plan(2, settings={"parallel.mode": "fsdp2"}, world_size=2)
         probe = prober.probe(ProbeRequest(resolve(plan, survey.space(), CHOSEN)))
@@ -145,7 +144,7 @@ def test_lines_keep_a_search_of_ranks_from_running_out_of_memory(
 
 def test_ranks_go_on_where_the_process_that_predicts_ends() -> None:
     workload = workload_of(small, 16)
-    with local_ranks(workload, CHOSEN, target=Target("cpu", GIB)) as prober:
+    with open_prober(workload, CHOSEN, Target("cpu", GIB, ranks=2)) as prober:
         _, (lines, times, (note,)) = predicted(prober, workload)
         assert lines == times == {}
         assert "exited with 7" in note

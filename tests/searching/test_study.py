@@ -24,8 +24,9 @@ from optuna.trial import TrialState
 from autofit.errors import StudyRefused
 from autofit.measurement import Role
 from autofit.planning.search_spec import Effort
+from autofit.probing.process_identity import _start_ticks, this_process
 from autofit.searching import claim as claim_room
-from autofit.searching.claim import Claim, _start_ticks, is_live, this_process
+from autofit.searching.claim import Claim, is_live
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
