@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import check_count
 from autofit.strategy import ALONE, World
 
 __all__ = ["World", "world_of_environment"]
@@ -40,15 +38,6 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
             f"{given} are not whole numbers: start the ranks with torchrun, or unset these"
         ) from None
     return World(rank, local_rank, size)
-
-
-def ranks_meant(asked: Any) -> int:
-    """Return how many ranks train together: as asked, else as many as torchrun started.
-
-    Raises:
-        InvalidRequest: it is no whole number above zero.
-    """
-    return world_of_environment().size if asked is None else check_count("ranks", asked)
 
 
 def check_ranks(world_size: int, world: World) -> None:

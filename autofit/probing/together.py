@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.interrupts import interrupts_deferred
+from autofit.plan import check_count
 from autofit.probing.messages import Reply, exception_from_dict, exception_to_dict
 from autofit.probing.process_identity import runs_here, this_process
 from autofit.strategy import World
@@ -35,6 +36,15 @@ _POLL_S = 0.05
 _times_called = 0  # in this process: every rank calls in the same order
 _served: Any = None  # keeps the store alive that this process serves
 _Result = TypeVar("_Result")
+
+
+def ranks_meant(asked: Any) -> int:
+    """Return how many ranks train together: as asked, else as many as torchrun started.
+
+    Raises:
+        InvalidRequest: it is no whole number above zero.
+    """
+    return world_of_environment().size if asked is None else check_count("ranks", asked)
 
 
 def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None) -> _Result:

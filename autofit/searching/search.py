@@ -23,7 +23,7 @@ from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
-from autofit.probing.together import owned_by_rank_0
+from autofit.probing.together import owned_by_rank_0, ranks_meant
 from autofit.registry import Unnamed, load_strategies, numerics_level
 from autofit.report.record import Record
 from autofit.report.report import Report
@@ -51,7 +51,6 @@ from autofit.strategy import Numerics, Strategy
 from autofit.training.loader import Loader
 from autofit.training.workload import Workload
 from autofit.units import counted
-from autofit.world import ranks_meant
 
 _OF_RANKS = "with several ranks it was not looked at where memory goes and what bounds a step"
 
