@@ -95,6 +95,12 @@ OnStage: TypeAlias = Callable[[str], None]
 """Called with the name of a stage that begins, such as "looking the workload over"."""
 
 
+STILL_RUNNING = "still running"
+"""The stage that is told of where nothing else was for `QUIET_S`."""
+QUIET_S = 30.0
+"""After so long without a word who waits is told that what runs still does."""
+
+
 def ignore_stage(stage: str) -> None:
     """Let the name of a stage go."""
 

@@ -40,8 +40,8 @@ def probe(
         vram_budget, device, strategies, seed, isolation: as for `search`.
         payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
             the strategies find it here and now. A setting with a payload may have any value.
-        ranks: workers that train the model together, each on a GPU of its own or all on the CPU;
-            None: as many as the plan says or torchrun started.
+        ranks: workers that train the model together, each on a GPU of its own or all on the CPU; if
+            None, as many as the plan says or torchrun started.
 
     Returns:
         The trial, whatever its outcome; its accumulation was run in full.

@@ -32,6 +32,7 @@ from autofit.errors import (
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan, Scalar, VariantKey
 from autofit.probing.messages import (
+    STILL_RUNNING,
     Call,
     Channel,
     Deadline,
@@ -292,7 +293,9 @@ class Prober(AbstractContextManager["Prober"]):
         try:
             for _ in range(1 + MOST_REPEATS):
                 deadline = self._ready(wait_s, ends_at)
-                reply = self._channel.call(request, deadline, self._on_stage)
+                reply = self._channel.call(
+                    request, deadline, lambda stage: self._on_stage(f"{stage} {request.plan}")
+                )
                 self._settle(reply)
                 seen: Measurement = reply.value
                 contended = contended or seen.contended
@@ -470,6 +473,8 @@ class _Looks:
 
         def moved(stage: str) -> None:
             nonlocal stage_before, began, look_s
+            if stage == STILL_RUNNING:  # it moves no deadline
+                return
             if stage_before == FIRST_SAMPLES:
                 forward_s = time.monotonic() - began
                 look_s = min(look_s, self._deadlines.of_duration(FORWARDS_OF_A_LOOK * forward_s))

@@ -27,7 +27,9 @@ from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import (
+    QUIET_S,
     STACK_SIGNAL,
+    STILL_RUNNING,
     Deadline,
     DeviceFacts,
     DeviceFull,
@@ -324,7 +326,7 @@ class WorkerProcess:
         kills = oom_kills()
         self.tell(message)
         try:
-            while (reply := self._reply(deadline)) is not None and "stage" in reply:
+            while (reply := self._reply(deadline, on_stage)) is not None and "stage" in reply:
                 on_stage(reply["stage"])
         except queue.Empty:
             if deadline.ends_search:  # there is no time to ask where it is
@@ -341,12 +343,23 @@ class WorkerProcess:
             raise NoReply(outcome_of_death(returncode, kills), words)
         return reply
 
-    def _reply(self, deadline: Deadline) -> dict[str, Any] | None:
+    def _reply(self, deadline: Deadline, on_stage: OnStage) -> dict[str, Any] | None:
         """Return the reply to the last request, past anything else on the pipe; None: it ended."""
-        while (line := self._replies.get(timeout=deadline.seconds_left)) is not None:
+        while (line := self._line(deadline, on_stage)) is not None:
             if (reply := reply_to(self._asked, line)) is not None:
                 return reply
         return None
+
+    def _line(self, deadline: Deadline, on_stage: OnStage) -> str | None:
+        """Return the next line on the pipe, however long that takes; queue.Empty: too long."""
+        while True:
+            seconds = min(QUIET_S, deadline.seconds_left)
+            try:
+                return self._replies.get(timeout=seconds)
+            except queue.Empty:
+                if not deadline.seconds_left:
+                    raise
+                on_stage(STILL_RUNNING)
 
     def kill(self) -> None:
         """End it and all that it started at once, and wait for it (within bounds)."""

@@ -20,8 +20,8 @@ class SearchOptions:
             plans run on this machine.
         workers: how many plans are in flight at the executor at once: as many as it has machines
             that are alike.
-        ranks: workers that train one model together, each on a GPU of its own or all on the CPU;
-            None: as many as torchrun started, or one.
+        ranks: workers that train one model together, each on a GPU of its own or all on the CPU; if
+            None, as many as torchrun started, or one.
 
     Raises:
         InvalidRequest: the executor is none, or there is no whole number of workers for it.

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.plan import Plan
-from autofit.probing.messages import OnStage, ProbeRequest, ProbeResult, ignore_stage
+from autofit.probing.messages import (
+    QUIET_S,
+    STILL_RUNNING,
+    OnStage,
+    ProbeRequest,
+    ProbeResult,
+    ignore_stage,
+)
 from autofit.probing.prober import SupportsProbing
 from autofit.strategy import Strategy
-
-QUIET_S = 30.0
-"""After so long without a result the runner says what it waits for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +159,7 @@ class Runner:
                 future = next(each for each in self._in_flight if each in ended)
                 return self._in_flight.pop(future)[0], future
             plans = ", ".join(str(job.request.plan) for job, _ in self._in_flight.values())
-            self._on_stage(f"still running {plans}")
+            self._on_stage(f"{STILL_RUNNING} {plans}")
 
     def cancel(self) -> None:
         """End what is in flight; its results are lost."""

@@ -18,6 +18,7 @@ import torch
 import autofit
 from autofit.devices.request import device_names
 from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.searching.events import StageStarted
 from autofit.searching.options import SearchOptions
 
 LIMITS: dict[str, Any] = {"vram_budget": "64MiB", "strategies": ["checkpointing"], "seed": 0}
@@ -167,3 +168,18 @@ def test_ctrl_c_while_two_plans_run_returns_what_was_measured() -> None:
     report = searched(device=["cpu", "cpu"], max_probes=12, progress=interrupt_soon)
     assert len(report.trials) >= 3
     assert "interrupted" in report.record.search.stopped_because.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", ["cpu", "cpu"]])
+def test_a_long_probe_is_heard_of(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autofit.probing.worker_channel.QUIET_S", 0.1)
+    monkeypatch.setattr("autofit.searching.runner.QUIET_S", 0.1)
+    stages = []
+
+    def heard(event: Any) -> None:
+        if isinstance(event, StageStarted):
+            stages.append(event.stage)
+
+    searched(device=device, max_probes=2, progress=heard)
+    assert any(stage.startswith("still running 4 x 1") for stage in stages), stages
