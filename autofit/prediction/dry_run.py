@@ -45,6 +45,7 @@ from autofit.snapshot.snapshot import preserved
 from autofit.strategy import ALONE, Capabilities, World
 from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.builder import TrainingBuilder
+from autofit.training.compiled import compiled_part
 from autofit.training.loss import LossSource
 from autofit.training.training import Training
 from autofit.training.workload import Workload
@@ -345,16 +346,11 @@ def refuse_compiled(model: torch.nn.Module) -> None:
     Raises:
         CannotTell: a part of the model is compiled.
     """
-    for name, module in model.named_modules():
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        wrapped = type(module).__name__ == "OptimizedModule"
-        if scripted or wrapped or module._compiled_call_impl is not None:
-            compiler = "torch.jit" if scripted else "torch.compile"
-            raise CannotTell(
-                f"memory cannot be predicted: {name or 'the model'} is compiled by {compiler}, "
-                "which fuses operators and reuses buffers. Leave compilation out, or run it with "
-                "autofit.probe on a machine with the GPU"
-            )
+    if (part := compiled_part(model)) is not None:
+        raise CannotTell(
+            f"memory cannot be predicted: {part}, which fuses operators and reuses buffers. Leave "
+            "compilation out, or run it with autofit.probe on a machine with the GPU"
+        )
 
 
 def meta_batch(workload: Workload, samples: int, tracer: CudaTracer) -> Batch:

@@ -28,6 +28,7 @@ from autofit.space import Space
 from autofit.strategy import Comparison, Strategy
 from autofit.training.batch import describe
 from autofit.training.builder import TrainingBuilder
+from autofit.training.compiled import compiled_in_place, compiled_part
 from autofit.training.fingerprint import fingerprint
 from autofit.training.loss import LossSource
 from autofit.training.workload import Workload
@@ -146,21 +147,26 @@ def check_weights_fit(survey: Survey) -> None:
 
 
 def note_own_copy(survey: Survey, workload: Workload) -> Survey:
-    """Return the survey with a note if this process holds a second copy of the model on a GPU."""
-    if not isinstance(workload.model, torch.nn.Module):
+    """Return the survey with notes on how this process's live model differs from the worker's."""
+    model, notes = workload.model, list(survey.notes)
+    if not isinstance(model, torch.nn.Module):
         return survey
     held = sum(
         tensor.untyped_storage().nbytes()
-        for tensor in (*workload.model.parameters(), *workload.model.buffers())
+        for tensor in (*model.parameters(), *model.buffers())
         if tensor.device.type == "cuda"
     )
-    if not held:
-        return survey
-    note = (
-        f"your own copy of the model holds {format_bytes(held)} on the GPU, which no plan can "
-        "use: move it away with model.cpu(), or pass a function that builds the model"
-    )
-    return replace(survey, notes=(*survey.notes, note))
+    if held:
+        notes.append(
+            f"your own copy of the model holds {format_bytes(held)} on the GPU, which no plan can "
+            "use: move it away with model.cpu(), or pass a function that builds the model"
+        )
+    if compiled_in_place(model):
+        notes.append(
+            "model.compile() was not in force: torch leaves it out of the copy that a worker "
+            "trains. Pass a function that builds and compiles the model to measure it compiled"
+        )
+    return replace(survey, notes=tuple(notes))
 
 
 LOOKING = "looking the workload over"
@@ -220,6 +226,9 @@ def take_survey(
         from autofit.probing import alike  # most searches are of one device
 
         alike.check_ranks_alike(builder, model.weights)
+    compiled = compiled_part(one.model)
+    if compiled is not None:
+        session.on_stage(f"{LOOKING}: {compiled}")
     loss = _loss_source(session, builder)
     dimensions, notes = _dimensions(session, builder, left_out, sparing)
     if world.size > 1:
@@ -256,6 +265,7 @@ def take_survey(
         notes=(
             *session.notes,
             *(_IN_EVAL_MODE,) * model.is_evaluating,
+            *((f"{compiled}: no other way to compile it is tried",) if compiled else ()),
             *notes,
             *resplit.notes,
         ),

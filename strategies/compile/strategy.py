@@ -99,8 +99,7 @@ class Compile:
         if (lacking := _lacks(context.device.type)) is not None:
             context.note(f"{MODE}: left out: {lacking}")
             return off
-        if any(vars(module).get(_CALL) is not None for module in context.model.modules()):
-            context.note(f"{MODE}: left out, since the model is compiled already")
+        if any(map(_is_compiled, context.model.modules())):  # which the survey notes
             return off
         from .plain_step import observed  # in the worker alone
 
@@ -391,6 +390,10 @@ def _causes(reasons: Sequence[str]) -> list[tuple[str, int]]:
 
 def _line(reason: str) -> str:
     return " ".join(reason.split())[:200]
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return vars(module).get(_CALL) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _lacks(device_type: str) -> str | None:
