@@ -9,11 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -68,11 +68,6 @@ class Delivery:
     worker_bytes: int | None
     is_stream: bool = False
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the batches that are loaded in advance, and of the loader's processes."""
-        return self.settings.batches_ahead * self.batch_bytes + (self.worker_bytes or 0)
-
 
 @dataclass(frozen=True)
 class Feeding:
@@ -89,11 +84,7 @@ class Feeding:
     settings: LoaderSettings
     samples_per_second: float
     waiting: float
-    warnings: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self) | {"warnings": list(self.warnings)}
+    warnings: Sequence[str] = ()
 
 
 def deliver(session: Session, *, settings: LoaderSettings) -> Delivery:
@@ -184,11 +175,11 @@ def _check_batch(batch: Batch) -> None:
         ) from error
 
 
-def _warnings_of(watch: BatchWatch, batch: Batch) -> tuple[str, ...]:
+def _warnings_of(watch: BatchWatch, batch: Batch) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         watch.look(batch, batch_size(batch), stacklevel=1)
-    return tuple(str(each.message) for each in caught)
+    return [str(each.message) for each in caught]
 
 
 def _children() -> set[int]:

@@ -167,11 +167,12 @@ class LoaderTuner:
         """
         taken = settings_taken(self.loader)
         own = own_settings(self.loader, self.resolved.plan.samples_per_step)
-        plain = replace(own, num_workers=0, prefetch_factor=None)
         pinned = self.on_gpu and "pin_memory" in taken
         workers: int | None = 0
         while workers is not None:
-            self._deliver(self._with(plain, workers, pin_memory=pinned))
+            prefetch = _PREFETCH if workers else None
+            tried = replace(own, num_workers=workers, prefetch_factor=prefetch, pin_memory=pinned)
+            self._deliver(tried)
             keeps = self._keeps_workers
             workers = None if keeps else next_workers(self.deliveries, self.consumed, self.host)
         if own.num_workers not in {each.settings.num_workers for each in self.deliveries}:
@@ -199,9 +200,13 @@ class LoaderTuner:
 
     def facts(self) -> dict[str, Any]:
         """Return what was measured, and what it recommends, as the report keeps it."""
-        known: dict[str, Any] = {"settings": None, "bottleneck": None, "host_bytes": None}
-        known["most_workers"] = self._most_workers
-        known["keeps_workers"] = self._keeps_workers
+        known: dict[str, Any] = {
+            "settings": None,
+            "bottleneck": None,
+            "host_bytes": None,
+            "most_workers": self.host.most_workers(self.deliveries) if self.deliveries else None,
+            "keeps_workers": self._keeps_workers,
+        }
         if self.feedings:
             best = fastest(self.feedings)
             held = [d for d in self.deliveries if _same_workers(d.settings, best.settings)]
@@ -217,20 +222,12 @@ class LoaderTuner:
             "own_settings": asdict(own),
             "consumed_samples_per_second": self.consumed,
             "delivered": [asdict(each) for each in self.deliveries],
-            "end_to_end": [each.to_dict() for each in self.feedings],
+            "end_to_end": [asdict(each) for each in self.feedings],
         }
-
-    @property
-    def _most_workers(self) -> int | None:
-        return self.host.most_workers(self.deliveries) if self.deliveries else None
 
     @property
     def _keeps_workers(self) -> bool:
         return any(each.is_stream for each in self.deliveries)
-
-    def _with(self, plain: LoaderSettings, workers: int, *, pin_memory: bool) -> LoaderSettings:
-        prefetch = _PREFETCH if workers else None
-        return replace(plain, num_workers=workers, prefetch_factor=prefetch, pin_memory=pin_memory)
 
     def _has_room(self, settings: LoaderSettings, factor: int) -> bool:
         ahead = settings.num_workers * factor * self.deliveries[0].batch_bytes

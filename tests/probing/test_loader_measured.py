@@ -116,7 +116,6 @@ def test_users_code_runs_in_the_worker_and_the_loaders_processes_end(tmp_path: P
         assert alone.worker_bytes == 0
         assert four.worker_bytes
         assert four.batch_bytes == BATCH * (4 * 4 + 8)
-        assert four.host_bytes == 4 * 2 * four.batch_bytes + four.worker_bytes
         trained = feeding(prober, with_workers(4))
         assert trained.samples_per_second > 2 * alone.samples_per_second
         assert trained.waiting > 0.5
