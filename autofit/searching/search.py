@@ -265,7 +265,9 @@ def search(
                             spec = replace(
                                 spec,
                                 effort=Effort(effort),
-                                train_samples=_train_samples(spec.space, train_steps),
+                                train_samples=None
+                                if train_steps is None
+                                else train_steps * spec.space.baseline.samples_per_step,
                             )
                             try:
                                 result = run_search(
@@ -374,10 +376,6 @@ def showing(progress: OnEvent | bool | None) -> Iterator[OnEvent]:
         yield logged(line)
 
 
-def _train_samples(space: Space, train_steps: int | None) -> int | None:
-    return None if train_steps is None else train_steps * space.baseline.samples_per_step
-
-
 def _named(strategies: Iterable[str | Strategy] | None) -> set[str]:
     """Return the names of the strategies that the caller asked for."""
     if isinstance(strategies, Unnamed):
@@ -418,7 +416,7 @@ def _identity(
     return {
         "workload": survey.fingerprint,
         "allow_resplit": str(workload.allow_resplit),
-        **({"even_split": "True"} if workload.even_split else {}),  # studies of before have none
+        "even_split": str(workload.even_split),
         "strategies": ",".join(strategy.name for strategy in strategies),
         "numerics": numerics.name.lower(),
         "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),

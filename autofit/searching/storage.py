@@ -89,13 +89,15 @@ def open_study(
     """
     storage: BaseStorage
     name = name_of(study)
-    if study is None:
-        storage = InMemoryStorage()
-    elif "://" not in (given := os.fspath(study)):
-        storage = _open_file(given, held)
-    else:
-        storage = _open_database(given, held)
     with _opening(name):
+        if study is None:
+            storage = InMemoryStorage()
+        elif "://" not in (given := os.fspath(study)):
+            storage = _open_file(given, held)
+        else:
+            storage = _database(given)
+            held.callback(storage.engine.dispose)  # or its file stays open until it is collected
+            held.callback(storage.remove_session)
         optuna.create_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
         )
@@ -139,14 +141,6 @@ def _opening(name: str) -> Iterator[None]:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _open_database(url: str, held: ExitStack) -> RDBStorage:
-    with _opening(name_of(url)):
-        storage = _database(url)
-    held.callback(storage.engine.dispose)  # or its file stays open until garbage is collected
-    held.callback(storage.remove_session)
-    return storage
-
-
 def _database(url: str) -> RDBStorage:
     # Of two processes that create the tables at once, one fails, and finds them created.
     for _ in range(_TABLES_TRIES):
@@ -170,8 +164,6 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
         _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)
         with replaying(path):
             return JournalStorage(JournalFileBackend(str(path), write_lock))
-    except StudyRefused:
-        raise
     except OSError as error:
         raise StudyRefused(
             f"cannot write the study {name_of(path)}: {error.strerror or error}; give a path in a "
@@ -201,7 +193,10 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
         file.seek(0)
         content = file.read()
         if content and not _is_journal(content):
-            raise _not_a_study(path)
+            raise StudyRefused(
+                f"{path} is not a study (a file in Optuna's journal format): give the path of a "
+                "new file"
+            )
         whole = content.rfind(b"\n") + 1
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             if not _is_entry(line):
@@ -259,9 +254,3 @@ def decoding(study: object) -> Iterator[None]:
         raise
     except InvalidRequest as error:
         raise _damaged(study, str(error)) from error
-
-
-def _not_a_study(path: Path) -> StudyRefused:
-    return StudyRefused(
-        f"{path} is not a study (a file in Optuna's journal format): give the path of a new file"
-    )

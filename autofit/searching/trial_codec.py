@@ -140,9 +140,8 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 
 def _trial(number: int, data: dict[str, Any]) -> Trial:
-    """Return the trial of a record; older studies nest its measurement."""
-    check_shape(data, {"measurement?": {}}, "the trial")
-    trial = Trial.from_dict({**data, **data.get("measurement", {}), "number": number})
+    """Return the trial of a record, which was written before Optuna had given its number."""
+    trial = replace(Trial.from_dict(data), number=number)
     if trial.ok and trial.role is not Role.VETOED:
         check_ran(trial)
     return trial

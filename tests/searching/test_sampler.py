@@ -92,21 +92,6 @@ def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedD
     assert (earlier.number, later.number) == (0, 1)
 
 
-def test_trials_of_an_older_study_are_read() -> None:
-    """Its records keep the measurement apart, and no number."""
-    measurement = Measurement(Outcome.OK, step_times_s=[0.1], peak_reserved_bytes=2**30)
-    record = {
-        "role": "baseline",
-        "plan": Plan(4).to_dict(),
-        "measurement": measurement.to_dict(),
-        "predicted_peak_bytes": 7,
-    }
-    study = optuna.create_study()
-    frozen = optuna.trial.create_trial(value=40.0, user_attrs={"autofit_trial": record})
-    study.add_trial(frozen)
-    assert trial_codec.trials_of(study) == (Trial(0, Role.BASELINE, Plan(4), measurement, 7),)
-
-
 def test_a_setting_that_may_not_vary_is_reset(make_device: MakeDevice) -> None:
     inner = Dimension((0, 1), when={"outer": [True]})
     space = make_device(dimensions={"outer": Dimension((False, True)), "inner": inner}).space
