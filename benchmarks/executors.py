@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import nn
 import autofit
 from autofit.measurement import probes_of
 
-STEP_S = 0.25
-"""What a step of the workload sleeps for each of its micro-batches, about."""
+LONG_S, SHORT_S = 0.5, 0.02
+"""What a micro-batch sleeps, about: where speed is measured, and where machines are killed."""
 _LIMITS: dict[str, Any] = {
     "vram_budget": "64MiB",
     "strategies": ["checkpointing", "precision"],
@@ -35,23 +36,26 @@ _LIMITS: dict[str, Any] = {
 
 
 class Sleeper(nn.Module):
-    """(n, 32) -> (n, 8); slower by `STEP_S` a micro-batch and a little a sample."""
+    """(n, 32) -> (n, 8); sleeps so many seconds a micro-batch and a little a sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, sleep_s: float) -> None:
         super().__init__()
+        self.sleep_s = sleep_s
         self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         """Sleep, then compute."""
-        time.sleep(STEP_S * (1 + 0.01 * len(batch)))
+        time.sleep(self.sleep_s * (1 + 0.01 * len(batch)))
         output: torch.Tensor = self.layers(batch)
         return output
 
 
-def searched(**given: Any) -> autofit.Report:
+def searched(sleep_s: float, **given: Any) -> autofit.Report:
     """Search the sleeping workload."""
     batch = (torch.randn(4, 32), torch.randn(4, 8))
-    workload = autofit.Workload(Sleeper, batch, criterion=nn.MSELoss(), global_batch=64)
+    workload = autofit.Workload(
+        partial(Sleeper, sleep_s), batch, criterion=nn.MSELoss(), global_batch=64
+    )
     return autofit.search(workload, device=given.pop("device", "cpu"), **(_LIMITS | given))
 
 
@@ -62,7 +66,7 @@ def speed(most_probes: int) -> None:
     alone_s = None
     for workers in (1, 2, 4):
         began = time.monotonic()
-        report = searched(device=["cpu"] * workers, max_probes=most_probes)
+        report = searched(LONG_S, device=["cpu"] * workers, max_probes=most_probes)
         taken_s = time.monotonic() - began
         alone_s = alone_s or taken_s
         cells = (f"{taken_s:.0f}", f"{taken_s / alone_s:.2f}", str(len(report.trials)))
@@ -80,10 +84,11 @@ def kills(searches: int, seed: int) -> None:
         for number in range(searches):
             executor = client.get_executor(pure=False)
             killer = threading.Timer(drawn.uniform(1.0, 25.0), _kill_one, (client, drawn))
+            killer.daemon = True
             killer.start()
             study = folder / f"{number}.log"
             options = autofit.SearchOptions(executor=executor, workers=3)
-            report = searched(max_probes=8, study=study, options=options)
+            report = searched(SHORT_S, max_probes=8, study=study, options=options)
             killer.cancel()
             numbers = [trial.number for trial in report.trials]
             ended += 1
