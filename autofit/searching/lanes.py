@@ -99,7 +99,7 @@ def open_runner(
         _check_alike(probers, places.devices)
         prober.vram_budget_bytes = min(each.vram_budget_bytes for each in probers)
         lanes = [
-            Lane(thread, Bench(each).run, each.interrupt)
+            Lane(Bench(each).run, thread, each.interrupt)
             for thread, each in zip(threads, probers, strict=True)
         ]
         yield Runner(prober, lanes, on_stage)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
-from typing import Any
 
 from autofit.plan import Plan
 from autofit.probing.messages import (
@@ -75,31 +74,18 @@ class Bench:
         self._replicated.clear()
 
 
-class Inline(Executor):
-    """Runs what is submitted at once, in the thread that submits it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return a future that has ended; Ctrl-C goes through."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 @dataclass(frozen=True, eq=False)
 class Lane:
     """One place where a job can run.
 
     Attributes:
-        executor: takes the job there.
-        run: runs it there.
+        run: runs a job there.
+        executor: takes it there; None: it runs in the thread that waits for it.
         stop: ends what runs there, so that its future ends soon.
     """
 
-    executor: Executor
     run: Callable[[Job], ProbeResult]
+    executor: Executor | None = None
     stop: Callable[[], object] = lambda: None
 
 
@@ -119,7 +105,7 @@ class Runner:
         on_stage: OnStage = ignore_stage,
     ) -> None:
         self._prober, self._on_stage = prober, on_stage
-        self._lanes = lanes or [Lane(Inline(), Bench(prober).run)]
+        self._lanes = lanes or [Lane(Bench(prober).run)]
         self._in_flight: dict[Future[ProbeResult], tuple[Job, Lane]] = {}
         self._replicates: dict[Lane, Counter[Plan]] = {lane: Counter() for lane in self._lanes}
 
@@ -149,10 +135,14 @@ class Runner:
         free = [lane for lane in self._lanes if lane not in busy]
         lane = min(free, key=lambda lane: self._replicates[lane][job.request.plan])
         self._replicates[lane][job.request.plan] += job.is_replicate
-        self._in_flight[lane.executor.submit(lane.run, job)] = job, lane
+        future = Future() if lane.executor is None else lane.executor.submit(lane.run, job)
+        self._in_flight[future] = job, lane
 
     def next_ended(self) -> tuple[Job, Future[ProbeResult]]:
         """Wait for a job in flight to end; return it with its ended future, the oldest first."""
+        for future, (job, lane) in self._in_flight.items():
+            if lane.executor is None:
+                _run_here(future, lane, job)
         while True:
             ended, _ = wait(self._in_flight, QUIET_S, FIRST_COMPLETED)
             if ended:
@@ -167,3 +157,10 @@ class Runner:
             if not future.cancel():
                 lane.stop()
         self._in_flight.clear()
+
+
+def _run_here(future: Future[ProbeResult], lane: Lane, job: Job) -> None:
+    try:
+        future.set_result(lane.run(job))
+    except Exception as error:
+        future.set_exception(error)
