@@ -141,11 +141,7 @@ class Deadlines:
     shortest_s: float = 60.0
     patience: float = 20.0
 
-    def of(self, request: ProbeRequest) -> float:
-        """Return the seconds after which this probe counts as hung."""
-        return self.of_duration(request.expected_seconds)
-
-    def of_duration(self, expected_seconds: float | None) -> float:
+    def of(self, expected_seconds: float | None) -> float:
         """Return the seconds after which what is expected to take so long counts as hung."""
         if expected_seconds is None:
             return self.unknown_s
@@ -282,7 +278,7 @@ class Prober(AbstractContextManager["Prober"]):
             return ProbeResult(self._set_aside[variant])
         budget = request.vram_budget_bytes or self.vram_budget_bytes
         request = replace(request, vram_budget_bytes=budget)
-        wait_s, ends_at = self._deadlines.of(request), self._ends_at
+        wait_s, ends_at = self._deadlines.of(request.expected_seconds), self._ends_at
         if request.seconds_left is not None:
             ends_at = min(ends_at, time.monotonic() + request.seconds_left)
         try:
@@ -363,7 +359,7 @@ class Prober(AbstractContextManager["Prober"]):
     ) -> Reply:
         again = partial(self._answer, call, expected_seconds, looks=looks, has_died=True)
         try:
-            deadline = self._ready(self._deadlines.of_duration(expected_seconds), self._ends_at)
+            deadline = self._ready(self._deadlines.of(expected_seconds), self._ends_at)
             on_stage = self._on_stage if looks is None else looks.bounding(deadline, self._on_stage)
             reply = self._channel.call(call, deadline, on_stage)
         except NoReply as lost:
@@ -477,7 +473,7 @@ class _Looks:
                 return
             if stage_before == FIRST_SAMPLES:
                 forward_s = time.monotonic() - began
-                look_s = min(look_s, self._deadlines.of_duration(FORWARDS_OF_A_LOOK * forward_s))
+                look_s = min(look_s, self._deadlines.of(FORWARDS_OF_A_LOOK * forward_s))
             stage_before, began = stage, time.monotonic()
             self.now = self._look_of.get(stage)
             deadline.restart(self._deadlines.unknown_s if self.now is None else look_s)

@@ -14,7 +14,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -27,20 +27,13 @@ def die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
     if os.getppid() != parent_pid:  # it died before the kernel was asked
         os._exit(1)
     threading.Thread(target=_exit_at_end_of, args=(lifeline_fd,), daemon=True).start()
-    _offer_to_the_oom_killer()
+    with suppress(OSError):  # so that the kernel kills the worker first when host memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _exit_at_end_of(lifeline_fd: int) -> None:
     os.read(lifeline_fd, 1)
     os._exit(1)
-
-
-def _offer_to_the_oom_killer() -> None:
-    """Have the kernel kill the worker first when host memory runs out."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:
-        return
 
 
 # Processes that a worker started in sessions of their own, which signals to its group do not reach.
@@ -72,17 +65,8 @@ def _processes() -> Iterator[int]:
 
 def _killed(pid: int, entry: bytes) -> bool:
     """Kill a process that has the mark; return whether it had. The handle guards against reuse."""
-    with suppress(OSError), _handle(pid) as handle:
+    with suppress(OSError), os.fdopen(os.pidfd_open(pid), "rb", 0) as handle:
         if entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            signal.pidfd_send_signal(handle.fileno(), signal.SIGKILL)
             return True
     return False
-
-
-@contextmanager
-def _handle(pid: int) -> Iterator[int]:
-    handle = os.pidfd_open(pid)
-    try:
-        yield handle
-    finally:
-        os.close(handle)

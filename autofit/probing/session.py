@@ -102,7 +102,7 @@ class Session:
             return Reply(measurement, spent=True, device_fault=broken.detail)
         budget = request.vram_budget_bytes
         assert budget is not None  # the prober fills it in
-        before, foreign_before = self._device.read(), self._foreign_bytes()
+        before, foreign_before = self._device.read(), _unless_dead(self._device.foreign_bytes)
         measured, error, text, fault = None, None, None, None
         try:
             self._device.limit(budget)
@@ -137,7 +137,7 @@ class Session:
         foreign_before: int | None,
     ) -> Reply:
         """Return what came of a probe in the light of what the device shows after it."""
-        foreign = self._foreign_bytes()
+        foreign = _unless_dead(self._device.foreign_bytes)
         available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
         unexplained = False
         if fault is not None:
@@ -179,10 +179,6 @@ class Session:
         )
         explained = is_explained(fault, after, vram_budget_bytes=budget)
         return measurement, settled.outcome is Outcome.OOM and not explained
-
-    def _foreign_bytes(self) -> int | None:
-        """Return the bytes that other processes hold; None: unknown, as on a dead device."""
-        return _unless_dead(self._device.foreign_bytes)
 
     def _retained(self, before: MemoryReading) -> int:
         """Return the bytes that outlived the probe; 0 where a dead device cannot be read."""

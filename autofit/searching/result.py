@@ -260,17 +260,16 @@ def memory_of(prober: Prober, result: SearchResult) -> Mapping[str, Any]:
     """Return where the memory of the best plan and of the baseline goes; {}: nobody could look."""
     if not result.may_probe:
         return {}
-    best, baseline = result.best.plan, result.baseline.plan
-    plans = {"best": best} | ({"baseline": baseline} if baseline != best else {})
+    differs = result.baseline.plan != result.best.plan
+    trials = {"best": result.best} | ({"baseline": result.baseline} if differs else {})
     space = result.spec.space
     resolved = {
-        key: resolve(plan, space, prober.strategies)
-        for key, plan in plans.items()
-        if not space.is_costly(plan.settings)
+        key: resolve(trial.plan, space, prober.strategies)
+        for key, trial in trials.items()
+        if not space.is_costly(trial.plan.settings)
     }
-    trials = {"best": result.best, "baseline": result.baseline}
     seconds = {key: trial.measurement.step_time_s or 0.0 for key, trial in trials.items()}
-    left_out = {key: {"why_not": _COSTLY_TO_WATCH} for key in plans if key not in resolved}
+    left_out = {key: {"why_not": _COSTLY_TO_WATCH} for key in trials if key not in resolved}
     try:
         found = prober.run(partial(memory_use_of, plans=resolved, step_seconds=seconds))
         return {**found, **left_out}
