@@ -17,11 +17,12 @@ cuDNN's buffers or add gradients in place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def fake_cuda(
 ) -> Iterator[None]:
     """Make torch behave as if this GPU were there; put everything back at the end.
 
-    Tensor functions are translated on this thread alone; `torch.cuda` is patched in the whole
-    process, so only one may be active at a time.
+    Functions answer so on this thread alone, and to nobody afterwards who kept one of them. Only
+    one may be active at a time, since classes such as `torch.cuda.Stream` are replaced for all.
 
     Args:
         gpu: the GPU.
@@ -182,11 +183,29 @@ def _place(value: Any) -> Any:
 @contextmanager
 def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(target, name)
-    setattr(target, name, value)
+    active = {threading.get_ident()}
+    setattr(target, name, _for_threads(active, value, before) if callable(before) else value)
     try:
         yield
     finally:
+        active.clear()
         setattr(target, name, before)
+
+
+def _for_threads(active: Collection[int], value: Any, before: Any) -> Any:
+    """Return a function that is `value` on the threads that are active now, and else `before`.
+
+    A module that is imported meanwhile may keep it, and other threads may call it. A class stays
+    itself: code that is imported now may subclass it.
+    """
+    if not isinstance(value, FunctionType) or isinstance(before, type):
+        return value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = value if threading.get_ident() in active else before
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _answer(value: Any) -> Callable[..., Any]:
