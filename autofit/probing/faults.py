@@ -35,7 +35,8 @@ class Fault:
         type_names: qualified names of the deciding exception's classes, the exception's own first.
         message: its text, cut to 4 kB.
         error_code: its `error_code` (cudaError_t), where it has one.
-        otherwise: the outcome where device memory was not short; None: the same. See `settle`.
+        otherwise: the outcome where device memory was not short; None: the same. Some
+            messages (cuBLAS, cuDNN, graph capture) mean a lack of memory only where it was.
         kills_context: the worker must be replaced, whatever a health check says.
         is_consequence: see `Row.is_consequence`.
     """
@@ -54,6 +55,10 @@ class Fault:
         """One line for a report: the kind, then the type and first line of the exception."""
         line = f"{self.type_names[0]}: {_first_line(self.message)}".rstrip(": ")
         return f"{self.kind} ({line})"
+
+    def outcome_where(self, *, memory_was_short: bool) -> Outcome:
+        """Return the outcome, knowing whether device memory was short when it happened."""
+        return self.outcome if memory_was_short else self.otherwise or self.outcome
 
     @property
     def requested_bytes(self) -> int | None:
@@ -80,23 +85,6 @@ def fault_of(exception: BaseException) -> Fault:
         kills_context=any(row.kills_context for row in rows),
         is_consequence=row.is_consequence,
     )
-
-
-def settle(fault: Fault, *, healthy: bool, memory_was_short: bool | None = None) -> Fault:
-    """Return the fault as corrected by readings of the device after it.
-
-    Args:
-        fault: from `fault_of`.
-        healthy: whether the device passed a computation and a synchronization afterwards.
-        memory_was_short: whether the device was nearly full, or the allocator had flushed its
-            cache, when it happened; None: unknown. Some messages (cuBLAS, cuDNN, graph capture)
-            mean a lack of memory only then.
-    """
-    if not healthy:
-        return replace(fault, outcome=Outcome.POISONED, otherwise=None, kills_context=True)
-    if fault.otherwise is not None and memory_was_short is False:
-        return replace(fault, outcome=fault.otherwise, otherwise=None)
-    return fault
 
 
 def _row_of(link: BaseException) -> Row:

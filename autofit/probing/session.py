@@ -26,7 +26,6 @@ from autofit.probing.faults import (
     is_explained,
     memory_was_short,
     only_libraries_went_over,
-    settle,
     spilled,
 )
 from autofit.probing.measure import measure
@@ -97,9 +96,9 @@ class Session:
     def probe(self, request: ProbeRequest) -> Reply:
         """Run one plan once; every way in which it can end is a reply."""
         self.builder.reclaim_or_not()
-        if (broken := self._health_fault()) is not None:
-            measurement = Measurement(broken.outcome, broken.detail)
-            return Reply(measurement, spent=True, device_fault=broken.detail)
+        if (broken := self.device_fault()) is not None:
+            measurement = Measurement(Outcome.POISONED, broken)
+            return Reply(measurement, spent=True, device_fault=broken)
         budget = request.vram_budget_bytes
         assert budget is not None  # the prober fills it in
         before, foreign_before = self._device.read(), _unless_dead(self._device.foreign_bytes)
@@ -124,9 +123,14 @@ class Session:
         return reply
 
     def device_fault(self) -> str | None:
-        """Return how the device fails at a small computation now; None: it works."""
-        broken = self._health_fault()
-        return None if broken is None else broken.detail
+        """Return how the device fails at a small computation now; None: it works, or is full."""
+        try:
+            self._device.check_health()
+        except Exception as error:
+            fault = fault_of(error)
+            is_full = fault.outcome is Outcome.OOM and not fault.kills_context
+            return None if is_full else fault.detail
+        return None
 
     def _judged(
         self,
@@ -142,8 +146,8 @@ class Session:
         unexplained = False
         if fault is not None:
             measured, unexplained = self._after_fault(fault, before, budget, available)
-        elif (broken := self._health_fault()) is not None:
-            measured = Measurement(broken.outcome, broken.detail)
+        elif (broken := self.device_fault()) is not None:
+            measured = Measurement(Outcome.POISONED, broken)
         assert measured is not None  # a probe without a fault measured something
         moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
         crowded = unexplained and available < budget
@@ -162,23 +166,22 @@ class Session:
         self, fault: Fault, before: MemoryReading, budget: int, available_bytes: int
     ) -> tuple[Measurement, bool]:
         """Return what a fault means now that the device can be read, and if it is unexplained."""
-        if self._health_fault() is not None:
-            settled = settle(fault, healthy=False)
-            return Measurement(settled.outcome, settled.detail), False
+        if self.device_fault() is not None:
+            return Measurement(Outcome.POISONED, fault.detail), False
         after = self._device.read()
         short = memory_was_short(
             before, after, vram_budget_bytes=budget, available_bytes=available_bytes
         )
-        settled = settle(fault, healthy=True, memory_was_short=short)
+        outcome = fault.outcome_where(memory_was_short=short)
         measurement = Measurement(
-            settled.outcome,
-            settled.detail,
+            outcome,
+            fault.detail,
             peak_allocated_bytes=after.peak_allocated_bytes,
             peak_reserved_bytes=after.peak_reserved_bytes,
             non_torch_bytes=after.non_torch_bytes,
         )
         explained = is_explained(fault, after, vram_budget_bytes=budget)
-        return measurement, settled.outcome is Outcome.OOM and not explained
+        return measurement, outcome is Outcome.OOM and not explained
 
     def _retained(self, before: MemoryReading) -> int:
         """Return the bytes that outlived the probe; 0 where a dead device cannot be read."""
@@ -192,16 +195,6 @@ class Session:
         except Exception:
             return False
         return True
-
-    def _health_fault(self) -> Fault | None:
-        """Return how the device fails at a small computation; out of memory is not a failure."""
-        try:
-            self._device.check_health()
-        except Exception as error:
-            fault = fault_of(error)
-            answers = fault.outcome is Outcome.OOM and not fault.kills_context
-            return None if answers else replace(fault, outcome=Outcome.POISONED, kills_context=True)
-        return None
 
 
 def _unless_dead(read: Callable[[], _Read]) -> _Read | None:

@@ -59,7 +59,9 @@ class PlannerSampler(BaseSampler):
 
 
 def _decided(study: Study) -> Plan:
-    posterior = Posterior(trial_codec.spec_of(study), trial_codec.trials_of(study))
+    compared_from = study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
+    trials = trial_codec.trials_in(study.get_trials(deepcopy=False), compared_from)
+    posterior = Posterior(trial_codec.spec_of(study), trials)
     decided = planner.decide(posterior, may_repeat=False)
     if isinstance(decided, Plan):
         return decided

@@ -91,11 +91,6 @@ def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
     return _value_and_state(_trial(0, unfinished.user_attrs[_RECORD]))
 
 
-def trials_of(study: optuna.Study) -> tuple[Trial, ...]:
-    """Return the trials of a study; see `trials_in`."""
-    return trials_in(study.get_trials(deepcopy=False), study.user_attrs.get(COMPARED_FROM, 0))
-
-
 def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial, ...]:
     """Return the recorded trials in order, with Optuna's numbers; lost ones leave gaps.
 

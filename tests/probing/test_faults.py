@@ -18,7 +18,6 @@ from autofit.probing.faults import (
     has_moved,
     is_explained,
     memory_was_short,
-    settle,
     spilled,
 )
 from autofit.units import GIB, MIB
@@ -416,29 +415,22 @@ CUBLAS = KNOWN["cuBLAS"][1]
 
 
 @pytest.mark.parametrize(
-    ("error", "healthy", "memory_was_short", "outcome"),
+    ("error", "memory_was_short", "outcome"),
     [
-        (KNOWN["caching allocator"][1], True, False, Outcome.OOM),
-        (KNOWN["caching allocator"][1], False, True, Outcome.POISONED),
-        (CUBLAS, True, True, Outcome.OOM),
-        (CUBLAS, True, None, Outcome.OOM),
-        (CUBLAS, True, False, Outcome.SIZE_LIMIT),
-        (CUBLAS, False, False, Outcome.POISONED),
-        (KNOWN["cuBLAS runs"][1], True, True, Outcome.OOM),
-        (KNOWN["cuBLAS runs"][1], True, False, Outcome.USER_ERROR),
-        (KNOWN["cuBLAS runs"][1], False, False, Outcome.POISONED),
-        (KNOWN["graph capture"][1], True, False, Outcome.UNSUPPORTED),
-        (KNOWN["assert code"][1], True, False, Outcome.POISONED),
-        (ValueError("bug"), True, True, Outcome.USER_ERROR),
-        (ValueError("bug"), False, True, Outcome.POISONED),
+        (KNOWN["caching allocator"][1], False, Outcome.OOM),
+        (CUBLAS, True, Outcome.OOM),
+        (CUBLAS, False, Outcome.SIZE_LIMIT),
+        (KNOWN["cuBLAS runs"][1], True, Outcome.OOM),
+        (KNOWN["cuBLAS runs"][1], False, Outcome.USER_ERROR),
+        (KNOWN["graph capture"][1], False, Outcome.UNSUPPORTED),
+        (KNOWN["assert code"][1], False, Outcome.POISONED),
+        (ValueError("bug"), True, Outcome.USER_ERROR),
     ],
 )
 def test_settles_what_the_text_left_open(
-    error: Exception, healthy: bool, memory_was_short: bool | None, outcome: Outcome
+    error: Exception, memory_was_short: bool, outcome: Outcome
 ) -> None:
-    settled = settle(fault_of(error), healthy=healthy, memory_was_short=memory_was_short)
-    assert settled.outcome is outcome
-    assert settled.kills_context or healthy
+    assert fault_of(error).outcome_where(memory_was_short=memory_was_short) is outcome
 
 
 def test_every_row_is_hit_by_a_case() -> None:
