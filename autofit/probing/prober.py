@@ -123,8 +123,8 @@ class SupportsProbing(Protocol):
             SearchTimedOut: the request's `seconds_left` ended first, which is not the plan's fault.
         """
 
-    def renew(self) -> bool:
-        """Have the next probe run in a fresh worker; return whether there are workers."""
+    def renew(self) -> None:
+        """Have the next probe run in a fresh worker, where there are workers."""
 
 
 @dataclass(frozen=True)
@@ -381,10 +381,9 @@ class Prober(AbstractContextManager["Prober"]):
             "labels, and one training step on the CPU shows where"
         ) from reply.exception_to_raise()
 
-    def renew(self) -> bool:
-        """Have the next request answered by a fresh worker; return whether there are workers."""
+    def renew(self) -> None:
+        """Have the next request answered by a fresh worker, where there are workers."""
         self._channel.drop()
-        return self._channel.is_replaceable
 
     @contextmanager
     def environment(self, variables: Mapping[str, str]) -> Iterator[None]:

@@ -118,10 +118,9 @@ class SimulatedProber:
             micro_batches_run=run if request.full_accumulation else min(2, run),
         )
 
-    def renew(self) -> bool:
+    def renew(self) -> None:
         """Count the request in `renewals`; there are workers, which take no time to start."""
         self.renewals += 1
-        return True
 
     def close(self) -> None:
         """Refuse any later probe."""

@@ -122,9 +122,9 @@ class _Timed:
         self.now += started + seconds
         return ProbeResult(replace(measured, seconds=seconds))
 
-    def renew(self) -> bool:
+    def renew(self) -> None:
         self._is_fresh = False
-        return self.inner.renew()
+        self.inner.renew()
 
 
 _DEATHS = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.HOST_OOM, Outcome.POISONED)
@@ -327,8 +327,8 @@ class _Interrupting:
         result: ProbeResult = self._inner.probe(request)
         return result
 
-    def renew(self) -> bool:
-        return True
+    def renew(self) -> None:
+        """Do nothing: every probe of it runs afresh."""
 
 
 def test_an_interrupted_search_returns_the_best_unconfirmed_trial(
