@@ -89,7 +89,7 @@ def applied(
     lines = [
         f"gradient_accumulation_steps={steps} (was {before})",
         f"micro-batches have {division.plan.micro_batch} samples: give the DataLoader that "
-        "batch_size",
+        "batch_size" + ", and drop_last=True: a shorter one would count as much" * (steps > 1),
         *division.lines("an Accelerator"),
     ]
     with ExitStack() as stack:

@@ -23,6 +23,7 @@ from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.parts import terms_of
 from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy
+from autofit.training.batch import Samples, batch_size, describe
 from autofit.training.forward_contexts import ForwardContext, ForwardContexts
 
 
@@ -35,18 +36,26 @@ class Division:
         arguments: standard term -> value, which the stack is given.
         rest: what is applied to model and optimizer.
         plain: every setting at its first value.
+        batched: names of the tensors of a batch that hold samples; empty: the report has none.
     """
 
     plan: Plan
     arguments: Mapping[str, Scalar]
     rest: ResolvedPlan
     plain: Mapping[str, Scalar]
+    batched: frozenset[str] = frozenset()
 
     @property
     def terms_of_rest(self) -> frozenset[str]:
         """The standard terms of what is applied to model and optimizer."""
         parts = (terms_of(strategy, own) for strategy, own, _ in self.rest.by_strategy())
         return frozenset(term for terms in parts for term in terms)
+
+    def samples_in(self, batch: Any) -> int:
+        """Return the samples of a batch, in the tensors that the search found to hold some."""
+        if self.batched:
+            return Samples(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
+        return batch_size(batch)
 
     def lines(self, stack: str) -> list[str]:
         """Say which settings are applied to the model, as this stack has no argument for them."""
@@ -87,7 +96,8 @@ def divide(
             arguments |= terms
         else:
             rest.append(strategy)
-    return Division(plan, arguments, replace(resolved, strategies=rest), plain)
+    batched = frozenset(record.workload.get("batched") or ())
+    return Division(plan, arguments, replace(resolved, strategies=rest), plain, batched)
 
 
 def check_even(plan: Plan) -> None:

@@ -312,9 +312,16 @@ def _callback(division: Division) -> Any:
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
-            found, meant = batch_size(batch), division.plan.micro_batch
+            found, meant = division.samples_in(batch), division.plan.micro_batch
+            steps = division.plan.accumulation_steps
+            if 0 < found < meant and batch_idx > 0 and steps > 1:
+                warnings.warn(
+                    f"a micro-batch of {found} samples counts as much as one of {meant}, since a "
+                    "Trainer takes the mean of its micro-batches' losses: give the DataLoader "
+                    "drop_last=True, or train by report.apply(model, optimizer)",
+                    stacklevel=2,
+                )
             if batch_idx == 0 and found != meant:
-                steps = division.plan.accumulation_steps
                 warnings.warn(
                     f"the training loader makes micro-batches of {found} samples and the plan has "
                     f"{meant}, so an optimizer step has {steps * found} samples instead of "
