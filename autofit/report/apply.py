@@ -85,6 +85,7 @@ def apply(
             weighs_samples=recipe.loss_weight is None
             and recipe.train_step is None
             and not record.workload.get("allow_resplit"),
+            keeps_split=record.workload.get("may_resplit") is False,
         ),
         world=world,
     )

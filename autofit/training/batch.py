@@ -263,12 +263,19 @@ class BatchWatch:
         sample_shapes: of the sample batch of the search, as `describe` returns them.
         weighs_samples: whether micro-batches are weighted by their samples, and the user has not
             allowed that where it differs from the whole batch.
+        keeps_split: whether more micro-batches than the plan's would change the gradients.
     """
 
     def __init__(
-        self, plan: Plan, sample_shapes: Mapping[str, str], *, weighs_samples: bool = False
+        self,
+        plan: Plan,
+        sample_shapes: Mapping[str, str],
+        *,
+        weighs_samples: bool = False,
+        keeps_split: bool = False,
     ) -> None:
         self._plan, self._sample_shapes = plan, sample_shapes
+        self._keeps_split = keeps_split
         self._looks_left = _MOST_LOOKED_INTO if weighs_samples else 0
         self._looked: set[tuple[torch.Size, ...]] = set()
         self._warned: set[str] = set()
@@ -286,7 +293,17 @@ class BatchWatch:
             stacklevel: of the line that the warning names.
             gathered: numbers of this rank -> those of every rank, each of which looks as often;
                 None: this device trains alone.
+
+        Raises:
+            InvalidRequest: it would be split into more micro-batches, which changes the gradients.
         """
+        steps = steps_for(samples, self._plan.micro_batch)
+        if self._keeps_split and steps > self._plan.accumulation_steps:
+            raise InvalidRequest(
+                f"{self._about_size(samples)}; the search split no batch, since that changes this "
+                "model's gradients or could not be compared: give batches of that size, or search "
+                "again with allow_resplit=True"
+            )
         if self._looks_left and (unequal := self._ignored_unequally(batch, samples, gathered)):
             self._looks_left = 0
             self._warn("ignored", unequal, stacklevel + 1)
