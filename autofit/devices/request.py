@@ -85,7 +85,7 @@ def device_names(device: Any) -> list[str | None]:
     names = [None if name is None else str(name) for name in given]
     if not names:
         raise InvalidRequest(
-            "device names no device: give at least one, and there must be GPUs for all"
+            "device names no device: give one such as cpu; all is every GPU that torch sees here"
         )
     if len(names) > 1:
         _check_several(names)
