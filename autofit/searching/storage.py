@@ -135,8 +135,11 @@ def _opening(name: str) -> Iterator[None]:
         StorageInternalError,
         sqlalchemy.exc.SQLAlchemyError,
     ) as error:
+        cause = cause_of(error)
+        if isinstance(error, sqlalchemy.exc.ArgumentError):  # SQLAlchemy 2.0.0 repeats the URL
+            cause = "it is no URL that SQLAlchemy can parse"
         # Not "from error": a driver's own words, and its arguments, may hold the password.
-        raise StudyRefused(f"cannot open the study {name}: {cause_of(error)}") from None
+        raise StudyRefused(f"cannot open the study {name}: {cause}") from None
     finally:
         optuna.logging.set_verbosity(verbosity)
 
