@@ -10,7 +10,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from autofit.searching.claim import Claim
 
 _STUDY_NAME = "autofit"
-_SECRET_OPTION = r"(?i)([?&][^=&]*(?:password|passwd|pwd|secret|token)[^=&]*=)[^&]*"
 _STALE_LOCK_S = 3  # a write takes milliseconds: an older lock was left by a killed process
 _TABLES_TRIES, _TABLES_PAUSE_S = 3, 0.2
 
@@ -54,12 +52,13 @@ def name_of(study: str | os.PathLike[str] | None) -> str:
     if study is None:
         return "in memory"
     given = os.fspath(study)
-    try:
-        shown = sqlalchemy.make_url(given).render_as_string(hide_password=True)
-    except (sqlalchemy.exc.ArgumentError, ValueError):  # a path, or a mistyped URL
-        scheme, colon, rest = given.partition(":")
-        shown = f"{scheme}:***@{rest.rpartition('@')[2]}" if colon and "@" in rest else given
-    return re.sub(_SECRET_OPTION, r"\1***", shown)
+    scheme, colon, rest = given.partition(":")
+    hidden, at, place = rest.rpartition("@")  # the last one: a password may contain another
+    if not colon or not (at or "://" in given):
+        return given
+    if "?" in hidden:  # of the password or of an option: what follows may be the rest of a secret
+        return f"{scheme}:***"
+    return f"{scheme}:{'***@' if at else ''}{place.partition('?')[0]}"
 
 
 def check_opens(study: str | os.PathLike[str]) -> None:
@@ -145,6 +144,8 @@ def _opening(name: str) -> Iterator[None]:
 
 
 def _database(url: str) -> RDBStorage:
+    if sqlalchemy.make_url(url).host and url.count("@") > 1:  # a driver would name half a password
+        raise StudyRefused(f"cannot open the study {name_of(url)}: an @ within it is written %40")
     # Of two processes that create the tables at once, one fails, and finds them created.
     for _ in range(_TABLES_TRIES):
         with suppress(sqlalchemy.exc.DatabaseError):

@@ -23,6 +23,13 @@ URLS = [
     f"postgresql+psycopg://127.0.0.1:9/studies?user=alice&password={SECRET}",
     f"postgresql+psycopg//:alice:{SECRET}@127.0.0.1://x",
     f"postgresql:/alice:{SECRET}@127.0.0.1/studies",
+    f"postgresql+psycopg://alice:an@{SECRET}@127.0.0.1:9/studies",
+    f"postgresql+psycopg://alice:an@d/{SECRET}@127.0.0.1:9/studies",
+    f"mssql+pyodbc://127.0.0.1/studies?odbc_connect=DRIVER%3Dx%3BPWD%3D{SECRET}",
+]
+SPLIT = [  # nothing after the first mark can be told from a secret
+    f"postgresql://127.0.0.1/studies?password=an@{SECRET}",
+    f"postgresql://alice:a?@{SECRET}@127.0.0.1/studies",
 ]
 
 
@@ -33,7 +40,7 @@ class Untouched(nn.Module):
         raise AssertionError("the model was built before the study was opened")
 
 
-@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("url", URLS + SPLIT)
 def test_a_study_that_cannot_be_opened_is_refused_early_and_without_its_password(url: str) -> None:
     workload = Workload(Untouched, torch.randn(4, 8))
     with pytest.raises(StudyRefused) as refused:
@@ -45,3 +52,13 @@ def test_a_study_that_cannot_be_opened_is_refused_early_and_without_its_password
 def test_a_study_is_named_without_its_password(url: str) -> None:
     assert SECRET not in name_of(url)
     assert "127.0.0.1" in name_of(url)
+
+
+@pytest.mark.parametrize("url", SPLIT)
+def test_where_a_secret_may_end_anywhere_its_driver_alone_is_named(url: str) -> None:
+    assert name_of(url) == "postgresql:***"
+
+
+@pytest.mark.parametrize("path", ["a@b/search.log", "C:/search?.log", "sqlite:///search.db"])
+def test_what_has_no_secret_is_named_in_full(path: str) -> None:
+    assert name_of(path) == path
