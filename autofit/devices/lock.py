@@ -89,12 +89,13 @@ def _open(path: Path) -> int:
             continue
         except OSError as error:
             raise _unusable(path, error.strerror) from error
-        if stat.S_ISREG(os.fstat(file).st_mode):
+        found = os.fstat(file)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink < 2:  # else it is a file of that user's
             with suppress(PermissionError):  # another user's
                 os.fchmod(file, 0o644)  # whatever the umask: else a kill locks all others out
             return file
         os.close(file)
-        raise _unusable(path, "not a regular file")
+        raise _unusable(path, "not a regular file of its own")
 
 
 def _unusable(path: Path, why: str | None) -> DeviceUnavailable:

@@ -139,6 +139,23 @@ def test_what_is_no_file_at_its_place_is_refused(key: str, kind: str, tmp_path: 
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_file_of_the_users_that_is_linked_there_is_left_alone(key: str, tmp_path: Path) -> None:
+    """Anybody may write into /tmp: the link would have the file emptied and made public."""
+    if os.stat("/tmp").st_dev != tmp_path.stat().st_dev:
+        pytest.skip("a hard link does not lead to another file system")
+    private = tmp_path / "private"
+    private.write_text("words")
+    private.chmod(0o600)
+    os.link(private, _path(key))
+    try:
+        with pytest.raises(DeviceUnavailable, match=str(_path(key))):
+            DeviceLock(key)
+    finally:
+        _path(key).unlink()
+    assert private.read_text() == "words"
+    assert private.stat().st_mode & 0o777 == 0o600
+
+
 def test_what_another_user_wrote_into_the_file_reaches_no_terminal(key: str) -> None:
     lock = DeviceLock(key)
     _path(key).write_text("\x1b]0;a title\x07 process 1")
