@@ -12,6 +12,7 @@ collective can be freed otherwise. So no backend's way of giving up is relied on
 from __future__ import annotations
 
 import queue
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -137,7 +138,11 @@ class RankChannel:
                     workload, strategies, device=name, seed=seed, world=world, threads=threads
                 )
                 self._channels.append(channel)
-            self._store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+            with socket.create_server((_HOST, 0)) as server:  # torch's own listens to all the world
+                port, listening = server.getsockname()[1], server.detach()
+            self._store = TCPStore(
+                _HOST, port, None, True, wait_for_workers=False, master_listen_fd=listening
+            )
         except BaseException:
             self.close()
             raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from benchmarks import rank_faults
 
 pytestmark = pytest.mark.slow
 
+LISTENS = "0A"  # a state in the tables of /proc/net
 IGNORED, VOCABULARY, LENGTH = -100, 50, 7
 UNITS = {"parallel.mode": {"modules": ["blocks.0", "blocks.1"]}}
 
@@ -124,6 +127,17 @@ def test_gradients_of_ranks_are_those_of_one_process(
         found = weighted.run(call)
         assert found.gradient <= 1e-12
         assert found.loss <= 1e-12
+
+
+def test_nothing_of_the_ranks_listens_to_other_machines(weighted: Prober) -> None:
+    """Who reaches their store could end them, or join in their place."""
+    weighted.run(partial(of_ranks, mode="ddp"))
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    tables = (Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
+    sockets = [line.split() for table in tables for line in table]
+    heard = {at[1].partition(":")[0] for at in sockets if at[3] == LISTENS and at[9] in own}
+    assert heard == {"0100007F"}  # 127.0.0.1
 
 
 def test_a_mean_of_means_is_found(weighted: Prober) -> None:
