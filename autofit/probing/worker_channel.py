@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from autofit.errors import SearchTimedOut, WorkerFailed, mark_users
+from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
@@ -129,6 +129,8 @@ class WorkerChannel:
                 error = exception_from_dict(opened["exception"])
                 if isinstance(error, SystemExit):  # of the user's code that unpickling runs
                     mark_users(error)
+                if isinstance(error, InvalidRequest) and self._device is not None:
+                    raise WorkerFailed(f"{error}: it could be read before") from error
                 fault = fault_of(error)
                 raise _full(fault.detail) if fault.outcome is Outcome.OOM else error
             self._device = DeviceFacts(**opened["device"])

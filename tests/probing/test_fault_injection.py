@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib
 import multiprocessing
 import os
 import resource
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,3 +314,30 @@ def test_a_search_over_a_model_that_kills_its_worker_ends_with_a_plan() -> None:
     assert report.best.measurement.ok
     assert report.best.plan.micro_batch <= 16
     assert outcomes == {Outcome.OK, Outcome.CRASHED}
+
+
+VANISHING = """
+import os, signal, torch
+from pathlib import Path
+
+class Vanishing(torch.nn.Linear):
+    def forward(self, input):
+        if len(input) > 4:
+            Path(__file__).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(input)
+"""
+
+
+def test_a_file_of_the_users_that_goes_amid_a_search_loses_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another branch is checked out, say: a new worker cannot import what the first one could."""
+    (tmp_path / "vanishing.py").write_text(VANISHING)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("vanishing").Vanishing(16, 16)
+    report = autofit.search(
+        model, torch.ones(4, 16), device="cpu", vram_budget="8MiB", strategies=[], max_probes=6
+    )
+    assert report.best.plan.micro_batch <= 4
+    assert "No module named 'vanishing'" in report.record.search.stopped_because
