@@ -42,10 +42,14 @@ from autofit.probing.serialization import Payload, nameless_file, read_payload, 
 from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel, path_of
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
+from autofit.units import kind_of
 
 IDLE_S = 60.0
 """A worker in an executor's process ends so long after its last request: a search that was killed
 leaves nothing behind for longer, and choosing a plan takes less."""
+
+_SLACK_S = 5.0
+"""After the end of the search, for a process to say by itself that its time was over."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class ExecutorChannel:
 
     def close(self) -> None:
         """Ask for an end of a worker that waits; others end by themselves."""
-        with suppress(RuntimeError):  # the executor was shut down, or is broken
+        with suppress(Exception):  # the executor was shut down, or is broken
             self._executor.submit(end, self._key)
 
     def _ask(self, message: Mapping[str, Any] | None, deadline: Deadline) -> dict[str, Any]:
@@ -162,10 +166,10 @@ class ExecutorChannel:
         )
         self._is_dropped = False
         try:
-            answer = self._answer(asked)
+            answer = self._answer(asked, deadline)
         except _Gone:
             try:
-                answer = self._answer(asked)
+                answer = self._answer(asked, deadline)
             except _Gone as gone:
                 words = f"what ran it went away, twice: {gone}"
                 raise NoReply(Outcome.CRASHED, words) from None
@@ -177,20 +181,30 @@ class ExecutorChannel:
             raise exception_from_dict(answer["raised"])
         return answer
 
-    def _answer(self, asked: _Asked) -> dict[str, Any]:
-        answer = self._submitted(None, asked) or self._submitted(self._opening, asked)
-        assert answer is not None  # only who lacks the workload says nothing
+    def _answer(self, asked: _Asked, deadline: Deadline) -> dict[str, Any]:
+        answer = self._submitted(None, asked, deadline)
+        if answer is None:  # the process lacks the workload
+            answer = self._submitted(self._opening, asked, deadline)
+        if not isinstance(answer, dict):
+            raise WorkerFailed(
+                f"the executor gave {kind_of(answer)} for what the function returns that it was "
+                "given: see docs/distributed.md for what it must do"
+            )
         return answer
 
-    def _submitted(self, opening: _Opening | None, asked: _Asked) -> dict[str, Any] | None:
+    def _submitted(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
+        """Return what a process answers; it may wait in a queue as long as the search lasts."""
         try:
             self._asked = self._executor.submit(serve, self._key, opening, asked)
-        except RuntimeError as error:
+        except Exception as error:  # each executor has errors of its own, as below
             raise WorkerFailed(f"the executor takes no more probes: {error}") from error
+        seconds = deadline.ends_at + _SLACK_S - time.monotonic()
         try:
-            answer: dict[str, Any] | None = self._asked.result()
-            return answer
-        except Exception as error:  # each executor has errors of its own for a lost process
+            return self._asked.result(seconds if math.isfinite(seconds) else None)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and not self._asked.done():
+                self._asked.cancel()
+                raise SearchTimedOut("the time of the search is over") from None
             raise _Gone(f"{type(error).__name__}: {error}") from error
         finally:
             self._asked = None

@@ -41,7 +41,8 @@ class SearchOptions:
                 f"workers={self.workers} is how many plans an executor runs at once: give "
                 "executor= too, or several devices"
             )
-        if executor is not None and not callable(getattr(executor, "submit", None)):
+        takes_jobs = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
+        if executor is not None and not takes_jobs:
             raise InvalidRequest(
                 f"executor must be a concurrent.futures.Executor, got {executor!r}"
             )

@@ -168,7 +168,9 @@ def search(
         effort=effort,
         profile=profile,
     )
-    options = options or SearchOptions()
+    options = SearchOptions() if options is None else options
+    if not isinstance(options, SearchOptions):
+        raise InvalidRequest(f"options must be autofit.SearchOptions(...), got {options!r}")
     level, size = numerics_level(numerics), ranks_meant(options.ranks)
     chosen = load_strategies(strategies, numerics=level, world_size=size)
     workload = _workload(

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 import autofit
 from autofit.devices.request import device_names
-from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed
 from autofit.searching.events import StageStarted
 from autofit.searching.options import SearchOptions
 
@@ -79,6 +79,10 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
         SearchOptions(workers=2)
     with pytest.raises(InvalidRequest, match=r"must be a concurrent\.futures\.Executor"):
         SearchOptions(executor=3)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(InvalidRequest, match=r"must be a concurrent\.futures\.Executor"):
+        SearchOptions(executor=ProcessPoolExecutor)  # type: ignore[arg-type]  # likewise
+    with pytest.raises(InvalidRequest, match=r"SearchOptions.*'ranks': 2"):
+        searched(device="cpu", options={"ranks": 2})
     with pytest.raises(InvalidRequest, match="workers"):
         SearchOptions(workers=0)
 
@@ -156,6 +160,34 @@ def test_an_executor_that_is_shut_down_ends_the_search_in_words() -> None:
         pass
     with pytest.raises(WorkerFailed, match="takes no more probes"):
         searched(device="cpu", options=autofit.SearchOptions(executor=executor))
+
+
+class _Answering(Executor):
+    """An executor that runs nothing: it raises, or gives an answer of its own, or none."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is not None:
+            future.set_result(self.answer)
+        return future
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [("an answer", "str.*distributed"), (KeyError("full"), "full")]
+)
+def test_an_executor_that_runs_nothing_is_named(answer: Any, words: str) -> None:
+    with pytest.raises(WorkerFailed, match=words):
+        searched(device="cpu", options=autofit.SearchOptions(executor=_Answering(answer)))
+
+
+def test_an_executor_that_never_answers_is_ended_by_the_timeout() -> None:
+    with pytest.raises(SearchTimedOut):
+        searched(device="cpu", timeout=1, options=autofit.SearchOptions(executor=_Answering()))
 
 
 @pytest.mark.slow
