@@ -1,30 +1,38 @@
 """Text of a file that may be anybody's: what may become code, and what may reach a terminal.
 
-A report is data, from a colleague or a CI job. Strategies write code from settings and payloads, so
-these must be words that mean nothing else in Python. All other text is only shown.
+A report or a study is data, from a colleague or a CI job. Strategies write code from settings and
+payloads, so these must be words that mean nothing else in Python. All other text is only shown.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from autofit.errors import InvalidRequest
 
 _WORD = re.compile(r"[\w.+-]*")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but newlines and tabs
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""What moves a cursor or turns the direction of writing; not newlines and tabs."""
+_COLOR = re.compile(r"(\x1b\[[\d;]*m)")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula (OWASP, CSV Injection)."""
 
 
-def check_plain(report: Mapping[str, Any]) -> None:
-    """Refuse a report in which a name or value that strategies write into code is no word.
+def check_plain(dimensions: Mapping[str, Any], settings: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a name or value that strategies write into code and that is no word.
+
+    Args:
+        dimensions: setting -> a dimension as JSON.
+        settings: of plans.
 
     Raises:
         InvalidRequest: one is not made of letters, digits, "_", ".", "+" and "-" alone.
     """
-    for text in _written_into_code(report):
+    values = [(*each["values"], *each.get("payloads", ())) for each in dimensions.values()]
+    for text in _bare([*dimensions, *chain(*values), *settings]):
         if not _WORD.fullmatch(text):
             raise InvalidRequest(
                 f"{_shown(text)[:80]!r} is no name or value of a setting, which have letters, "
@@ -46,27 +54,23 @@ def in_a_table(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
+def for_terminal(text: str) -> str:
+    """Return a text that may move no cursor and set no title, but may have colours."""
+    parts = _COLOR.split(text)
+    return "".join(part if _COLOR.match(part) else _shown(part) for part in parts)
+
+
 def _shown(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def _written_into_code(report: Mapping[str, Any]) -> Iterator[str]:
-    for name, dimension in report["dimensions"].items():
-        yield name
-        for value in (*dimension["values"], *dimension.get("payloads", ())):
-            yield from _bare(value)
-    for trial in report["trials"]:
-        yield from _bare(trial["plan"]["settings"])
-
-
-def _bare(value: Any) -> Iterator[str]:
-    """Yield the texts of a value but for those in lists, such as names of modules.
+def _bare(values: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts among values and in mappings, but not in lists, such as names of modules.
 
     A list is written as Python writes it, with its texts in quotes.
     """
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield name
-            yield from _bare(each)
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _bare(chain(*value.items()))

@@ -404,7 +404,7 @@ class Record:
             )
         try:
             check_shape(data, _REPORT, "the report")
-            check_plain(data)
+            check_plain(data["dimensions"], (t["plan"]["settings"] for t in data["trials"]))
             data = without_controls(data)
             for use in data.get("memory", {}).values():
                 _check_memory_use(use)

@@ -22,6 +22,7 @@ import sqlalchemy.exc
 from optuna.exceptions import DuplicatedStudyError, StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.study import StudyDirection
 
 from autofit.errors import InvalidRequest, StudyRefused
 
@@ -101,6 +102,8 @@ def open_study(
             study_name=_STUDY_NAME, storage=storage, direction="maximize", load_if_exists=True
         )
         opened = AskTellStudy(_STUDY_NAME, storage)
+        if opened.directions != [StudyDirection.MAXIMIZE]:
+            raise StudyRefused(f"{name} holds a study {_STUDY_NAME!r} of another program's")
         if not isinstance(storage, RDBStorage):
             return opened, None
         from autofit.searching.claim import Claim  # a database alone needs it

@@ -24,6 +24,7 @@ from autofit.errors import StudyRefused
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
 from autofit.planning.search_spec import EFFORT, Effort, SearchSpec
+from autofit.report.plain import without_controls
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.storage import (
@@ -78,11 +79,13 @@ class Store:
         self._claim, self._held = claim, held
         self._began = time.monotonic() if began is None else began
         with replaying(name):
-            attrs = study.user_attrs
+            attrs, trials = study.user_attrs, study.get_trials(deepcopy=False)
         with decoding(name):
             self._earlier_seconds: list[float] = attrs.get(_SESSIONS, [])
             check_shape(self._earlier_seconds, [NUMBER], "the earlier searches' seconds")
             self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in attrs else None
+            if self.spec is not None:  # the file may be anybody's
+                trial_codec.check_words(self.spec, trials)
 
     @classmethod
     def open(
@@ -158,7 +161,7 @@ class Store:
             check_shape(at, EFFORT, "the earlier search's effort")
             check_shape(reason, Maybe(TEXT), "the earlier search's end")
         is_enough = self.spec is None or Effort(at).covers(self.spec.effort)
-        return reason if is_enough else None
+        return without_controls(reason) if is_enough else None
 
     def compare_anew(self, trials: tuple[Trial, ...]) -> tuple[Trial, ...]:
         """Take the trials of an earlier final comparison for those of the search; return all.

@@ -27,6 +27,7 @@ from autofit.errors import StudyRefused
 from autofit.measurement import Outcome, Role, Trial, check_ran
 from autofit.plan import Plan
 from autofit.planning.search_spec import SearchSpec
+from autofit.report.plain import check_plain, without_controls
 from autofit.shapes import AMOUNT, check_shape
 from autofit.space import Space
 
@@ -45,10 +46,22 @@ def spec_of(study: optuna.Study) -> SearchSpec:
 
     Raises:
         StudyRefused: it has none: autofit did not make it.
+        InvalidRequest: it is none.
     """
     if SPEC not in study.user_attrs:
         raise StudyRefused(f"the study {study.study_name!r} was not made by autofit: give another")
     return SearchSpec.from_dict(study.user_attrs[SPEC])
+
+
+def check_words(spec: SearchSpec, trials: Sequence[FrozenTrial]) -> None:
+    """Refuse a study in whose settings something else than words would become code.
+
+    Raises:
+        InvalidRequest: there is such a name or value, or a trial is none of autofit's.
+    """
+    dimensions = {name: each.to_dict() for name, each in spec.space.dimensions.items()}
+    settings = (trial.plan.settings for trial in trials_in(trials, 0))
+    check_plain(dimensions, [spec.space.fixed, *settings])
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
@@ -136,7 +149,9 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 def _trial(number: int, data: dict[str, Any]) -> Trial:
     """Return the trial of a record, which was written before Optuna had given its number."""
-    trial = replace(Trial.from_dict(data), number=number)
+    trial = Trial.from_dict(data)
+    measured = replace(trial.measurement, detail=without_controls(trial.measurement.detail))
+    trial = replace(trial, number=number, measurement=measured)
     if trial.ok and trial.role is not Role.VETOED:
         check_ran(trial)
     return trial

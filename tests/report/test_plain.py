@@ -55,13 +55,14 @@ def test_lines_of_a_file_become_no_code(record: Record, tmp_path: Path) -> None:
 
 def test_control_characters_reach_no_terminal(record: Record, tmp_path: Path) -> None:
     def add_titles(data: Any) -> None:
-        data["notes"] = ["\x1b]0;a title\x07 a note"]
+        data["notes"] = ["\x1b]0;a title\x07 a \u202enote\u2069"]
         data["workload"]["loss"] = "\x1b[2J"
 
     loaded = autofit.load(written(record, tmp_path / "report.json", add_titles))
     for text in (str(loaded), loaded.to_text(verbose=True)):
         assert "\x1b" not in text
         assert "\x07" not in text
+        assert "\u202e" not in text
     assert "a title" in str(loaded)
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from optuna.trial import TrialState
 
@@ -127,6 +128,49 @@ def test_a_study_whose_end_is_damaged_is_refused(
         store.study.set_user_attr(attribute, 7)
     with Store.open(path, IDENTITY) as store, pytest.raises(StudyRefused, match="the earlier"):
         run_search(device.prober(), device.spec(), store=store)
+
+
+def _searched(device: SimulatedDevice, path: Path) -> str:
+    with Store.open(path, IDENTITY) as store:
+        run_search(device.prober(), device.spec(), store=store)
+    return path.read_text()
+
+
+@pytest.mark.parametrize("attribute", ["autofit_facts", "autofit_trial"])
+def test_a_study_whose_settings_are_code_is_refused(
+    device: SimulatedDevice, tmp_path: Path, attribute: str
+) -> None:
+    """A study is data, from a colleague, say; strategies would write its values into code."""
+    path = tmp_path / "study.journal"
+    lines = _searched(device, path).splitlines(keepends=True)
+    code = json.dumps("bfloat16\n__import__('os').system('true')\n#")
+    changed = [
+        line.replace('"bfloat16"', code) if f'"{attribute}"' in line else line for line in lines
+    ]
+    assert changed != lines
+    path.write_text("".join(changed))
+    with pytest.raises(StudyRefused, match="no name or value of a setting"):
+        Store.open(path, IDENTITY)
+
+
+def test_what_a_stranger_wrote_into_a_study_moves_no_terminal(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    path = tmp_path / "study.journal"
+    written = _searched(device, path)
+    assert '"detail":null' in written
+    path.write_text(written.replace('"detail":null', '"detail":"\\u001b]0;a title\\u0007"'))
+    with Store.open(path, IDENTITY) as store:
+        details = [trial.measurement.detail for trial in store.trials]
+    assert "\\x1b]0;a title\\x07" in details
+    assert not any("\x1b" in (detail or "") for detail in details)
+
+
+def test_another_programs_study_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/studies.db"
+    optuna.create_study(study_name="autofit", storage=url, direction="minimize")
+    with pytest.raises(StudyRefused, match="another program"):
+        Store.open(url, IDENTITY)
 
 
 @pytest.mark.parametrize(("effort", "goes_on"), [(Effort.QUICK, False), (Effort.THOROUGH, True)])
