@@ -28,6 +28,7 @@ from autofit.errors import (
     tried_when,
 )
 from autofit.measurement import Outcome, Trial
+from autofit.report.plain import for_terminal
 from autofit.world import world_of_environment
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def print_result(text: str) -> None:
         OutputLost: it cannot be written.
     """
     encoding = sys.stdout.encoding or "utf-8"
-    shown = text.rstrip("\n").encode(encoding, "backslashreplace").decode(encoding)
+    shown = for_terminal(text.rstrip("\n")).encode(encoding, "backslashreplace").decode(encoding)
     try:
         print(shown, flush=True)
     except OSError as error:
@@ -171,7 +172,7 @@ def _discard_output() -> None:
 def _print_error(text: str) -> None:
     """Print to standard error; the exit code says the essential where that is full or closed."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(for_terminal(text), file=sys.stderr, flush=True)
 
 
 _OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)

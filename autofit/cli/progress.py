@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.notebook import ChangingLine, in_notebook
+from autofit.report.plain import for_terminal
 from autofit.searching.events import Event, Progress, StageStarted
 from autofit.searching.wording import EventWords, best_so_far, limits_left
 from autofit.units import format_clock
@@ -85,7 +86,7 @@ class ProgressLine:
                 line = self._words.finished(event)
                 self._live.update(self._last, refresh=True)
             if line:
-                self._console.print(Text(line), soft_wrap=True)
+                self._console.print(Text(for_terminal(line)), soft_wrap=True)
 
     @contextmanager
     def _while_written(self) -> Iterator[None]:

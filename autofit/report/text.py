@@ -18,6 +18,7 @@ from autofit.report.record import Record
 from autofit.units import counted
 
 WIDTH = 100
+_LEAST_WIDTH = 20  # a terminal may say that it has one column, which takes no words
 _INDENT = "    "
 _SPACES_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # before the end of a colour, too
 _NOTE_LINES = 3  # of a note in the short form
@@ -32,10 +33,11 @@ def render(
 
     Args:
         record: of the search.
-        width: in columns.
+        width: in columns; of fewer than 20 the text is as of 20.
         verbose: everything; else the answer, its numbers, its conditions and the lines to paste.
         color: the answer stands out in a terminal; without, there are no control characters.
     """
+    width = max(width, _LEAST_WIDTH)
     parts = _in_full(record, width) if verbose else _in_short(record, width)
     return laid_out(parts, width, color=color)
 

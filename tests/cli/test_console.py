@@ -58,6 +58,10 @@ def test_text_is_as_wide_as_the_terminal_up_to_100_columns(columns: int, most: i
     assert most - 12 <= max(map(len, bare)) <= most
 
 
+def test_a_terminal_without_columns_shows_the_report() -> None:
+    assert "samples/s" in shown(1, NO_COLOR="1").replace("\n", " ")
+
+
 def test_a_probe_of_settings_that_cannot_run_exits_as_a_prediction_of_them_does() -> None:
     assert exit_code(Outcome.UNSUPPORTED) == Unsupported.exit_code == 2
     assert exit_code(Outcome.USER_ERROR) == 3

@@ -51,6 +51,15 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_the_name_of_a_command_moves_no_terminal(tmp_path: Path) -> None:
+    command = tmp_path / "\x1b]0;a title\x07"
+    command.symlink_to("/bin/true")
+    ended = subprocess.run(monitor("--", command), capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    assert "a title" in ended.stdout
+    assert "\x1b" not in ended.stdout
+
+
 @pytest.mark.parametrize("status", [0, 7])
 def test_a_command_is_run_and_its_memory_and_processor_time_are_told(
     tmp_path: Path, status: int
