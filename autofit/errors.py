@@ -162,10 +162,12 @@ _NOT_THE_USERS = {"torch", "numpy", "autofit", *sys.stdlib_module_names} - _HOLD
 
 @contextmanager
 def users_code() -> Iterator[None]:
-    """Mark what is raised inside, `sys.exit` included, as the user's, but for autofit's errors."""
+    """Mark what is raised inside as the user's, but for autofit's errors and Ctrl-C."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, or a task that was cancelled
         mark_users(error)
         raise
 

@@ -374,7 +374,7 @@ def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
     """Write an error that ends the check to its JUnit file too, where a CI job looks for it."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         from autofit.checks.ci_formats import junit_xml_of_error
 
         if junit_path is not None:

@@ -240,6 +240,11 @@ def exit_codes() -> Iterator[None]:
         sys.exit(_show_error(carrier.error))
     except Exception as error:
         sys.exit(_show_error(error))
+    except BaseException as error:  # Python would end with 1, which means that nothing fits
+        if not is_users(error):
+            raise
+        _show_traceback(error)
+        sys.exit(3)
 
 
 @contextmanager

@@ -109,6 +109,17 @@ def finished():
     import typer
     raise typer.Exit(0)
 
+def cancelled():
+    import asyncio
+    raise asyncio.CancelledError("theirs")
+
+class Closing(nn.Linear):
+    def forward(self, inputs):
+        raise GeneratorExit("theirs")
+
+def closing():
+    return Workload(Closing(8, 8), torch.randn(4, 8), loss_fn=lambda m, b: m(b).mean())
+
 def broken():
     return undefined_name
 
@@ -521,12 +532,17 @@ def test_a_sys_exit_on_the_way_to_the_worker_exits_with_3(
 
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("truncated", "EOFError: the weights end too early"), ("finished", "Exit")],
+    [
+        ("truncated", "EOFError: the weights end too early"),
+        ("finished", "Exit"),
+        ("cancelled", "CancelledError: theirs"),
+        ("closing", "GeneratorExit: theirs"),
+    ],
 )
 def test_no_error_of_the_users_code_is_taken_for_an_answer(
     here: Callable[..., Ran], folder: Path, target: str, words: str
 ) -> None:
-    """The library behind the command line gives these codes of its own: 1 and 0."""
+    """Python and the library behind the command line give these codes of their own: 1 and 0."""
     ran = here("check", f"models.py:{target}", "--gpu", "L4", "--junit-xml", f"{target}.xml")
     (folder / f"{target}.xml").unlink()
     assert ran.code == 3
