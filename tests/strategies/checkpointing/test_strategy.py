@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,6 +73,36 @@ def test_parts_that_a_coarse_clock_does_not_see_are_no_plain_level(
     levels = found.dimensions(PlainContext(attention))[SETTING]
     assert 0 not in levels.payloads
     test_hints_say_less_memory_for_more_time(levels)
+
+
+class _Waits(nn.Module):
+    """Waits for something else than this process's processor, as for a file or a server."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _Waits.calls += 1
+        time.sleep(0.4)
+        found: torch.Tensor = self.body(x)
+        return found.square().mean()
+
+
+def test_a_model_that_waits_is_looked_at_no_longer_than_others(
+    part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Waits, "calls", 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        context = PlainContext(lambda: Workload(_Waits(), torch.randn(2, 4)))
+        part("profile").time_parts(context, 2, ["body"])
+    finally:
+        torch.set_num_threads(threads)
+    assert _Waits.calls <= 4
 
 
 def test_levels_survive_the_report(levels: Dimension) -> None:
