@@ -70,6 +70,8 @@ def divide(
     report: Report,
     expresses: Callable[[str, Scalar], bool],
     strategies: Iterable[str | Strategy] | None = None,
+    *,
+    weighs_losses: bool = False,
 ) -> Division:
     """Divide a report's best plan.
 
@@ -77,14 +79,23 @@ def divide(
         report: of a search.
         expresses: (standard term, value) -> whether the stack has an argument for it.
         strategies: as for `Report.apply`.
+        weighs_losses: whether the stack weighs a micro-batch by the items that its loss is a mean
+            over, and not all of them alike.
 
     Raises:
-        InvalidRequest: a strategy of the plan is not installed, or its micro-batches differ in
-            size, which no trainer makes.
+        InvalidRequest: a strategy of the plan is not installed; its micro-batches differ in size,
+            which no trainer makes; or the search weighed them, and the stack does not.
     """
     record = report.record
     plan, plain = record.best.plan, record.plain_settings
     check_even(plan)
+    is_weighed = plan.accumulation_steps > 1 and "loss_weight" in record.functions_given
+    if is_weighed and not weighs_losses:
+        raise InvalidRequest(
+            f"the search weighed the {plan.accumulation_steps} micro-batches of a step by "
+            "loss_weight, and this trainer takes the mean of their losses, which has other "
+            "gradients: train by report.apply(model, optimizer), which weighs them"
+        )
     resolved = record.resolve_best(strategies, report.strategies)
     arguments: dict[str, Scalar] = {}
     rest: list[Strategy] = []

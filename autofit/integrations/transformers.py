@@ -142,7 +142,12 @@ def apply(
     """
     _check_one_device(trainer)
     args = trainer.args
-    division = divide(report, lambda term, value: _expresses(trainer, term, value), strategies)
+    division = divide(
+        report,
+        lambda term, value: _expresses(trainer, term, value),
+        strategies,
+        weighs_losses=True,  # by the items of a step, as `TrainerLoss` does
+    )
     changed = {name: v for name, v in _arguments(division, args).items() if v != _held(args, name)}
     before = {name: getattr(args, name) for name in changed}
     lines = [f"{name}={value!r} (was {_held(args, name)!r})" for name, value in changed.items()]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from autofit.errors import AutofitError, InvalidRequest
 from autofit.plan import Plan
 from autofit.report.parts import parts_of
 from autofit.report.report import Report
+from autofit.training.batch import Samples, map_batched
 from autofit.training.workload import Workload
 from tests.integrations.conftest import report_of
 
@@ -209,12 +211,17 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def plain(case: Case, batch: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of one backward of the whole batch, with nothing of autofit."""
     model = model_of(case)
+    torch.autograd.backward(loss_of(case, model, batch))
+    return gradients(model)
+
+
+def loss_of(case: Case, model: nn.Module, batch: Any) -> torch.Tensor:
     if "loss_fn" in case.given:
         loss = case.given["loss_fn"](model, batch)
     else:
         loss = model(**batch) if isinstance(batch, dict) else model(*batch)
-    (loss["loss"] if isinstance(loss, dict) else loss).backward()
-    return gradients(model)
+    found: torch.Tensor = loss["loss"] if isinstance(loss, dict) else loss
+    return found
 
 
 def report_for(case: Case, micro_batch: int = 3) -> Report:
@@ -250,10 +257,19 @@ def by_the_loop(case: Case, batch: Any) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def rows_of(batch: dict[str, torch.Tensor]) -> Any:
-    """Return the samples of a batch as a data set, of which a list is one."""
-    places = range(len(batch["x"]))
-    return [{name: tensor[place] for name, tensor in batch.items()} for place in places]
+def collate_of(case: Case, batch: Any) -> Callable[[list[int]], Any]:
+    """Return what makes a micro-batch of the batch's samples with these numbers."""
+    samples = Samples.of(case.batch(3))  # of no size that a constant tensor has, too
+    return lambda chosen: map_batched(lambda t: t[chosen], batch, samples.places(batch))
+
+
+def samples_in(case: Case, batch: Any) -> int:
+    return Samples.of(case.batch(3)).size(batch)
+
+
+def loader_of(case: Case, batch: Any, micro_batch: int) -> Any:
+    data: Any = list(range(samples_in(case, batch)))
+    return DataLoader(data, micro_batch, collate_fn=collate_of(case, batch))
 
 
 def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
@@ -264,13 +280,13 @@ def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, tor
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, **arguments(report))
     model = model_of(case)
-    loader: Any = DataLoader(rows_of(batch), report.best.plan.micro_batch)
+    loader = loader_of(case, batch, report.best.plan.micro_batch)
     prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0), loader)
     model, optimizer, loader = prepared
     with applied(report, accelerator, model, optimizer):
         for micro in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(model(**micro))
+                accelerator.backward(loss_of(case, model, micro))
                 optimizer.step()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return gradients(model)
@@ -288,7 +304,7 @@ def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torc
             self.model = model_of(case)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(**batch)
+            return loss_of(case, self.model, batch)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.0)
@@ -307,12 +323,60 @@ def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torc
         enable_model_summary=False,
         **arguments(report),
     )
-    trainer.fit(Module(), DataLoader(rows_of(batch), report.best.plan.micro_batch))
+    trainer.fit(Module(), loader_of(case, batch, report.best.plan.micro_batch))
     return seen[0]
 
 
-TRAINERS = {"accelerate": by_accelerate, "lightning": by_lightning}
-IN_TRAINERS = ("BatchNorm", "GroupNorm", "dict", "mixture of experts", "LoRA", "frozen parts")
+class ForTrainer(nn.Module):
+    """A model as a `transformers.Trainer` calls it, over the items of a step if it is told them."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.inner = case, model_of(case)
+        self.accepts_loss_kwargs = "loss_weight" in case.given
+
+    def forward(self, num_items_in_batch: Any = None, **batch: Any) -> dict[str, torch.Tensor]:
+        loss = loss_of(self.case, self.inner, batch)
+        if num_items_in_batch is not None:
+            loss = loss * self.case.given["loss_weight"](batch) / num_items_in_batch
+        return {"loss": loss}
+
+
+def by_transformers(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
+    transformers = pytest.importorskip("transformers", reason=WANTED)
+    pytest.importorskip("accelerate", reason=WANTED)
+    from autofit.integrations.transformers import apply
+
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # without types
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append({n: g.clone() for n, g in gradients(given["model"].inner).items()})
+
+    model = ForTrainer(case)
+    with tempfile.TemporaryDirectory() as folder:
+        args = transformers.TrainingArguments(
+            folder, use_cpu=True, per_device_train_batch_size=2, max_steps=1, max_grad_norm=0.0,
+            remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True,
+            label_names=["labels"],
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model,
+            args,
+            data_collator=collate_of(case, batch),
+            train_dataset=list(range(samples_in(case, batch))),
+            callbacks=[Watch()],
+        )
+        with apply(report_for(case, micro_batch), trainer):
+            trainer.train()
+    return seen[0]
+
+
+TRAINERS = {
+    "accelerate": by_accelerate,
+    "lightning": by_lightning,
+    "transformers": by_transformers,
+}
 WAYS = {"apply": by_apply, "exported loop": by_the_loop}
 
 
@@ -354,10 +418,16 @@ def test_a_step_has_the_gradients_of_the_whole_batch(model: str, way: str, size:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("model", IN_TRAINERS)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_step_of_a_trainer_has_them_too(model: str, trainer: str) -> None:
     case = MODELS[model]
     batch = case.batch(GLOBAL)
+    if trainer == "transformers" and not isinstance(batch, dict):
+        return  # a Trainer calls a model by the names of its arguments alone
+    if trainer != "transformers" and "loss_weight" in case.given:
+        with pytest.raises(InvalidRequest, match="loss_weight"):
+            TRAINERS[trainer](case, batch)
+        return
     torch.testing.assert_close(TRAINERS[trainer](case, batch), plain(case, batch))
 
 
