@@ -18,7 +18,7 @@ from autofit.training.workload import Workload
 def test_a_function_kept_by_a_module_imported_meanwhile_tells_the_truth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = "from torch.cuda import device_count, is_available\n"
+    kept = "from torch.cuda import device_count, is_available\nfound = device_count()\n"
     (tmp_path / "imported_meanwhile.py").write_text(kept)
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[bool] = []
@@ -35,6 +35,7 @@ def test_a_function_kept_by_a_module_imported_meanwhile_tells_the_truth(
         assert True in seen  # the dry run itself takes the GPU's branch
         assert module.is_available() is torch.cuda.is_available()
         assert module.device_count() == torch.cuda.device_count()
+        assert module.found == torch.cuda.device_count()
     finally:
         sys.modules.pop("imported_meanwhile", None)
 

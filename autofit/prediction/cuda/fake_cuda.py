@@ -195,17 +195,27 @@ def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
 def _for_threads(active: Collection[int], value: Any, before: Any) -> Any:
     """Return a function that is `value` on the threads that are active now, and else `before`.
 
-    A module that is imported meanwhile may keep it, and other threads may call it. A class stays
-    itself: code that is imported now may subclass it.
+    A module that is imported meanwhile may keep it, or what it answers, and other threads may call
+    it. A class stays itself: code that is imported now may subclass it.
     """
     if not isinstance(value, FunctionType) or isinstance(before, type):
         return value
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        function = value if threading.get_ident() in active else before
-        return function(*args, **kwargs)
+        is_told = threading.get_ident() in active and not _is_importing()
+        return (value if is_told else before)(*args, **kwargs)
 
     return call
+
+
+def _is_importing() -> bool:
+    """Return whether a module that the dry run has imported is asking while its body runs."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _module(frame).partition(".")[0] != "autofit":
+        if _module(frame) == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _answer(value: Any) -> Callable[..., Any]:
