@@ -20,6 +20,8 @@ from autofit.errors import InvalidRequest
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
 
 MEASURED_CONTEXT_BYTES = 620 * MIB
+CONTEXT_MARGIN_BYTES = MEASURED_CONTEXT_BYTES // 2
+"""How far off the context of a GPU may be that was not measured: an assumption, half either way."""
 REACHED_BY_TENSOR_CORES = 0.65
 REACHED_IN_FLOAT32 = 0.7
 REACHED_BANDWIDTH = 0.75
@@ -52,6 +54,7 @@ class Gpu:
         capability: (major, minor) compute capability.
         multiprocessors: their number, by which kernels size their scratch memory.
         context_bytes: bytes of a process outside the allocator.
+        context_margin_bytes: how far off that may be; 0 where it was measured.
         rates: None where they are unknown, as of a size that stands for a GPU.
     """
 
@@ -60,6 +63,7 @@ class Gpu:
     capability: tuple[int, int]
     multiprocessors: int
     context_bytes: int = MEASURED_CONTEXT_BYTES
+    context_margin_bytes: int = CONTEXT_MARGIN_BYTES
     rates: Rates | None = None
 
     @property
@@ -163,7 +167,7 @@ _TABLE = [
     Gpu("H100", _gib(79.1), (9, 0), 132),
     Gpu("H100-NVL", _gib(93.0), (9, 0), 132),
     Gpu("GH200", _gib(94.5), (9, 0), 132),
-    Gpu("H200", _gib(139.8), (9, 0), 132),
+    Gpu("H200", _gib(139.8), (9, 0), 132, context_margin_bytes=0),
     Gpu("B200", _gib(178.4), (10, 0), 148),
     Gpu("RTX 5070", _gib(11.7), (12, 0), 48),
     Gpu("RTX 5080", _gib(15.5), (12, 0), 84),
@@ -297,4 +301,10 @@ def _of_size(total_bytes: int, given: object) -> Gpu:
             '"L4", or a size such as "24GiB"'
         )
     name = f"GPU of {format_bytes(total_bytes)}"
-    return replace(_BY_KEY["h200"], name=name, total_bytes=total_bytes, rates=None)
+    return replace(
+        _BY_KEY["h200"],
+        name=name,
+        total_bytes=total_bytes,
+        context_margin_bytes=CONTEXT_MARGIN_BYTES,
+        rates=None,
+    )

@@ -62,7 +62,8 @@ def need_of(recording: Recording, gpu: Gpu, world_size: int = 1) -> Need:
     """Return what a recorded dry run needs on its GPU, as one of so many ranks."""
     required = required_bytes(recording, expandable_segments=expandable_segments())
     unknown = NCCL_BYTES if world_size > 1 else 0
-    return Need(required + gpu.context_bytes, round(margin_bytes(recording, required)), unknown)
+    margin = round(margin_bytes(recording, required)) + gpu.context_margin_bytes
+    return Need(required + gpu.context_bytes, margin, unknown)
 
 
 def margin_bytes(recording: Recording, required: int) -> float:
@@ -146,7 +147,7 @@ class SharedRuns:
         trace = self.trace(resolved, gpu)
         sizes = tuple(size.bytes_on(gpu) for size in trace.by_card.values())
         ranks = resolved.plan.world_size
-        key = id(trace), sizes, gpu.context_bytes, ranks
+        key = id(trace), sizes, gpu.context_bytes, gpu.context_margin_bytes, ranks
         if key not in self._needs:
             self._needs[key] = trace, need_of(trace.recording_on(gpu), gpu, ranks)
         return self._needs[key][1]

@@ -79,7 +79,7 @@ def predict(
     found = find_gpu(gpu)
     learned = Calibration.of(calibration)
     if learned is not None:
-        found = replace(found, context_bytes=learned.non_torch_bytes)
+        found = replace(found, context_bytes=learned.non_torch_bytes, context_margin_bytes=0)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
     resolved = _resolved(workload, chosen, found, own, payloads or {})
     return predict_resolved(workload, resolved, found)

@@ -101,11 +101,11 @@ def test_a_small_time_keeps_its_digits(table: Cards) -> None:
 
 
 def test_a_plan_that_is_already_the_largest_takes_its_own_time() -> None:
-    plain = cards(decoder(), gpus="L4", plan=Plan(8), strategies=[], vram_budget="1GiB")
+    plain = cards(decoder(), gpus="L4", plan=Plan(8), strategies=[], vram_budget="1340MiB")
     again = plain.cards[0].fits[0].largest
     assert again is not None
     assert again.micro_batch > 8
-    found = cards(decoder(), gpus="L4", plan=again, strategies=[], vram_budget="1GiB")
+    found = cards(decoder(), gpus="L4", plan=again, strategies=[], vram_budget="1340MiB")
     (fit,) = found.cards[0].fits
     assert fit.largest == again
     assert fit.relative_time == 1.0
@@ -125,7 +125,7 @@ def test_layouts_and_types_are_combined() -> None:
 
 def test_settings_of_the_plan_stay() -> None:
     plan = Plan(4, accumulation_steps=2, settings={"precision.dtype": "bfloat16"})
-    found = cards(decoder(), gpus=["T4", "L4"], plan=plan, vram_budget="1GiB")
+    found = cards(decoder(), gpus=["T4", "L4"], plan=plan, vram_budget="1340MiB")
     t4, l4 = found.cards
     assert t4.fits == ()
     assert "bfloat16" in (t4.detail or "")

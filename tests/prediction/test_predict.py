@@ -43,6 +43,17 @@ def test_a_prediction_adds_up() -> None:
     assert prediction.plan == Plan(4)
 
 
+def test_the_interval_is_wider_where_the_context_was_not_measured() -> None:
+    def margin(gpu: str, **given: Any) -> int:
+        found = predict(gpt(), gpu=gpu, **given)
+        return found.interval[1] - found.required_bytes
+
+    measured = {"non_torch_bytes": 500 * MIB}
+    assert margin("H100") > margin("H200")  # of the same architecture
+    assert margin("139GiB") > margin("H200")
+    assert margin("H100", calibration=measured) == margin("H200")
+
+
 def test_printed_it_is_lines_of_sizes_and_explains_gradients_of_nothing() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(batch).mean()
