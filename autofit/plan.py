@@ -40,6 +40,9 @@ Scalar: TypeAlias = bool | int | float | str
 Settings: TypeAlias = Mapping[str, Scalar]
 """Values by setting name (`strategy.name`), such as {"precision.dtype": "bfloat16"}."""
 
+MOST_RANKS = 2**16
+"""More than any cluster has: a zero too many would take hours to predict."""
+
 SETTINGS = Table(SCALAR)
 PLAN: Shape = {
     "micro_batch": COUNT,
@@ -150,8 +153,8 @@ class Plan:
         world_size: devices that train together, N; each is a rank.
 
     Raises:
-        InvalidRequest: a count is below one, or the micro-batches do not add up to the global
-            batch.
+        InvalidRequest: a count is below one, there are more than `MOST_RANKS` ranks, or the
+            micro-batches do not add up to the global batch.
     """
 
     micro_batch: int
@@ -163,6 +166,8 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation_steps", "world_size"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        if self.world_size > MOST_RANKS:
+            raise InvalidRequest(f"world_size is at most {MOST_RANKS}, got {self.world_size}")
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))

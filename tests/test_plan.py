@@ -11,6 +11,7 @@ import pytest
 
 from autofit.errors import InvalidRequest
 from autofit.plan import (
+    MOST_RANKS,
     Dimension,
     Hint,
     Plan,
@@ -188,6 +189,12 @@ def test_ranks_share_all_samples_in_sizes_that_differ_by_at_most_one(
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == plan.micro_batch <= micro_batch
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_more_ranks_than_any_cluster_has_are_refused() -> None:
+    assert Plan(4, world_size=MOST_RANKS).world_size == MOST_RANKS
+    with pytest.raises(InvalidRequest, match=r"world_size.*1000000000"):
+        Plan(4, world_size=10**9)
 
 
 def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
