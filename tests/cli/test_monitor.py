@@ -53,8 +53,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def test_the_name_of_a_command_moves_no_terminal(tmp_path: Path) -> None:
     command = tmp_path / "\x1b]0;a title\x07"
-    command.symlink_to("/bin/true")
-    ended = subprocess.run(monitor("--", command), capture_output=True, text=True, timeout=SECONDS)
+    command.symlink_to("/bin/sleep")
+    given = monitor("--", command, "2")
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 0, ended.stderr
     assert "a title" in ended.stdout
     assert "\x1b" not in ended.stdout
