@@ -146,6 +146,9 @@ def test_a_signal_reaches_the_command_and_the_watch_ends_with_it(tmp_path: Path)
         assert process.stderr is not None
         while process.stderr.readline() != "ready\n":
             assert process.poll() is None
+        while not (table.exists() and rows_of(table)):  # a look, or there is no memory to tell
+            assert process.poll() is None
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
