@@ -256,6 +256,16 @@ def test_what_differs_is_named(seen: Measurement, strayed: str | None) -> None:
     assert all(strayed is not None and strayed in line for line in lines)
 
 
+def test_speed_is_not_compared_on_a_busy_machine(report: autofit.Report) -> None:
+    slower = replace(SEEN, step_times_s=[0.12] * 15 + [0.3] * 5, peak_allocated_bytes=2 * GIB)
+    (line,) = compare(TOLD, slower, busy=True)
+    assert line.startswith("peak")
+    best = replace(report.best, measurement=TOLD)
+    endured = Endurance(best, slower, 2 * GIB, (), "load 7.0 on 2 cores")
+    assert "load 7.0 on 2 cores" in str(endured)
+    assert endured.to_dict()["busy"] == "load 7.0 on 2 cores"
+
+
 def of_two_ranks(seen: Measurement, *peaks: int) -> Measurement:
     """Return the measurement with a first rank that is slower by half than the second."""
     times = (0.12, 0.08)
