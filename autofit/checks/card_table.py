@@ -112,11 +112,13 @@ class Cards:
         plan: the plan that was asked for.
         cards: the GPUs, by memory.
         notes: what a reader should know besides.
+        parameters: elements of the model's parameters; None: of several ranks.
     """
 
     plan: Plan
     cards: tuple[Card, ...]
     notes: tuple[str, ...] = ()
+    parameters: int | None = None
 
     time_error = MEDIAN_ERROR, ERROR_90TH
     """Error of ratios of `relative_time`: in the median, and for one plan in ten."""

@@ -95,7 +95,7 @@ def cards(
         raise table.failure or CannotTell(f"no GPU was predicted: {found[0].detail}")
     if table.has_stand_in_loss:
         table.note(STOOD_IN)
-    return Cards(table.asked, tuple(reversed(found)), tuple(table.notes))
+    return Cards(table.asked, tuple(reversed(found)), tuple(table.notes), table.parameters)
 
 
 def _find(gpus: Iterable[str | int | Gpu] | None) -> list[Gpu]:
@@ -159,6 +159,11 @@ class _Table:
     def has_stand_in_loss(self) -> bool:
         """Whether the mean of the model's outputs stood in for a loss."""
         return self._runs.has_stand_in_loss
+
+    @property
+    def parameters(self) -> int | None:
+        """Elements of the model's parameters; None: of several ranks."""
+        return self._runs.parameters
 
     def card(self, gpu: Gpu) -> Card:
         """Predict all variants on a GPU."""

@@ -188,9 +188,7 @@ def soak(
     return SoakResult(record.best, measured, record.vram_budget_bytes, deviations, busy)
 
 
-def compare(
-    expected: Measurement, measured: Measurement, *, busy: bool = False
-) -> tuple[str, ...]:
+def compare(expected: Measurement, measured: Measurement, *, busy: bool = False) -> tuple[str, ...]:
     """Return the deviations of a longer training from its probe, one line each.
 
     Args:

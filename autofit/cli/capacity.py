@@ -257,6 +257,7 @@ def cards(
                 world_size=world_size,
                 **chosen,
             )
+            options.check_same_model(table.parameters, workload)
     for path in out or ():
         table.save(path)
     print_result(json.dumps(table.to_dict(), indent=1) if as_json else str(table))

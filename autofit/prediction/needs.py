@@ -96,11 +96,13 @@ class SharedRuns:
     Attributes:
         dry_runs: how many were made.
         has_stand_in_loss: whether in one of them the model's outputs stood in for a loss.
+        parameters: elements of the model's parameters; None: of several ranks, or no run yet.
     """
 
     def __init__(self, workload: Workload) -> None:
         self.dry_runs = 0
         self.has_stand_in_loss = False
+        self.parameters: int | None = None
         self._workload = workload
         self._runs: dict[Hashable, list[_Run]] = {}
         self._failures: dict[Hashable, CannotTell] = {}
@@ -137,6 +139,7 @@ class SharedRuns:
             raise
         self.dry_runs += 1
         self.has_stand_in_loss |= run.has_stand_in_loss
+        self.parameters = run.parameters
         runs.append((run.trace, run.answers))
         if is_even:
             self._compare(alike, known, run.trace)

@@ -261,6 +261,7 @@ def test_cards_refuses_what_it_does_not_know(target: str, words: list[str]) -> N
         "check --gpu L4 --vram-budget 20GiB --report",
         "check --gpu L4 --vram-budget 20GiB --plan",
         "predict --gpu L4 --plan",
+        "cards --gpu L4 --plan",
         "probe --device cpu --plan",
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import re
+import subprocess
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -185,3 +187,24 @@ def test_a_torch_without_a_part_that_is_replaced_is_refused(
     ):
         autofit.predict(workload, gpu="L4")
     assert autofit.check(workload, gpu="L4").fits is None
+
+
+def test_a_torch_without_the_dispatch_keys_is_refused(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Importing autofit and searching need none of them."""
+    said = run_python(
+        "-c",
+        """
+import torch
+del torch._C.DispatchKey.AutocastIPU, torch._C.DispatchKey.AutocastHPU
+import autofit
+workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8), criterion=torch.nn.MSELoss())
+try:
+    autofit.predict(workload, gpu="L4")
+except autofit.CannotTell as error:
+    print(error)
+""",
+    )
+    assert said.returncode == 0, said.stderr
+    assert re.search(r"torch \d.*AutocastIPU", said.stdout)
