@@ -53,6 +53,16 @@ class Tied(nn.Module):
         return logits
 
 
+class Frozen(Tied):
+    """Of which the embedding and one block are frozen, as where a part is tuned alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        self.embedding.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+
+
 def padded(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and targets, of which each sample ignores others; one of every four all."""
     generator = torch.Generator().manual_seed(11)
@@ -103,7 +113,8 @@ def of_ranks(session: Session, mode: str) -> Comparison:
 
 
 def ranks_of(**given: Any) -> Any:
-    workload = Workload(Tied, padded, loss_fn=given.pop("loss_fn", mean_over_valid), **given)
+    model, loss_fn = given.pop("model", Tied), given.pop("loss_fn", mean_over_valid)
+    workload = Workload(model, padded, loss_fn=loss_fn, **given)
     return open_prober(workload, load_strategies(["parallel"]), Target("cpu", "1GiB", ranks=2))
 
 
@@ -113,7 +124,7 @@ def weighted() -> Iterator[Prober]:
         yield prober
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp2", "fsdp2_keep"])
+@pytest.mark.parametrize("mode", ["ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep"])
 @pytest.mark.parametrize(
     ("samples", "steps"), [(16, 1), (16, 2), (14, 2), (13, 3), (11, 3), (5, 3)]
 )
@@ -127,6 +138,16 @@ def test_gradients_of_ranks_are_those_of_one_process(
         found = weighted.run(call)
         assert found.gradient <= 1e-12
         assert found.loss <= 1e-12
+
+
+def test_gradients_of_a_model_that_is_frozen_in_part_are_those_of_one_process() -> None:
+    with ranks_of(model=Frozen, loss_weight=valid) as prober:
+        for mode in ("ddp", "ddp_view", "zero1", "fsdp2", "fsdp2_keep"):
+            for samples, steps in ((16, 2), (13, 3)):
+                call = partial(
+                    of_gradients, mode=mode, samples=samples, steps=steps, accumulation="once"
+                )
+                assert prober.run(call).gradient <= 1e-12, (mode, samples)
 
 
 def test_nothing_of_the_ranks_listens_to_other_machines(weighted: Prober) -> None:
