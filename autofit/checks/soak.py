@@ -158,20 +158,17 @@ def soak(
     step_time_s = record.best.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])
     ranks = record.best.plan.world_size
-    busy = record.environment.get("busy")
     where = device or record.environment["device"]
     if device is None and ranks > 1:  # the report's is rank 0's
         where = where.partition(":")[0]
     target = Target(where, record.vram_budget_bytes, record.search.seed, isolation, ranks=ranks)
 
     def plan_if_same(survey: Survey) -> ResolvedPlan:
-        nonlocal busy
         check_same(survey, record)
-        busy = survey.busy or busy
         return resolved
 
-    def lead(ranks: int) -> Measurement:
-        trial, _ = run_one(
+    def lead(ranks: int) -> tuple[Measurement, str | None]:
+        trial, survey = run_one(
             trained,
             resolved.strategies,
             target,
@@ -179,11 +176,12 @@ def soak(
             expected_seconds=steps * step_time_s if step_time_s else None,
             steps=steps,
         )
-        return trial.measurement
+        busy = record.environment.get("busy") or survey.busy
+        if busy is None and record.environment["gpu"] is None:
+            busy = load_of_others(own=os.cpu_count() or 1)
+        return trial.measurement, busy
 
-    measured = owned_by_rank_0(lead, ranks=ranks)
-    if busy is None and record.environment["gpu"] is None:
-        busy = load_of_others(own=os.cpu_count() or 1)
+    measured, busy = owned_by_rank_0(lead, ranks=ranks)
     deviations = compare(record.best.measurement, measured, busy=busy is not None)
     return SoakResult(record.best, measured, record.vram_budget_bytes, deviations, busy)
 
