@@ -57,6 +57,42 @@ class Division:
             return Samples(self.batched, frozenset(describe(batch)) - self.batched).size(batch)
         return batch_size(batch)
 
+    def misweighed(self, micro_batches: int, last_samples: int) -> str | None:
+        """Say how far the gradients of a step are from those of the mean over its samples.
+
+        Args:
+            micro_batches: that the step had; fewer than the plan's where a loader ended.
+            last_samples: of the last of them.
+
+        Returns:
+            Words where a trainer that divides each micro-batch's loss by the plan's accumulation
+            has other gradients; None where it has the same.
+        """
+        plan = self.plan
+        if plan.accumulation_steps == 1 or not micro_batches:
+            return None
+        found = []
+        if micro_batches < plan.accumulation_steps:
+            found.append(
+                f"a step of {micro_batches} micro-batches, after which the loader ended, has "
+                f"{micro_batches}/{plan.accumulation_steps} of the gradients of their mean"
+            )
+        if micro_batches > 1 and 0 < last_samples < plan.micro_batch:
+            found.append(
+                f"a micro-batch of {last_samples} samples counts as much as one of "
+                f"{plan.micro_batch}"
+            )
+        return f"{', and '.join(found)}: {self.whole_steps}" if found else None
+
+    @property
+    def whole_steps(self) -> str:
+        """What to do so that each step has all its micro-batches, in words."""
+        return (
+            f"leave samples out until their number divides by {self.plan.samples_per_step} "
+            "(drop_last=True leaves a short micro-batch out), or train by "
+            "report.apply(model, optimizer), which weighs by samples"
+        )
+
     def lines(self, stack: str) -> list[str]:
         """Say which settings are applied to the model, as this stack has no argument for them."""
         return [
@@ -256,21 +292,28 @@ def _entered_around(
 ) -> Iterator[None]:
     """Enter the contexts around every call of that method of this model."""
     original = getattr(model, entry)
-    before = vars(model).get(entry)
 
     @functools.wraps(original)  # signatures are read to find out which columns a model takes
     def covered(*args: Any, **kwargs: Any) -> Any:
         with contexts.forward():
             return original(*args, **kwargs)
 
-    vars(model)[entry] = covered
+    with replaced(model, entry, covered):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own, for as long as this is entered."""
+    before = vars(owner).get(name)
+    vars(owner)[name] = value
     try:
         yield
     finally:
         if before is None:
-            vars(model).pop(entry, None)
+            vars(owner).pop(name, None)
         else:
-            vars(model)[entry] = before
+            vars(owner)[name] = before
 
 
 def library(*names: str) -> Any:

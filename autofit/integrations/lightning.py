@@ -314,13 +314,10 @@ def _callback(division: Division) -> Any:
         ) -> None:
             found, meant = division.samples_in(batch), division.plan.micro_batch
             steps = division.plan.accumulation_steps
-            if 0 < found < meant and batch_idx > 0 and steps > 1:
-                warnings.warn(
-                    f"a micro-batch of {found} samples counts as much as one of {meant}, since a "
-                    "Trainer takes the mean of its micro-batches' losses: give the DataLoader "
-                    "drop_last=True, or train by report.apply(model, optimizer)",
-                    stacklevel=2,
-                )
+            if trainer.is_last_batch or found < meant:
+                words = division.misweighed(batch_idx % steps + 1, found)
+                if words and (batch_idx or trainer.is_last_batch):
+                    warnings.warn(words, stacklevel=2)
             if batch_idx == 0 and found != meant:
                 warnings.warn(
                     f"the training loader makes micro-batches of {found} samples and the plan has "

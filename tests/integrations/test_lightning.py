@@ -208,11 +208,11 @@ def test_a_short_micro_batch_that_counts_too_much_is_warned_of(
 ) -> None:
     """The last of an epoch; in Lightning the mean is one of means."""
     module = Classifier()
-    report = make_report(integration.workload(module, Data()), Plan(5, accumulation_steps=2))
+    report = make_report(integration.workload(module, Data()), Plan(7, accumulation_steps=2))
     trainer = trainer_of(max_epochs=1, **integration.arguments(report))
-    short = len(Numbers()) % 5
-    with pytest.warns(UserWarning, match=f"of {short} samples counts as much as one of 5"):
-        trainer.fit(module, Data(5))
+    short = len(Numbers()) % 7
+    with pytest.warns(UserWarning, match=f"of {short} samples counts as much as one of 7"):
+        trainer.fit(module, Data(7))
 
 
 def test_a_callback_of_ones_own_runs_beside_the_plans(make_report: Callable[..., Report]) -> None:

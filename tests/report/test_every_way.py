@@ -30,6 +30,8 @@ LENGTH = GLOBAL  # of a sequence, so that what is as long as the global batch is
 WIDTH, WORDS = 8, 16
 WANTED = "not installed: pip install -e .[dev]"
 SIZES = {"right": GLOBAL, "short": 5, "larger": 11}
+LOADED = {"whole": GLOBAL, "one micro-batch": 4, "short": 5, "another step": 11, "two steps": 16}
+"""Samples that a trainer's loader has, in micro-batches of 4 where the model can be split."""
 
 
 class Decoder(nn.Module):
@@ -208,6 +210,10 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: gradient.clone() for name, gradient in gradients(model).items()}
+
+
 def plain(case: Case, batch: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of one backward of the whole batch, with nothing of autofit."""
     model = model_of(case)
@@ -272,7 +278,11 @@ def loader_of(case: Case, batch: Any, micro_batch: int) -> Any:
     return DataLoader(data, micro_batch, collate_fn=collate_of(case, batch))
 
 
-def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
+Steps = list[dict[str, torch.Tensor]]
+"""The gradients that each optimizer step of a training had."""
+
+
+def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> Steps:
     accelerate = pytest.importorskip("accelerate", reason=WANTED)
     from autofit.integrations.accelerate import applied, arguments
 
@@ -283,20 +293,24 @@ def by_accelerate(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, tor
     loader = loader_of(case, batch, report.best.plan.micro_batch)
     prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0), loader)
     model, optimizer, loader = prepared
+    seen: Steps = []
     with applied(report, accelerator, model, optimizer):
         for micro in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(case, model, micro))
                 optimizer.step()
+                if accelerator.sync_gradients:
+                    seen.append(copied(model))
+                optimizer.zero_grad()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    return gradients(model)
+    return seen
 
 
-def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
+def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> Steps:
     lightning = pytest.importorskip("lightning.pytorch", reason=WANTED)
     from autofit.integrations.lightning import arguments
 
-    seen: list[dict[str, torch.Tensor]] = []
+    seen: Steps = []
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]  # without types
         def __init__(self) -> None:
@@ -310,7 +324,7 @@ def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torc
             return torch.optim.SGD(self.parameters(), 0.0)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen.append(gradients(self.model))
+            seen.append(copied(self.model))
 
     report = report_for(case, micro_batch)
     trainer = lightning.Trainer(
@@ -324,7 +338,7 @@ def by_lightning(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torc
         **arguments(report),
     )
     trainer.fit(Module(), loader_of(case, batch, report.best.plan.micro_batch))
-    return seen[0]
+    return seen
 
 
 class ForTrainer(nn.Module):
@@ -342,21 +356,22 @@ class ForTrainer(nn.Module):
         return {"loss": loss}
 
 
-def by_transformers(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, torch.Tensor]:
+def by_transformers(case: Case, batch: Any, micro_batch: int = 4) -> Steps:
     transformers = pytest.importorskip("transformers", reason=WANTED)
     pytest.importorskip("accelerate", reason=WANTED)
     from autofit.integrations.transformers import apply
 
-    seen: list[dict[str, torch.Tensor]] = []
+    seen: Steps = []
 
     class Watch(transformers.TrainerCallback):  # type: ignore[misc,name-defined]  # without types
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            seen.append({n: g.clone() for n, g in gradients(given["model"].inner).items()})
+            seen.append(copied(given["model"].inner))
 
     model = ForTrainer(case)
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
-            folder, use_cpu=True, per_device_train_batch_size=2, max_steps=1, max_grad_norm=0.0,
+            folder, use_cpu=True, per_device_train_batch_size=2, max_grad_norm=0.0,
+            learning_rate=0.0, num_train_epochs=1, train_sampling_strategy="sequential",
             remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True,
             label_names=["labels"],
         )  # fmt: skip
@@ -369,7 +384,7 @@ def by_transformers(case: Case, batch: Any, micro_batch: int = 4) -> dict[str, t
         )
         with apply(report_for(case, micro_batch), trainer):
             trainer.train()
-    return seen[0]
+    return seen
 
 
 TRAINERS = {
@@ -417,18 +432,59 @@ def test_a_step_has_the_gradients_of_the_whole_batch(model: str, way: str, size:
     assert result == "equal" or (may_warn and result.startswith("warned: "))
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_step_of_a_trainer_has_them_too(model: str, trainer: str) -> None:
+def outcome_of_trainer(model: str, trainer: str, loaded: str) -> str:
+    """Return "equal", or the words of a refusal or of a warning of the last step.
+
+    Raises:
+        AssertionError: the gradients of a step differ, and nothing is said; or something is said,
+            and they are equal.
+    """
     case = MODELS[model]
-    batch = case.batch(GLOBAL)
-    if trainer == "transformers" and not isinstance(batch, dict):
-        return  # a Trainer calls a model by the names of its arguments alone
-    if trainer != "transformers" and "loss_weight" in case.given:
-        with pytest.raises(InvalidRequest, match="loss_weight"):
-            TRAINERS[trainer](case, batch)
-        return
-    torch.testing.assert_close(TRAINERS[trainer](case, batch), plain(case, batch))
+    batch = case.batch(LOADED[loaded])
+    numbers = list(range(samples_in(case, batch)))
+    steps = [numbers[at : at + GLOBAL] for at in range(0, len(numbers), GLOBAL)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            found = TRAINERS[trainer](case, batch)
+        except InvalidRequest as refusal:
+            return f"refused: {refusal}"
+    wanted = [plain(case, collate_of(case, batch)(step)) for step in steps]
+    torch.testing.assert_close(found[:-1], wanted[:-1])
+    words = [str(each.message) for each in said if "leave samples out" in str(each.message)]
+    if not words:
+        torch.testing.assert_close(found, wanted)
+        return "equal"
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found, wanted)
+    return f"warned: {words[0]}"
+
+
+def fits_trainer(model: str, trainer: str) -> bool:
+    """Whether the trainer can be given such batches: `Trainer` calls a model by names alone."""
+    return trainer != "transformers" or isinstance(MODELS[model].batch(GLOBAL), dict)
+
+
+TRAINED = [
+    (model, trainer) for model in MODELS for trainer in TRAINERS if fits_trainer(model, trainer)
+]
+
+
+@pytest.mark.parametrize("loaded", LOADED)
+@pytest.mark.parametrize(("model", "trainer"), TRAINED)
+def test_a_step_of_a_trainer_has_them_too(model: str, trainer: str, loaded: str) -> None:
+    result = outcome_of_trainer(model, trainer, loaded)
+    if trainer != "transformers" and "loss_weight" in MODELS[model].given:
+        assert result.startswith("refused: ")
+        assert "loss_weight" in result
+    elif loaded in ("whole", "two steps") or not MODELS[model].splits:
+        assert result == "equal"
+    elif trainer != "transformers":
+        assert result.startswith("warned: ")
+    elif "loss_weight" in MODELS[model].given or loaded != "short":
+        assert result == "equal"  # it divides by the items or micro-batches that a step has
+    else:
+        assert result.startswith("warned: ")
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -448,4 +504,8 @@ if __name__ == "__main__":
     for model in MODELS:
         for way in WAYS:
             for size in SIZES:
-                print(f"{model:31} {way:14} {size:7} {outcome(model, way, size)}")
+                print(f"{model:31} {way:14} {size:15} {outcome(model, way, size)}")
+    for model, trainer in TRAINED:
+        for loaded in LOADED:
+            result = outcome_of_trainer(model, trainer, loaded)
+            print(f"{model:31} {trainer:14} {loaded:15} {result}")
