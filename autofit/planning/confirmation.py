@@ -47,6 +47,9 @@ _MOST_BLOCKS = 8
 _UNSURE = 0.2  # of the log of a factor, to either side with 95 %: "4 times" may be 3.3 or 4.9
 _BLOCKS_WHERE_UNSURE = 3  # of each: their median leaves out one of another moment
 _DOUBT = 0.05  # the probability that a plan is much faster after all, which is left
+_CHANGED = 2.0
+"""A quiet machine repeats a plan within a few percent, the accumulation that the search leaves out
+included; beside busy loops factors of 10 and 33 were seen."""
 _HEADROOM = 2.0  # deviations of held bytes below the budget
 
 
@@ -102,8 +105,14 @@ def best_of(posterior: Posterior) -> Trial | None:
 
 
 def is_decided(posterior: Posterior, best: Plan) -> bool:
-    """Return whether what was measured says that no other plan is much faster than the best."""
-    return not _undecided(posterior, best)
+    """Return whether what was measured says that no other plan is much faster than the best.
+
+    It does not where the machine changed: where the best plan or the baseline ran at another speed
+    in the final comparison than in the search, however well the turns of each agree. Then the order
+    of the plans may have changed, too, and the factor between them surely has.
+    """
+    plans = (best, posterior.spec.space.baseline)
+    return not any(_changed(posterior, plan) for plan in plans) and not _undecided(posterior, best)
 
 
 def finalists(posterior: Posterior) -> list[Finalist]:
@@ -196,6 +205,16 @@ def _undecided(posterior: Posterior, best: Plan) -> list[Plan]:
         return baseline in (plan, best) or float((ahead > MOST_LOST).mean()) > _DOUBT
 
     return [plan for plan in _searched(posterior) if plan != best and may_be_faster(plan)]
+
+
+def _changed(posterior: Posterior, plan: Plan) -> bool:
+    """Whether a plan's speed in the search and in the final comparison are far apart."""
+    blocks = [each.blocks for each in finalists(posterior) if each.plan == plan]
+    searched = _searched(posterior).get(plan)
+    if not blocks or not searched:
+        return False
+    apart = compared_log_speed(blocks[0]) - compared_log_speed(searched)
+    return abs(apart) > math.log(_CHANGED)
 
 
 def _ahead(posterior: Posterior, plan: Plan, other: Plan) -> tuple[float, float]:

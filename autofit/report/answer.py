@@ -203,9 +203,13 @@ def _not_decided(record: Record) -> str:
 
 
 def _range_words(trial: Trial, record: Record) -> str:
+    """Return the range of a plan's speed, wide enough for each of its probes."""
+    ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
+    speeds = [t.samples_per_second or 0.0 for t in ran]
     low, high = record.speed_range(trial)
-    spread = spread_of(low, high) * (high or 0.0)
-    return f"{rounded(low or 0.0, spread, 1)} to {format_rate(high, spread)}"
+    low, high = min([low or 0.0, *speeds]), max([high or 0.0, *speeds])
+    spread = spread_of(low, high) * high
+    return f"{rounded(low, spread, 1)} to {format_rate(high, spread)}"
 
 
 def _fastest_other(record: Record) -> tuple[Plan, float] | None:

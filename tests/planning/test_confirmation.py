@@ -337,3 +337,20 @@ def test_no_answer_is_slower_than_another_measured_plan(noise: float) -> None:
         device = draw_irregular_device(seed, noise=noise)
         result = run_search(device.prober(), device.spec(), max_probes=30)
         assert passed_over(result.trials, result.best.plan, noise) == 0
+
+
+@pytest.mark.parametrize(("compared", "decided"), [(280, True), (30, False), (700, False)])
+def test_a_machine_that_changed_before_the_comparison_decides_nothing(
+    device: SimulatedDevice, compared: float, decided: bool
+) -> None:
+    """The turns of each plan agree, and the fast one's are unlike its probe in the search."""
+    plain, fast = device.space.baseline, Plan(16, settings=HALF)
+    trials = _trials(
+        (BASELINE, plain, 1000, 2),
+        (SEARCH, fast, 300, 3),
+        (CONFIRMED, fast, compared, 3),
+        (CONFIRMED, plain, 1000, 2),
+        (CONFIRMED, fast, compared, 3),
+        (CONFIRMED, plain, 1000, 2),
+    )
+    assert is_decided(Posterior(device.spec(), trials), fast) == decided
