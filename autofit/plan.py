@@ -43,6 +43,9 @@ Settings: TypeAlias = Mapping[str, Scalar]
 MOST_RANKS = 2**16
 """More than any cluster has: a zero too many would take hours to predict."""
 
+MOST_ACCUMULATION_STEPS = 2**24
+"""More than any training has; their sizes are listed, so zeros too many would take all memory."""
+
 SETTINGS = Table(SCALAR)
 PLAN: Shape = {
     "micro_batch": COUNT,
@@ -153,8 +156,9 @@ class Plan:
         world_size: devices that train together, N; each is a rank.
 
     Raises:
-        InvalidRequest: a count is below one, there are more than `MOST_RANKS` ranks, or the
-            micro-batches do not add up to the global batch.
+        InvalidRequest: a count is below one, there are more than `MOST_RANKS` ranks or
+            `MOST_ACCUMULATION_STEPS` micro-batches in a step, or the micro-batches do not
+            add up to the global batch.
     """
 
     micro_batch: int
@@ -168,6 +172,11 @@ class Plan:
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.world_size > MOST_RANKS:
             raise InvalidRequest(f"world_size is at most {MOST_RANKS}, got {self.world_size}")
+        if self.accumulation_steps > MOST_ACCUMULATION_STEPS:
+            raise InvalidRequest(
+                f"accumulation_steps is at most {MOST_ACCUMULATION_STEPS}, got "
+                f"{self.accumulation_steps}: give a larger micro_batch, or a smaller global_batch"
+            )
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))

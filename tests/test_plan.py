@@ -197,6 +197,13 @@ def test_more_ranks_than_any_cluster_has_are_refused() -> None:
         Plan(4, world_size=10**9)
 
 
+def test_more_micro_batches_than_any_training_has_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"accumulation_steps.*1000000000000000000"):
+        Plan(1, accumulation_steps=10**18)
+    with pytest.raises(InvalidRequest, match="accumulation_steps"):
+        Plan.split(10**18, 1)
+
+
 def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
     with pytest.raises(InvalidRequest, match="6 samples cannot be shared by 8 ranks"):
         Plan.split(6, 1, world_size=8)

@@ -16,6 +16,7 @@ from autofit.probing.measure import (
     FEWEST_TIMED_STEPS,
     HORIZON_STEPS,
     MOST_TIMED_STEPS,
+    SURE_TIMED_STEPS,
     Growth,
     _Steps,
     bytes_per_step,
@@ -164,7 +165,7 @@ def test_a_train_step_always_gets_the_whole_global_batch() -> None:
 
 def test_timing_stops_as_soon_as_the_incumbent_is_out_of_reach() -> None:
     hopeless = _measured(_plain(), Plan(4), incumbent_samples_per_second=1e12)
-    assert len(hopeless.step_times_s) == FEWEST_TIMED_STEPS
+    assert FEWEST_TIMED_STEPS <= len(hopeless.step_times_s) <= SURE_TIMED_STEPS
 
 
 def test_as_many_steps_are_timed_as_were_asked_for() -> None:
@@ -259,6 +260,14 @@ def test_an_interval_within_one_percent_is_close_enough(scatter: float, enough: 
 def test_fewer_than_three_steps_are_never_enough() -> None:
     assert not enough_steps([1.0, 1.0], beside(1e9))
     assert not enough_steps([9.0, 9.0], beside(None))
+
+
+def test_three_short_steps_may_all_be_hit_by_other_processes() -> None:
+    """Slices of 5 ms that hit a third of all steps hit three in a row in one probe of thirty."""
+    short = [0.005, 0.0055, 0.006]
+    assert not enough_steps(short, beside(1e9))
+    assert enough_steps([*short, *short], beside(1e9))
+    assert enough_steps([0.05, 0.055, 0.06], beside(1e9))
 
 
 def test_there_is_an_end_by_number_and_by_seconds() -> None:
