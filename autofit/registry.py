@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, ResolvedPlan, payloads_of
+from autofit.plan import Dimension, Plan, ResolvedPlan, payloads_of, settings_of
 from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, Strategy
 
@@ -152,7 +152,8 @@ def resolve(
             here may have any value.
 
     Raises:
-        InvalidRequest: a setting or a value that the space does not have.
+        InvalidRequest: a setting or a value that the space does not have, or a given payload that
+            its strategy cannot read.
     """
     chosen = plan or space.baseline
     names = {strategy.name for strategy in strategies}
@@ -164,11 +165,27 @@ def resolve(
     known = space.complete({n: v for n, v in chosen.settings.items() if n not in given})
     settings = {**known, **chosen.settings}
     used = {setting.partition(".")[0] for setting in settings}
-    return ResolvedPlan(
+    resolved = ResolvedPlan(
         replace(chosen, settings=settings),
         {**payloads_of(space.dimensions, known), **given},
         tuple(strategy for strategy in strategies if strategy.name in used),
     )
+    _check_payloads(resolved, given)
+    return resolved
+
+
+def _check_payloads(resolved: ResolvedPlan, given: Mapping[str, Any]) -> None:
+    """Have the strategies read the payloads that came from outside, before a training does."""
+    for strategy, settings, payloads in resolved.by_strategy():
+        own = sorted(settings_of(strategy.name, given))
+        try:
+            if own:
+                strategy.describe(settings, payloads)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise InvalidRequest(
+                f"the payload of {', '.join(own)} cannot be read ({type(error).__name__}: {error}):"
+                " give it as a report or a plan file has it"
+            ) from error
 
 
 def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict[str, Dimension]:

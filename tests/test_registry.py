@@ -240,6 +240,18 @@ def test_a_setting_with_a_payload_of_its_own_may_have_any_value() -> None:
         resolve(plan, LEVELS, [], given)
 
 
+@pytest.mark.parametrize("payload", [7, "0", ["0"], {"unit": ["0"]}, {"units": ["0"]}])
+def test_a_payload_that_its_strategy_cannot_read_is_refused(payload: Any) -> None:
+    plan = Plan(4, settings={"checkpointing.level": 1})
+    with pytest.raises(InvalidRequest, match=r"payload of checkpointing\.level cannot be read"):
+        resolve(
+            plan,
+            Space({}, 8),
+            load_strategies(["checkpointing"]),
+            {"checkpointing.level": payload},
+        )
+
+
 def test_strategies_of_a_plan_are_those_given_remembered_or_installed() -> None:
     doubling, plan = Doubling(), Plan(4, settings={"doubling.on": 1, "precision.dtype": "as_is"})
     assert doubling in strategies_of(plan, remembered=[doubling])

@@ -298,6 +298,8 @@ def soak(
     searched = target or report.record.workload.get("target")
     if searched is None:
         raise InvalidRequest(f"{path} does not name its target: give TARGET")
+    if target is None and leads():
+        typer.echo(f"autofit: training {searched}, which the report names", err=True)
     with stdout_for_results_only():
         result = report.soak(load_target(searched), steps=steps, device=device, isolation=isolation)
     if leads():

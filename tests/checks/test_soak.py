@@ -158,6 +158,7 @@ def test_a_search_that_may_resplit_is_soaked_by_its_target(
     soaked = run_python("-m", "autofit", "soak", "r.json", "--steps", "8", *here, cwd=tmp_path)
     assert soaked.returncode in (0, 1), soaked.stderr
     assert "8 steps" in soaked.stdout
+    assert "train.py:workload" in soaked.stderr  # the code that it runs
 
 
 def test_a_search_in_a_script_is_soaked_from_the_command_line(
