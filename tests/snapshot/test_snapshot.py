@@ -403,7 +403,9 @@ def test_both_names_of_tf32_come_back(part: str) -> None:
     "change",
     [
         lambda: torch.backends.mkldnn.set_flags(False),  # type: ignore[no-untyped-call]  # torch left it so
-        lambda: torch.distributions.Distribution.set_default_validate_args(False),
+        lambda: torch.distributions.Distribution.set_default_validate_args(  # torch.compile sets it
+            not torch.distributions.Distribution._validate_args
+        ),
         lambda: torch.__future__.set_overwrite_module_params_on_conversion(True),
         lambda: numpy.seterr(all="raise"),
         lambda: gc.set_threshold(5, 5, 5),
