@@ -25,6 +25,7 @@ from autofit.report.report import Report
 from autofit.strategy import ALONE, Strategy
 from autofit.training.batch import Samples, batch_size, describe
 from autofit.training.forward_contexts import ForwardContext, ForwardContexts
+from autofit.units import counted
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Division:
         found = []
         if micro_batches < plan.accumulation_steps:
             found.append(
-                f"a step of {micro_batches} micro-batches, after which the loader ended, has "
-                f"{micro_batches}/{plan.accumulation_steps} of the gradients of their mean"
+                f"a step of {counted(micro_batches, 'micro-batch')}, after which the loader ended, "
+                f"has {micro_batches}/{plan.accumulation_steps} of the gradients of their mean"
             )
         if micro_batches > 1 and 0 < last_samples < plan.micro_batch:
             found.append(

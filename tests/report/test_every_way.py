@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from autofit.errors import AutofitError, InvalidRequest
 from autofit.plan import Plan
@@ -367,15 +367,19 @@ def by_transformers(case: Case, batch: Any, micro_batch: int = 4) -> Steps:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             seen.append(copied(given["model"].inner))
 
+    class InOrder(transformers.Trainer):  # type: ignore[misc,name-defined]  # without types
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            """Take the samples in order, in the versions too that have no argument for it."""
+            return SequentialSampler(train_dataset or self.train_dataset)
+
     model = ForTrainer(case)
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             folder, use_cpu=True, per_device_train_batch_size=2, max_grad_norm=0.0,
-            learning_rate=0.0, num_train_epochs=1, train_sampling_strategy="sequential",
-            remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True,
-            label_names=["labels"],
+            learning_rate=0.0, num_train_epochs=1, remove_unused_columns=False, report_to="none",
+            save_strategy="no", disable_tqdm=True, label_names=["labels"],
         )  # fmt: skip
-        trainer = transformers.Trainer(
+        trainer = InOrder(
             model,
             args,
             data_collator=collate_of(case, batch),
