@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autofit.checks.verdict import ASSUMED
-from autofit.cli.console import leads, print_result, stdout_for_results_only
+from autofit.cli.console import leads, print_result, say, stdout_for_results_only
 from autofit.cli.options import (
     AccumulationSteps,
     AsJson,
@@ -253,7 +253,7 @@ def cards(
                 vram_budget=read_budget(vram_budget),
                 strategies=strategies,
                 numerics=numerics,
-                progress=lambda line: typer.echo(f"autofit: predicting {line}", err=True),
+                progress=lambda line: say(f"predicting {line}"),
                 world_size=world_size,
                 **chosen,
             )
@@ -339,7 +339,12 @@ def _gpu_of(tuned: Report) -> str | int:
     try:
         return find_gpu(tuned.record.environment.get("gpu")).name
     except InvalidRequest:  # not in the table: its size is enough for a prediction
-        return int(tuned.record.environment["total_bytes"])
+        total_bytes = tuned.record.environment.get("total_bytes")
+        if total_bytes is None:
+            raise InvalidRequest(
+                "the report names neither a known GPU nor the memory of its own: give --gpu"
+            ) from None
+        return int(total_bytes)
 
 
 def _show(
@@ -361,13 +366,18 @@ def _show(
     page = summary_path or os.environ.get(_SUMMARY_VARIABLE)
     try:
         if junit_path is not None:
-            junit_path.write_text(junit_xml(target, verdict, regression))
+            _write(junit_path, junit_xml(target, verdict, regression))
         if page:
-            with Path(page).open("a") as file:
-                file.write(markdown(target, verdict, regression))
+            _write(Path(page), markdown(target, verdict, regression), mode="a")
     except OSError as error:
         where = error.filename or " or ".join(str(path) for path in (junit_path, page) if path)
         raise InvalidRequest(f"cannot write {where}: {error.strerror}") from error
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    """Write text that may hold the name of a file, which need not be Unicode."""
+    with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
 
 
 @contextmanager
@@ -380,7 +390,7 @@ def _errors_shown(target: str, junit_path: Path | None) -> Iterator[None]:
 
         if junit_path is not None:
             with suppress(OSError):  # the error itself matters more
-                junit_path.write_text(junit_xml_of_error(target, error))
+                _write(junit_path, junit_xml_of_error(target, error))
         raise
 
 

@@ -169,6 +169,11 @@ def _discard_output() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
+def say(line: str) -> None:
+    """Tell on standard error how far a command is; nothing is lost where that is full or closed."""
+    _print_error(f"autofit: {line}")
+
+
 def _print_error(text: str) -> None:
     """Print to standard error; the exit code says the essential where that is full or closed."""
     with suppress(OSError):

@@ -29,6 +29,7 @@ from autofit.cli.console import (
     leads,
     print_result,
     saving,
+    say,
     show_changes,
     show_report,
     standard_streams,
@@ -58,7 +59,7 @@ from autofit.cli.options import (
     check_writable,
     read_budget,
 )
-from autofit.cli.target import load_target
+from autofit.cli.target import check_is_near, load_target
 from autofit.errors import InvalidRequest
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 
@@ -298,8 +299,10 @@ def soak(
     searched = target or report.record.workload.get("target")
     if searched is None:
         raise InvalidRequest(f"{path} does not name its target: give TARGET")
+    if target is None:
+        check_is_near(searched)
     if target is None and leads():
-        typer.echo(f"autofit: training {searched}, which the report names", err=True)
+        say(f"training {searched}, which the report names")
     with stdout_for_results_only():
         result = report.soak(load_target(searched), steps=steps, device=device, isolation=isolation)
     if leads():

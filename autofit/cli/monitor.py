@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from autofit.cli.console import Interrupted, print_result
+from autofit.cli.console import Interrupted, print_result, say
 from autofit.cli.options import AsJson, check_writable
 from autofit.errors import AutofitError, InvalidRequest
 from autofit.interrupts import ended_like_interrupted, interrupts_deferred
@@ -41,7 +41,9 @@ def monitor(
     pid: Annotated[
         int | None, typer.Option(min=1, help="watch this process, until it ends or Ctrl-C")
     ] = None,
-    every: Annotated[float, typer.Option(min=0.05, help="seconds between two samples")] = 1.0,
+    every: Annotated[
+        float, typer.Option(min=0.05, max=86400, help="seconds between two samples")
+    ] = 1.0,
     out: Annotated[
         list[Path] | None,
         typer.Option(help="write the timeline: .csv, row by row, or .html, at the end"),
@@ -102,7 +104,7 @@ def _watch_other(pid: int, what: str, every_s: float, files: _Files) -> Timeline
 
     watch = Watch(pid)
     timeline = _timeline(what, watch)
-    typer.echo(f"autofit: watching process {pid}; Ctrl-C ends that", err=True)
+    say(f"watching process {pid}; Ctrl-C ends that")
     with suppress(KeyboardInterrupt), ended_like_interrupted():
         _fill(timeline, watch, files, lambda: time.sleep(every_s))
     timeline.end(watch.seconds)

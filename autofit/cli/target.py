@@ -61,6 +61,44 @@ def load_target(target: str) -> Workload:
     return made
 
 
+def check_is_near(target: str) -> None:
+    """Refuse a target that a file names, and whose code lies outside of the current folder.
+
+    A report may come from anywhere; to load one must not call what else is installed here.
+
+    Raises:
+        InvalidRequest: the code is not in the current folder, or there is none.
+    """
+    place = target.rpartition(":")[0]
+    here = os.path.realpath(os.getcwd())
+    if not any(_is_within(here, file) for file in _files_of(place)):
+        raise InvalidRequest(
+            f"the report names the target {target!r}, whose code is not in this folder ({here}): "
+            "give TARGET, or change to the folder of the search"
+        )
+
+
+def _is_within(folder: str, file: str) -> bool:
+    return Path(os.path.realpath(file)).is_relative_to(folder)
+
+
+def _files_of(place: str) -> list[str]:
+    """Return the files that `_import` would load, without importing anything."""
+    if place.endswith(".py"):
+        return [place]
+    first = place.partition(".")[0]
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(first) if first.isidentifier() else None
+    except ValueError:  # a module that was made, not imported
+        found = None
+    finally:
+        sys.path.remove(os.getcwd())
+    if found is None:
+        return []
+    return [*(found.submodule_search_locations or ()), *([found.origin] if found.origin else ())]
+
+
 def _call(function: Callable[..., Any], target: str) -> Any:
     wanted = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _ASKED]
     if wanted:

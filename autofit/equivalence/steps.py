@@ -50,6 +50,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED_AT_ONCE = 2**20  # elements: a checksum holds two 8-byte copies of so many
 
 
 class StepComparer:
@@ -320,10 +321,15 @@ def _random_states() -> dict[str, Any]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's bits, read as whole numbers: it changes with the values."""
+    """Return a sum of a tensor's bits by their places: it changes with values and their order."""
     width = _WHOLE_NUMBERS[min(tensor.element_size(), 8)]
     bits = tensor.detach().contiguous().reshape(-1).view(width)
-    return int(bits.sum(dtype=torch.int64))
+    total = 0
+    for piece in torch.split(bits, _SUMMED_AT_ONCE):
+        # Odd weights lose no bit: each has an inverse modulo 2**64, at which the sums wrap.
+        weights = 2 * torch.arange(len(piece), device=piece.device) + 1
+        total = (31 * total + int((piece.to(torch.int64) * weights).sum())) % 2**64
+    return total
 
 
 @contextmanager

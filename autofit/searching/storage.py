@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING
 import optuna
 import sqlalchemy
 import sqlalchemy.exc
-from optuna.exceptions import DuplicatedStudyError, StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
@@ -129,14 +128,7 @@ def _opening(name: str) -> Iterator[None]:
         yield
     except StudyRefused:
         raise
-    except (
-        OSError,
-        ImportError,
-        ValueError,
-        DuplicatedStudyError,
-        StorageInternalError,
-        sqlalchemy.exc.SQLAlchemyError,
-    ) as error:
+    except Exception as error:  # a driver raises what it likes about the options of a URL
         cause = cause_of(error)
         if isinstance(error, sqlalchemy.exc.ArgumentError):  # SQLAlchemy 2.0.0 repeats the URL
             cause = "it is no URL that SQLAlchemy can parse"
@@ -165,7 +157,7 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
     file, is held during each write, so that other Optuna programs can read and write meanwhile.
     """
     # Optuna's lock is a symbolic link to the file: a relative path would not resolve.
-    path = Path(name).expanduser().absolute()
+    path = Path(os.path.expanduser(name)).absolute()  # which leaves an unknown user's as it is
     write_lock = JournalFileSymlinkLock(str(path), grace_period=_STALE_LOCK_S)
     try:
         _cut_torn_line(path, held.enter_context(_locked(path)), write_lock)

@@ -1,0 +1,140 @@
+"""Reports, names and streams that come from elsewhere end a command in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autofit.cli.target import check_is_near
+from autofit.errors import InvalidRequest, StudyRefused
+from autofit.searching.storage import check_opens
+
+TRAINING = """
+import torch
+from autofit import Workload
+from torch import nn
+
+def make():
+    batch = (torch.randn(8, 8), torch.randn(8, 1))
+    return Workload(nn.Linear(8, 1), batch, criterion=nn.MSELoss())
+"""
+
+
+def autofit(
+    folder: Path, *arguments: str | bytes, **given: Any
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autofit", *arguments],
+        cwd=folder, text=True, errors="replace", timeout=240, **{"capture_output": True} | given,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a training and the report of its search."""
+    made = tmp_path_factory.mktemp("searched")
+    (made / "train.py").write_text(TRAINING)
+    ended = autofit(
+        made, "search", "train.py:make", "--device", "cpu", "--vram-budget", "1GiB",
+        "--max-probes", "1", "--out", "report.json",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return made
+
+
+def changed_report(folder: Path, name: str, **parts: Any) -> str:
+    content = json.loads((folder / "report.json").read_text())
+    for part, values in parts.items():
+        content[part] = values(content[part])
+    (folder / name).write_text(json.dumps(content))
+    return name
+
+
+def test_a_report_calls_no_code_from_outside_of_the_folder(folder: Path) -> None:
+    outside = f"{os.__file__}:getcwd"
+    for target in ("http.server:test", "json:loads", outside, "gone:make", "a b:make"):
+        report = changed_report(folder, "evil.json", workload=lambda w, t=target: w | {"target": t})
+        ended = autofit(folder, "soak", report, "--device", "cpu", "--steps", "8")
+        assert ended.returncode == 2, ended.stderr
+        assert "TARGET" in ended.stderr
+
+
+def test_a_report_names_code_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "package_of_targets").mkdir(exist_ok=True)
+    (folder / "package_of_targets" / "inner.py").write_text(TRAINING)
+    monkeypatch.chdir(folder)
+    path = list(sys.path)
+    for target in ("train.py:make", "package_of_targets.inner:make", f"{folder}/train.py:make"):
+        check_is_near(target)
+    assert sys.path == path
+    with pytest.raises(InvalidRequest, match="TARGET"):
+        check_is_near(f"{folder.parent}/train.py:make")
+
+
+def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(folder: Path) -> None:
+    report = changed_report(
+        folder,
+        "foo.json",
+        environment=lambda e: {"device": "cuda", "torch": "2", "gpu": "Foo 9000"},
+    )
+    ended = autofit(folder, "check", "train.py:make", "--report", report)
+    assert ended.returncode == 2, ended.stderr
+    assert "--gpu" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "study",
+    [
+        "~nosuchuser/study.log",
+        "sqlite:///study.db?detect_types=99999999999999999999",
+        "sqlite:///study.db?cached_statements=-99999999999999",
+    ],
+)
+def test_a_study_that_its_driver_cannot_open_is_refused(
+    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StudyRefused):
+        check_opens(study)
+
+
+@pytest.mark.parametrize("every", ["inf", "1e300", "nan"])
+def test_samples_without_end_between_them_are_refused(every: str, tmp_path: Path) -> None:
+    ended = autofit(tmp_path, "monitor", "--every", every, "--pid", str(os.getpid()))
+    assert ended.returncode == 2, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}]
+)
+def test_a_check_of_a_file_whose_name_is_no_unicode_is_written(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    name = b"caf\xe9.py" if not variables else "mod\u00e9.py".encode()
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(TRAINING)
+    ended = autofit(
+        tmp_path, "check", name + b":make", "--gpu", "L4",
+        "--junit-xml", "j.xml", "--summary", "s.md",
+        env=os.environ | variables,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert b"<testsuite" in (tmp_path / "j.xml").read_bytes()
+    assert (tmp_path / "s.md").read_bytes().strip()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_standard_error_costs_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    with open("/dev/full", "w") as full:
+        ended = autofit(
+            tmp_path, "cards", "train.py:make", "--gpu", "L4", "--json",
+            stdout=subprocess.PIPE, stderr=full, capture_output=False,
+        )  # fmt: skip
+    assert ended.returncode == 0
+    assert json.loads(ended.stdout)
