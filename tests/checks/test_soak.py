@@ -101,7 +101,7 @@ def test_the_command_line_soaks_a_report(
     command = ["-m", "autofit", "search", target, *here, *budget, "--out", "r.json"]
     searched = run_python(*command, cwd=tmp_path)
     assert searched.returncode == 0, searched.stderr
-    command = ["-m", "autofit", "soak", "r.json", "--steps", "36", *here, "--json"]
+    command = ["-m", "autofit", "soak", "r.json", target, "--steps", "36", *here, "--json"]
     soaked = run_python(*command, cwd=tmp_path)
     said = json.loads(soaked.stdout)
     assert soaked.returncode == (0 if said["held"] else 1)
