@@ -12,6 +12,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -206,7 +207,21 @@ def traceback_text(error: BaseException) -> str:
         part.stack[:] = list(itertools.compress(part.stack, _kept(places)))
         linked = (part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ()))
         waiting.extend(link for link in linked if link is not None)
-    return "".join(shown.format())
+    return _shortened("".join(shown.format()))
+
+
+_LONG_LINE = re.compile("(.{2000}).+")
+_MOST_TRACEBACK = 2**16
+"""Characters: an exception's text may hold a whole batch, and goes as JSON between processes."""
+
+
+def _shortened(text: str) -> str:
+    """Cut long lines, and the middle where there are many."""
+    if len(text) <= _MOST_TRACEBACK:
+        return text
+    lines = _LONG_LINE.sub(r"\1 ... (cut)", text)
+    half = _MOST_TRACEBACK // 2
+    return lines if len(lines) <= 2 * half else f"{lines[:half]}\n... (cut)\n{lines[-half:]}"
 
 
 def _hide_own_frames(error: BaseException) -> None:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from autofit.errors import InvalidRequest
@@ -67,6 +66,10 @@ SCALAR = Leaf(
 ANYTHING = Leaf("anything", lambda value: True)
 
 
+_MOST_CHARACTERS = 2**26
+"""Of a file that is read: a report takes about 5,000 a trial."""
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Return what a JSON file holds.
 
@@ -74,8 +77,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         OSError: it cannot be read.
         ValueError: it is no JSON, or holds numbers or characters that are none.
     """
+    with open(path, encoding="utf-8") as file:
+        text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters")
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(text)
         json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

@@ -96,6 +96,12 @@ def batch() -> torch.Tensor:
         ({"sample_batch": torch.tensor(1.0)}, r"tensor.*n -> batch"),
         ({"sample_batch": torch.zeros(0, 8)}, r"\b0 samples"),
         (
+            {"sample_batch": torch.zeros(4, 8, device="meta"), "isolation": "process"},
+            r"sample batch.*meta.*values",
+        ),
+        ({"model": model().to("meta"), "isolation": "process"}, r"model.*meta.*values"),
+        ({"profile": "a\0.json"}, r"profile.*NUL"),
+        (
             {"sample_batch": (torch.zeros(1, 8), torch.zeros(1), torch.zeros(9))},
             r"2 of its 3 tensors.*n -> batch",
         ),

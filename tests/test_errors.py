@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.errors import InvalidRequest, is_users, mark_users, users_code
+from autofit.errors import InvalidRequest, is_users, mark_users, traceback_text, users_code
+from autofit.probing.faults import fault_of
+from autofit.probing.messages import exception_from_dict, exception_to_dict
 
 
 class Guarded(Exception):
@@ -35,3 +37,39 @@ def test_what_users_code_raises_is_marked_on_its_way() -> None:
     with pytest.raises(InvalidRequest) as refused, users_code():
         raise InvalidRequest("no such thing")
     assert not is_users(refused.value)
+
+
+class Unspeakable(Exception):
+    """An exception of a user's whose text ends the process that asks for it."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_the_text_of_an_exception_is_cut() -> None:
+    for text in ("x" * 10**7, "x\n" * 10**7):
+        error = raised(RuntimeError(text))
+        shown = traceback_text(error)
+        assert len(shown) < 10**5
+        sent = exception_to_dict(error, None)
+        assert sum(len(part) for part in sent.values() if isinstance(part, str)) < 10**5
+        assert str(exception_from_dict(sent)).startswith("builtins.RuntimeError: x")
+        assert len(fault_of(error).message) < 10**4
+
+
+def test_a_long_text_leaves_the_place_where_it_was_raised() -> None:
+    assert "test_errors.py" in traceback_text(raised(RuntimeError("x" * 10**7)))
+
+
+def test_a_text_that_interrupts_is_described() -> None:
+    error = raised(Unspeakable())
+    assert "Unspeakable" in fault_of(error).message
+    assert "Unspeakable" in exception_to_dict(error, "")["message"]
+    assert "test_errors.py" in traceback_text(error)

@@ -59,7 +59,7 @@ from autofit.cli.options import (
     check_writable,
     read_budget,
 )
-from autofit.cli.target import check_is_near, load_target
+from autofit.cli.target import load_target
 from autofit.errors import InvalidRequest
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 
@@ -299,12 +299,11 @@ def soak(
     searched = target or report.record.workload.get("target")
     if searched is None:
         raise InvalidRequest(f"{path} does not name its target: give TARGET")
-    if target is None:
-        check_is_near(searched)
     if target is None and leads():
         say(f"training {searched}, which the report names")
     with stdout_for_results_only():
-        result = report.soak(load_target(searched), steps=steps, device=device, isolation=isolation)
+        workload = load_target(searched, is_from_file=target is None)
+        result = report.soak(workload, steps=steps, device=device, isolation=isolation)
     if leads():
         print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
     if not result.passed:

@@ -26,10 +26,16 @@ _ASKED = (
 
 
 @users_code()
-def load_target(target: str) -> Workload:
+def load_target(target: str, *, is_from_file: bool = False) -> Workload:
     """Return the workload that a target names.
 
     A file is imported as a script beside it would import it: its folder comes first on the path.
+
+    Args:
+        target: as above.
+        is_from_file: whether a report names it, which may come from anywhere. It must call nothing
+            that is installed here: neither another module, nor what a module of this folder
+            imports.
 
     Raises:
         InvalidRequest: the file, module or name does not exist, or it is not a workload.
@@ -41,6 +47,8 @@ def load_target(target: str) -> Workload:
         raise InvalidRequest(
             f"{target!r} is not a target; write path/to/file.py:name or package.module:name"
         )
+    if is_from_file:
+        check_is_near(target)
     module = _import(place)
     try:
         found: Any = module
@@ -48,6 +56,8 @@ def load_target(target: str) -> Workload:
             found = getattr(found, part)
     except AttributeError:
         raise InvalidRequest(f"{place} has no {name!r}; it has: {_offers(module)}") from None
+    if is_from_file and callable(found) and not _is_function_of(os.getcwd(), found):
+        raise _is_far(target)
     import torch  # late, as what follows: a mistyped target does not need it
 
     from autofit.training.workload import Workload
@@ -64,22 +74,29 @@ def load_target(target: str) -> Workload:
 def check_is_near(target: str) -> None:
     """Refuse a target that a file names, and whose code lies outside of the current folder.
 
-    A report may come from anywhere; to load one must not call what else is installed here.
-
     Raises:
         InvalidRequest: the code is not in the current folder, or there is none.
     """
     place = target.rpartition(":")[0]
-    here = os.path.realpath(os.getcwd())
-    if not any(_is_within(here, file) for file in _files_of(place)):
-        raise InvalidRequest(
-            f"the report names the target {target!r}, whose code is not in this folder ({here}): "
-            "give TARGET, or change to the folder of the search"
-        )
+    files = _files_of(place)
+    if not files or not all(_is_within(os.getcwd(), file) for file in files):
+        raise _is_far(target)
+
+
+def _is_far(target: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the report names the target {target!r}, whose code is not in this folder "
+        f"({os.getcwd()}): give TARGET, or change to the folder of the search"
+    )
+
+
+def _is_function_of(folder: str, found: Any) -> bool:
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    return code is not None and _is_within(folder, code.co_filename)
 
 
 def _is_within(folder: str, file: str) -> bool:
-    return Path(os.path.realpath(file)).is_relative_to(folder)
+    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
 
 
 def _files_of(place: str) -> list[str]:

@@ -29,6 +29,7 @@ from autofit.prediction.needs import (
 from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
 from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
+from autofit.shapes import AMOUNT, check_shape
 from autofit.space import Space
 from autofit.strategy import Phase, Strategy
 from autofit.training.loss import STOOD_IN
@@ -255,6 +256,9 @@ class Calibration:
         raise InvalidRequest(
             f"calibration must be that of a report, or a Calibration, got {given!r}"
         )
+
+    def __post_init__(self) -> None:
+        check_shape(self.non_torch_bytes, AMOUNT, "a calibration's non_torch_bytes")
 
 
 def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Prediction:

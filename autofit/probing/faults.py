@@ -121,10 +121,10 @@ def _error_code(link: BaseException) -> int | None:
 
 
 def text_of(exception: BaseException) -> str:
-    """Return the text of an exception, whatever its `__str__` does."""
+    """Return the beginning of an exception's text, whatever its `__str__` does."""
     try:
-        return str(exception)
-    except Exception:  # the user's __str__ may do anything
+        return str(exception)[:MESSAGE_BYTES]
+    except BaseException:  # the user's __str__ may do anything
         return f"<a {type(exception).__name__} whose text cannot be read>"
 
 

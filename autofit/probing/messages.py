@@ -383,8 +383,8 @@ def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[s
         traceback = traceback_text(exception)
     return {
         "type": f"{type(exception).__module__}.{type(exception).__qualname__}",
-        "message": text_of(exception)[:4096],
-        "traceback": (traceback or "")[-16384:],
+        "message": text_of(exception),
+        "traceback": traceback or "",
         "pickled": _pickled(exception),
         "is_users": is_users(exception),
     }

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from autofit.errors import InvalidRequest, WorkerFailed, chain_of, mark_users
 from autofit.snapshot import process
 from autofit.strategy import Strategy
-from autofit.training.batch import Batch, map_tensors
+from autofit.training.batch import Batch, map_tensors, tensors_of
 from autofit.training.loader import Loader, LoaderSettings, make_loader, own_settings
 from autofit.training.workload import Workload
 
@@ -269,10 +269,12 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
         loader_path: of the loader's file; None: the loader is left out.
 
     Raises:
-        InvalidRequest: something in it cannot be pickled; the message names the ways out.
+        InvalidRequest: something in it cannot be pickled, or holds no values; the message names
+            the ways out.
         WorkerFailed: the disk is full, or the file may not be written.
     """
     workload, loader = payload.workload, payload.workload.loader
+    _check_has_values(workload)
     if loader_path is None:
         workload = replace(workload, loader=None)
     else:
@@ -282,6 +284,19 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
         workload = replace(workload, sample_batch=map_tensors(_own_storage, workload.sample_batch))
     contents = replace(payload, workload=workload, strategies=tuple(payload.strategies))
     _write(contents, path, "workload")
+
+
+def _check_has_values(workload: Workload) -> None:
+    """Refuse a model or batch on the meta device, which only a prediction can use."""
+    model = workload.model
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    batch = () if workload.makes_batches else tensors_of(workload.sample_batch)
+    for what, tensors in (("model", weights), ("sample batch", batch)):
+        if any(tensor.is_meta for tensor in tensors):
+            raise InvalidRequest(
+                f"the {what} is on the meta device, so that it has no values to train with: pass "
+                "a function that makes it, or one with values"
+            )
 
 
 def _write(contents: Any, path: Path, what: str) -> None:

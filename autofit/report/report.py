@@ -275,6 +275,8 @@ def load(path: str | os.PathLike[str]) -> Report:
     Raises:
         InvalidRequest: the file cannot be read, or is not a report.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidRequest(f"give the path of a report as a text or a Path, got {path!r}")
     try:
         data = read_json(path)
     except OSError as error:

@@ -202,6 +202,8 @@ def _check_profile(profile: Any) -> None:
         raise InvalidRequest(
             f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
         )
+    if "\0" in os.fspath(profile):
+        raise InvalidRequest(f"profile={os.fspath(profile)!r}: no file's name has a NUL")
     folder = os.path.dirname(os.path.abspath(profile))
     if os.path.isdir(profile) or not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidRequest(

@@ -13,6 +13,7 @@ import pytest
 
 from autofit.cli.target import check_is_near
 from autofit.errors import InvalidRequest, StudyRefused
+from autofit.report.report import load
 from autofit.searching.storage import check_opens
 
 TRAINING = """
@@ -75,6 +76,46 @@ def test_a_report_names_code_of_the_folder(folder: Path, monkeypatch: pytest.Mon
     assert sys.path == path
     with pytest.raises(InvalidRequest, match="TARGET"):
         check_is_near(f"{folder.parent}/train.py:make")
+
+
+def test_a_report_calls_nothing_that_code_of_the_folder_imports(folder: Path) -> None:
+    (folder / "importing.py").write_text("from os import abort\nimport torch\n" + TRAINING)
+    for name in ("abort", "torch.os.abort", "nn.Module.register_forward_hook", "Workload"):
+        report = changed_report(
+            folder, "evil.json", workload=lambda w, n=name: w | {"target": f"importing.py:{n}"}
+        )
+        ended = autofit(folder, "soak", report, "--device", "cpu", "--steps", "8")
+        assert ended.returncode == 2, ended.stderr
+        assert "TARGET" in ended.stderr
+
+
+def test_a_package_that_only_in_part_lies_in_the_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (tmp_path / "here" / "spread", tmp_path / "elsewhere" / "spread"):
+        place.mkdir(parents=True)
+        (place / "inner.py").write_text(TRAINING)
+    monkeypatch.chdir(tmp_path / "here")
+    check_is_near("spread.inner:make")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    with pytest.raises(InvalidRequest, match="TARGET"):
+        check_is_near("spread.inner:make")
+
+
+def test_a_file_without_end_is_no_report(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate(2**36)  # it takes no room on the disk
+    for path in (str(huge), "/dev/zero"):
+        ended = autofit(tmp_path, "report", path)
+        assert ended.returncode == 2, ended.stderr
+        assert "characters" in ended.stderr
+
+
+@pytest.mark.parametrize("path", [5, b"report.json", None])
+def test_what_is_no_path_is_no_report(path: Any) -> None:
+    with pytest.raises(InvalidRequest, match="path"):
+        load(path)
 
 
 def test_a_report_of_an_unknown_gpu_without_its_memory_asks_for_one(folder: Path) -> None:

@@ -310,3 +310,9 @@ def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> No
     workload = Workload(nn.Linear(16, 16), torch.ones(4, 16), loss_fn=loss_fn)
     with pytest.raises(RuntimeError):
         predict(workload, gpu="L4")
+
+
+@pytest.mark.parametrize("non_torch", [-5, float("nan"), "620MiB", None])
+def test_a_calibration_that_no_gpu_can_have_is_refused(non_torch: Any) -> None:
+    with pytest.raises(InvalidRequest, match="non_torch_bytes"):
+        predict(gpt(), gpu="A100", calibration={"non_torch_bytes": non_torch})
