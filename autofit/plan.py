@@ -207,7 +207,8 @@ class Plan:
         """Return the plan for `global_batch` samples in micro-batches of at most `micro_batch`.
 
         Args:
-            global_batch, micro_batch: samples, over all devices and on one.
+            global_batch: samples in one optimizer step, over all devices.
+            micro_batch: samples in one forward and backward on one device.
             settings: those that are not at their first value.
             even: all micro-batches have one size, a divisor of the global batch.
             world_size: devices that train together.

@@ -226,8 +226,9 @@ class Context(Protocol):
         strictly than two plain steps agree with each other: to the bit on a CPU.
 
         Args:
-            settings, payloads: as for the strategy's `apply`; without settings, plain training is
-                compared with itself.
+            settings: as for the strategy's `apply`; without any, plain training is compared with
+                itself.
+            payloads: as for the strategy's `apply`.
             strategy: the one that applies them to a training that is live already.
             reference: settings and payloads to compare with in place of plain training, where a
                 plain step does not fit into memory.

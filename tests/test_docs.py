@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ import typer.main
 from torch.distributed.run import get_args_parser
 
 from autofit.cli.main import app
-from tests import arguments_page
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -123,20 +121,6 @@ def test_the_readmes_checks_run_as_they_stand(tmp_path: Path) -> None:
     run(quick, tmp_path)
 
 
-@pytest.mark.skipif(
-    f"typer=={version('typer')}" not in (ROOT / "constraints.txt").read_text().split(),
-    reason="the page is written with the pinned typer; older ones lose the help of an argument",
-)
-def test_the_page_of_arguments_is_that_of_the_code() -> None:
-    page = arguments_page.written()
-    assert arguments_page.PAGE.read_text(encoding="utf-8") == page, (
-        "write it: python tests/arguments_page.py"
-    )
-    assert "| `vram_budget` | `None` |" in page
-    assert "| `--max-regression` | `5%` |" in page
-    assert not re.search(r"\| *\|$", page, re.MULTILINE), "an argument of which nothing is said"
-
-
 def run(command: list[str], folder: Path) -> None:
     variables = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -157,7 +141,8 @@ def run(command: list[str], folder: Path) -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("material", reason="needs mkdocs-material: pip install -e '.[dev]'")
+    for needed in ("material", "mkdocstrings"):
+        pytest.importorskip(needed, reason="needs the dev extra: pip install -e '.[dev]'")
     ran = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,

@@ -66,7 +66,8 @@ def cards(
         plan: None: the baseline. Other micro-batches keep its global batch by accumulation; where
             it has none, they keep its accumulation steps.
         vram_budget: of each GPU, if less than all its memory: "20GiB", bytes, or a fraction.
-        strategies, numerics: as for `autofit.search`.
+        strategies: as for `autofit.search`.
+        numerics: as for `autofit.search`.
         payloads: by setting, as in a report's dimensions.
         progress: called with a line about each GPU.
         world_size: how many of each GPU train together, as for `predict`.

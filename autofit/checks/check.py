@@ -61,7 +61,9 @@ def check(
             GPU, and else predicted for an H200. Several ranks are probed by those that torchrun
             started, and else predicted.
         device: where to probe, "cpu" included; None: cuda if there is one.
-        strategies, payloads, calibration: as for `predict`.
+        strategies: as for `predict`.
+        payloads: as for `predict`.
+        calibration: as for `predict`.
         world_size: as for `predict`; None under torchrun: its ranks.
         allow_stand_in_loss: answer for a workload without a loss too, with the mean of the model's
             outputs in its place; else `fits` is None, since a real loss takes more memory.

@@ -268,7 +268,7 @@ def _of_probe(device: str, measured: Measurement, seconds: float) -> Finding:
     return Finding(
         "worker",
         f"a small model could not be trained on {device}: {measured.outcome}: {measured.detail}",
-        "see docs/faults.md for this outcome",
+        "see docs/outcomes.md for this outcome",
         stops_searches=True,
     )
 

@@ -63,7 +63,8 @@ def applied(
     Args:
         report: of a search of this training.
         accelerator: an `accelerate.Accelerator` on one device.
-        model, optimizer: as its `prepare` returned them, or before that.
+        model: before or after `accelerator.prepare`.
+        optimizer: before or after `accelerator.prepare`.
         strategies: as for `Report.apply`.
 
     Yields:

@@ -117,11 +117,18 @@ def search(
     """Find the fastest way to train a LightningModule.
 
     Args:
-        module, data, trainer, sample_batch, examine: see `workload`.
+        module: see `workload`.
+        data: see `workload`.
+        trainer: see `workload`.
+        sample_batch: see `workload`.
+        examine: see `workload`.
         optimizer: parameters -> Optimizer; None: that of `configure_optimizers`.
         global_batch: samples per optimizer step; None: those of `data` times the accumulation.
-        allow_resplit, strategies, numerics, progress: as for `autofit.search`. Where the Trainer
-            has mixed precision, every plan keeps that, and no other type is tried.
+        allow_resplit: as for `autofit.search`.
+        strategies: as for `autofit.search`.
+        numerics: as for `autofit.search`. If the Trainer has mixed precision, every plan keeps it,
+            and no other is tried.
+        progress: as for `autofit.search`.
         options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:

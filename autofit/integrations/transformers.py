@@ -95,9 +95,13 @@ def search(
 
     Args:
         trainer: a live `transformers.Trainer`; its model, arguments and data stay as they are.
-        sample_batch, examine: see `workload`.
-        allow_resplit, strategies, numerics, progress: as for `autofit.search`. Where the
-            arguments ask for bf16 or fp16, every plan keeps that, and no other type is tried.
+        sample_batch: see `workload`.
+        examine: see `workload`.
+        allow_resplit: as for `autofit.search`.
+        strategies: as for `autofit.search`.
+        numerics: as for `autofit.search`. If the arguments ask for bf16 or fp16, every plan keeps
+            it, and no other precision is tried.
+        progress: as for `autofit.search`.
         options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:

@@ -37,7 +37,11 @@ def probe(
     Args:
         workload: what is trained.
         plan: what to run; None: the baseline. Settings it leaves out have their first value.
-        vram_budget, device, strategies, seed, isolation: as for `search`.
+        vram_budget: as for `search`.
+        device: one device, as for `search`.
+        strategies: as for `search`.
+        seed: of everything random.
+        isolation: as for `search`.
         payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
             the strategies find it here and now. A setting with a payload may have any value.
         ranks: workers that train the model together, each on a GPU of its own or all on the CPU; if

@@ -160,8 +160,12 @@ class Report:
             model: on the device it trains on.
             optimizer: over its parameters; with train_step, a mapping of several. For a plan of
                 several ranks, a function of parameters, such as torch.optim.AdamW.
-            loss_fn, criterion, loss_weight, before_step, train_step: None: as in the search. A
-                loaded report holds no functions, so pass those of the search.
+            loss_fn: None: as in the search. A loaded report holds no functions: pass this and the
+                next four again, as far as the search had them.
+            criterion: likewise.
+            loss_weight: likewise.
+            before_step: likewise.
+            train_step: likewise.
             batched: names of the batch's tensors that hold samples, and are cut into micro-batches:
                 some of the keys of `record.workload["sample_shapes"]`; None: as in the search.
             strategies: names or Strategy objects that apply the plan's settings; None: those of
