@@ -19,6 +19,7 @@ from autofit.devices.request import budget_bytes, check_budget
 from autofit.errors import CannotTell, InvalidRequest, Unsupported, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction.dry_run import traced_sizes
+from autofit.prediction.dry_run_worker import in_worker
 from autofit.prediction.needs import (
     MOST,
     NCCL_BYTES,
@@ -85,12 +86,29 @@ def cards(
     asked = plan or workload.plan()
     if world_size is not None:
         asked = plan_of_ranks(workload, plan, world_size)
-    table = _Table(workload, asked, vram_budget, varied, payloads or {})
+    given = asked, chosen, vram_budget, varied, payloads or {}
+    return in_worker(_cards, workload, *given, progress=progress or _ignore)
+
+
+def _ignore(line: str) -> None:
+    """Let a line of progress go."""
+
+
+def _cards(
+    workload: Workload,
+    asked: Plan,
+    gpus: Sequence[Gpu],
+    vram_budget: str | float | None,
+    varied: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+    progress: Callable[[str], object],
+) -> Cards:
+    """Predict for the GPUs, in the worker."""
+    table = _Table(workload, asked, vram_budget, varied, payloads)
     found: list[Card] = []
-    for gpu in sorted(chosen, key=lambda gpu: -gpu.total_bytes):
+    for gpu in sorted(gpus, key=lambda gpu: -gpu.total_bytes):
         # The largest first: what the others need lies between its micro-batches.
-        if progress is not None:
-            progress(f"{gpu.name} ({len(found) + 1} of {len(chosen)})")
+        progress(f"{gpu.name} ({len(found) + 1} of {len(gpus)})")
         found.append(table.card(gpu))
     if all(fit.required_bytes is None for card in found for fit in card.fits):
         raise table.failure or CannotTell(f"no GPU was predicted: {found[0].detail}")

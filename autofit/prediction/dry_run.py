@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -37,7 +36,12 @@ from autofit.prediction.breakdown import Labels
 from autofit.prediction.cuda.fake_cuda import fake_cuda
 from autofit.prediction.cuda.roofline import Cost, Operation
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.cuda.values import Unsupported, is_number, is_unsupported
+from autofit.prediction.cuda.values import (
+    MOST_ELEMENTS,
+    Unsupported,
+    is_number,
+    is_unsupported,
+)
 from autofit.prediction.trace import Trace
 from autofit.probing.measure import MICRO_BATCHES_OF_A_SEARCH
 from autofit.snapshot.objects import live_objects, walk
@@ -58,7 +62,6 @@ _COPIED = ("model", "optimizer", "loss_fn", "criterion")
 _STATEFUL = (torch.nn.Module, torch.optim.Optimizer, Mapping)
 _Made = TypeVar("_Made")
 _TWO_DEVICES = re.compile(r"on device (cpu|meta) is not on the expected device (cpu|meta)")
-_one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _as_rank(world: World, note_sent: Callable[[torch.Tensor], None]) -> Iterato
         return
     from autofit.prediction.sharded import one_of_ranks
 
-    with _one_at_a_time, one_of_ranks(world, note_sent=note_sent):
+    with one_of_ranks(world, note_sent=note_sent):
         yield
 
 
@@ -202,7 +205,6 @@ def traced_sizes(plan: Plan, workload: Workload) -> tuple[int, ...]:
 def stage(tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({})) -> Iterator[None]:
     """Run code on the meta device as on the tracer's GPU; restore live objects and the process."""
     with ExitStack() as stack:
-        stack.enter_context(_one_at_a_time)  # fake_cuda patches torch itself
         stack.enter_context(preserved(live))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the user gets them when the step runs for real
@@ -321,9 +323,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
         if not isinstance(workload.model, torch.nn.Module):
             workload = replace(workload, model=_without_values(workload.build_model, tracer))
         refuse_compiled(workload.build_model())
-        parts: dict[str, Any] = {
-            name: part for name in _COPIED if isinstance(part := getattr(workload, name), _STATEFUL)
-        }
+        parts = _stateful_parts(workload)
         try:
             copies = copy.deepcopy(parts, _memo(parts))
         except Exception as error:
@@ -402,8 +402,8 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
-    """Return the sample batch on meta; with its values if the user's `loss_weight` reads them."""
-    if workload.makes_batches or workload.loss_weight is not None:
+    """Return the sample batch on meta, with its integers known; as it is where its values count."""
+    if _reads_values(workload):
         return workload.sample_batch
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -413,3 +413,34 @@ def _sample_batch(workload: Workload, tracer: CudaTracer) -> Any:
         return made
 
     return map_tensors(on_meta, workload.sample_batch)
+
+
+def _reads_values(workload: Workload) -> bool:
+    """Return whether the user's functions get the sample batch, or a batch of theirs, to read."""
+    return workload.makes_batches or workload.loss_weight is not None
+
+
+def sendable(workload: Workload) -> tuple[Workload, Mapping[int, torch.Tensor]]:
+    """Return what another process needs of a workload for a dry run.
+
+    Returns:
+        The workload without its loader and the values that no dry run reads; and by id, for each
+        tensor of its model, optimizer and losses, one on meta to send in its place.
+    """
+    parts = _stateful_parts(workload)
+    batch = workload.sample_batch
+    if not _reads_values(workload):
+        batch = map_tensors(_known_alone, batch)
+    return replace(workload, sample_batch=batch, loader=None), _memo(parts)
+
+
+def _known_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the values that a dry run does not know."""
+    if is_number(tensor) and tensor.numel() <= MOST_ELEMENTS:
+        return tensor.detach().cpu().clone()  # a view would take its whole storage along
+    return torch.empty_like(tensor, device="meta")
+
+
+def _stateful_parts(workload: Workload) -> dict[str, Any]:
+    given = {name: getattr(workload, name) for name in _COPIED}
+    return {name: part for name, part in given.items() if isinstance(part, _STATEFUL)}

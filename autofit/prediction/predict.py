@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
@@ -19,6 +19,7 @@ from autofit.plan import Dimension, Plan, ResolvedPlan, settings_of
 from autofit.prediction.breakdown import KINDS
 from autofit.prediction.cuda.roofline import Cost
 from autofit.prediction.dry_run import dry_run
+from autofit.prediction.dry_run_worker import in_worker
 from autofit.prediction.needs import (
     MOST,
     SharedRuns,
@@ -36,9 +37,6 @@ from autofit.training.loss import STOOD_IN
 from autofit.training.workload import Workload, check_arguments
 from autofit.units import format_bytes
 
-HighBytes: TypeAlias = Callable[[ResolvedPlan], int]
-"""What must be free for a plan to be said to fit."""
-
 
 @hides_own_frames
 def predict(
@@ -54,7 +52,8 @@ def predict(
     """Predict the memory of a plan on a GPU, without a GPU.
 
     The training runs on torch's meta device, where nothing is computed, and its allocations are
-    replayed through a simulation of the CUDA caching allocator. After a search on that GPU,
+    replayed through a simulation of the CUDA caching allocator. It runs in a worker process, which
+    later predictions use again; this process is left as it is. After a search on that GPU,
     `calibration=report.calibration` makes it more accurate.
 
     Args:
@@ -71,8 +70,10 @@ def predict(
             without what NCCL holds.
 
     Raises:
-        InvalidRequest: an argument is not valid, or there is no such GPU, setting or value.
+        InvalidRequest: an argument is not valid, there is no such GPU, setting or value, or the
+            workload cannot be sent to the worker.
         CannotTell: the training cannot run without values; the message names the user's line.
+        WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
     check_arguments(workload, plan, payloads)
@@ -82,8 +83,8 @@ def predict(
     if learned is not None:
         found = replace(found, context_bytes=learned.non_torch_bytes, context_margin_bytes=0)
     own = strategies_of(chosen) if strategies is None else load_strategies(strategies)
-    resolved = _resolved(workload, chosen, found, own, payloads or {})
-    return predict_resolved(workload, resolved, found)
+    told = in_worker(_predict, workload, chosen, found, own, payloads or {})
+    return replace(told, _workload=workload)
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,10 @@ class Prediction:
     interval: tuple[int, int]
     micro_batch_cost: Cost | None = field(repr=False)
     _resolved: ResolvedPlan = field(repr=False, compare=False)
-    _needs: Callable[[], HighBytes] = field(repr=False, compare=False)
     unknown_bytes: int = 0
     has_stand_in_loss: bool = False
     parameters: int | None = None
+    _workload: Workload | None = field(default=None, repr=False, compare=False)
 
     def fits(self, vram_budget_bytes: int) -> bool | None:
         """Return whether the plan fits into a VRAM budget, with the margin of the interval.
@@ -147,26 +148,9 @@ class Prediction:
         them; a plan that cannot be predicted counts as one that does not fit (a model may look at
         the values of its batch, which are not kept for a very large one).
         """
-        plan, high_bytes = self.plan, self._needs()
-        space = Space({}, 1, plan.global_batch, world_size=plan.world_size)
-
-        def at(micro_batch: int) -> Plan:
-            if micro_batch == plan.micro_batch:
-                return plan
-            if plan.global_batch is None:
-                return replace(plan, micro_batch=micro_batch)
-            return space.plan(micro_batch, plan.settings)
-
-        def need(micro_batch: int) -> int:
-            if micro_batch == plan.micro_batch:
-                return self.interval[1] + self.unknown_bytes
-            with suppress(CannotTell):
-                return high_bytes(replace(self._resolved, plan=at(micro_batch)))
-            return sys.maxsize
-
-        most = MOST if plan.global_batch is None else space.largest_micro_batch
-        found = largest_that_fits(need, vram_budget_bytes, start=plan.micro_batch, most=most)
-        return None if found is None else at(found).micro_batch
+        assert self._workload is not None  # `predict` puts it there
+        asked = replace(self, _workload=None), vram_budget_bytes
+        return in_worker(_largest_micro_batch, self._workload, *asked)
 
     def __str__(self) -> str:
         lines = (f"  {label:<20}{text}" for label, text in self._rows().items())
@@ -286,21 +270,50 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
         interval=(need.required_bytes - need.margin_bytes, need.high_bytes),
         micro_batch_cost=run.micro_batch_cost,
         _resolved=resolved,
-        _needs=partial(_needs_of_others, workload, gpu),
         unknown_bytes=need.unknown_bytes,
         has_stand_in_loss=run.has_stand_in_loss,
         parameters=run.parameters,
     )
 
 
-def _needs_of_others(workload: Workload, gpu: Gpu) -> HighBytes:
-    runs = SharedRuns(workload)
+# In the worker.
 
-    def high_bytes(resolved: ResolvedPlan) -> int:
-        need = runs.need(resolved, gpu)
-        return need.high_bytes + need.unknown_bytes
 
-    return high_bytes
+def _predict(
+    workload: Workload,
+    plan: Plan,
+    gpu: Gpu,
+    strategies: Sequence[Strategy],
+    payloads: Mapping[str, Any],
+) -> Prediction:
+    resolved = _resolved(workload, plan, gpu, strategies, payloads)
+    return predict_resolved(workload, resolved, gpu)
+
+
+def _largest_micro_batch(
+    workload: Workload, prediction: Prediction, vram_budget_bytes: int
+) -> int | None:
+    plan, runs = prediction.plan, SharedRuns(workload)
+    space = Space({}, 1, plan.global_batch, world_size=plan.world_size)
+
+    def at(micro_batch: int) -> Plan:
+        if micro_batch == plan.micro_batch:
+            return plan
+        if plan.global_batch is None:
+            return replace(plan, micro_batch=micro_batch)
+        return space.plan(micro_batch, plan.settings)
+
+    def needed(micro_batch: int) -> int:
+        if micro_batch == plan.micro_batch:
+            return prediction.interval[1] + prediction.unknown_bytes
+        with suppress(CannotTell):
+            need = runs.need(replace(prediction._resolved, plan=at(micro_batch)), prediction.gpu)
+            return need.high_bytes + need.unknown_bytes
+        return sys.maxsize
+
+    most = MOST if plan.global_batch is None else space.largest_micro_batch
+    found = largest_that_fits(needed, vram_budget_bytes, start=plan.micro_batch, most=most)
+    return None if found is None else at(found).micro_batch
 
 
 def _resolved(

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import CannotTell
+from autofit.prediction.cuda.fake_cuda import replaced
 from autofit.strategy import World
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
@@ -80,7 +81,7 @@ def one_of_ranks(
     try:
         with ExitStack() as stack:
             for target, name, value in _replacements(used, device, note_sent):
-                stack.enter_context(_replaced(target, name, value))
+                stack.enter_context(replaced(target, name, value))
             yield
     finally:
         torch.distributed.destroy_process_group()
@@ -223,13 +224,3 @@ class _Done:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result([self._tensor])
         return future
-
-
-@contextmanager
-def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, before)

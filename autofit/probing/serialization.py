@@ -140,15 +140,19 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class _HostPickler(_Pickler):
     """Sends tensors of a device as host tensors, so that reading them makes no context there.
 
-    Objects whose ids are in `names` are sent as these names.
+    Objects whose ids are in `names` are sent as these names, and tensors whose ids are in
+    `without_data` as the ones there.
     """
 
     names: Mapping[int, str]
+    without_data: Mapping[int, torch.Tensor]
 
     def persistent_id(self, obj: Any) -> str | None:
         return self.names.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
+        if (shape := self.without_data.get(id(obj))) is not None:
+            return shape.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]  # torch
         if isinstance(obj, torch.UntypedStorage):  # torch cannot load its own pickle of one
             return torch.Tensor.untyped_storage, (_bytes_of(obj),)
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
@@ -156,16 +160,21 @@ class _HostPickler(_Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(value: Any, names: Mapping[int, str] = MappingProxyType({})) -> bytes:
+def dumps(
+    value: Any,
+    names: Mapping[int, str] = MappingProxyType({}),
+    without_data: Mapping[int, torch.Tensor] = MappingProxyType({}),
+) -> bytes:
     """Pickle a small object (an exception, say), its tensors as host tensors.
 
     Args:
         value: the object.
         names: by id of an object in it, the name that is written in its place.
+        without_data: by id of a tensor in it, the tensor on meta that is written in its place.
     """
     buffer = io.BytesIO()
     pickler = _HostPickler(buffer)
-    pickler.names = names
+    pickler.names, pickler.without_data = names, without_data
     pickler.dump(value)
     return buffer.getvalue()
 

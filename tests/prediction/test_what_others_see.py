@@ -1,9 +1,15 @@
-"""A dry run makes torch answer like a GPU's, and only to itself."""
+"""A prediction leaves the process that asks as it is: its dry run has a worker of its own."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +17,218 @@ import pytest
 import torch
 from torch import nn
 
+from autofit.errors import CannotTell, InvalidRequest, WorkerFailed, is_users
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
+BATCH = torch.ones(4, 16)
 
-def test_a_function_kept_by_a_module_imported_meanwhile_tells_the_truth(
+
+def test_neither_functions_of_torch_nor_modules_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = "from torch.cuda import device_count, is_available\nfound = device_count()\n"
+    kept = "import torch\nfound = torch.cuda.device_count()\nclass Own(torch.nn.Linear): pass\n"
     (tmp_path / "imported_meanwhile.py").write_text(kept)
     monkeypatch.syspath_prepend(tmp_path)
-    seen: list[bool] = []
 
     def build() -> nn.Module:
         import imported_meanwhile  # type: ignore[import-not-found]  # written above
 
-        seen.append(imported_meanwhile.is_available())
-        return nn.Linear(16, 16)
+        assert imported_meanwhile.found == 1  # the GPU's answer, where the dry run is
+        built: nn.Module = imported_meanwhile.Own(16, 16)
+        return built
 
-    try:
-        predict(Workload(build, torch.randn(4, 16)), gpu="L4")
-        module: Any = sys.modules["imported_meanwhile"]
-        assert True in seen  # the dry run itself takes the GPU's branch
-        assert module.is_available() is torch.cuda.is_available()
-        assert module.device_count() == torch.cuda.device_count()
-        assert module.found == torch.cuda.device_count()
-    finally:
-        sys.modules.pop("imported_meanwhile", None)
+    before = [dict(vars(module)) for module in (torch, torch.cuda, torch.autograd)]
+    predict(Workload(build, BATCH), gpu="L4")
+    assert "imported_meanwhile" not in sys.modules
+    assert [dict(vars(module)) for module in (torch, torch.cuda, torch.autograd)] == before
 
 
-def test_another_thread_sees_no_gpu_that_is_not_there() -> None:
+def test_another_thread_sees_no_gpu_that_is_not_there(tmp_path: Path) -> None:
+    asks, answered = tmp_path / "asks", tmp_path / "answered"
+    os.mkfifo(asks)
+    os.mkfifo(answered)
     seen: set[bool] = set()
-    asks, answered = threading.Event(), threading.Event()
 
     def other() -> None:
-        asks.wait(60)
+        asks.read_text()
         seen.add(torch.cuda.is_available())
-        answered.set()
+        answered.write_text("yes")
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        asks.set()
-        answered.wait(60)
+        if asks.exists():
+            asks.write_text("?")
+            asks.unlink()
+            answered.read_text()
         output: torch.Tensor = model(batch)
         return output.sum()
 
     thread = threading.Thread(target=other)
     thread.start()
-    predict(Workload(nn.Linear(16, 16), torch.randn(4, 16), loss_fn=loss), gpu="L4")
+    predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=loss), gpu="L4")
     thread.join()
     assert seen == {torch.cuda.is_available()}
+
+
+def test_live_objects_and_random_states_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    predict(Workload(model, BATCH, optimizer=optimizer), gpu="L4")
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_worker_serves_many_predictions() -> None:
+    def process_of(build: Callable[[], nn.Module]) -> str:
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            raise ValueError(f"process {os.getpid()}")
+
+        with pytest.raises(ValueError, match="process") as raised:
+            predict(Workload(build, BATCH, loss_fn=loss), gpu="L4")
+        assert is_users(raised.value)
+        return str(raised.value)
+
+    first = process_of(lambda: nn.Linear(16, 16))
+    assert first == process_of(lambda: nn.Linear(16, 8))
+    assert first != f"process {os.getpid()}"
+
+
+def test_what_the_process_is_now_is_what_the_worker_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(16, int(os.environ["WIDTH"]))
+
+    def weights() -> int:
+        return predict(Workload(build, BATCH), gpu="L4").breakdown["weights"]
+
+    monkeypatch.setenv("WIDTH", "4096")
+    first = weights()
+    monkeypatch.setenv("WIDTH", "8192")
+    assert weights() > 1.9 * first
+    monkeypatch.delenv("WIDTH")
+    with pytest.raises(KeyError, match="WIDTH"):
+        weights()
+
+
+def test_a_module_that_was_edited_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited_meanwhile.py"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build() -> nn.Module:
+        built: nn.Module = import_module("edited_meanwhile").build()
+        return built
+
+    def weights(width: int) -> int:
+        file.write_text(f"import torch\ndef build(): return torch.nn.Linear(16, {width})\n")
+        os.utime(file, (width, width))
+        return predict(Workload(build, BATCH), gpu="L4").breakdown["weights"]
+
+    first = weights(4096)
+    assert weights(8192) > 1.9 * first
+
+
+def test_a_large_live_model_is_sent_without_its_values() -> None:
+    """Its values would be five times what a message is worth."""
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(26)))
+    live = nn.Sequential(nn.Linear(16, 16384), nn.Linear(16384, 16))
+    for model, width in ((large, 16384), (live, 16)):
+        told = predict(Workload(model, torch.empty(8, width)), gpu="B200")
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        assert told.breakdown["weights"] == pytest.approx(held, rel=0.001)
+
+
+def test_what_cannot_be_pickled_is_refused_with_a_way_out() -> None:
+    model = nn.Linear(16, 16)
+    vars(model)["lock"] = threading.Lock()
+    with pytest.raises(InvalidRequest, match="a function that builds the model"):
+        predict(Workload(model, BATCH), gpu="L4")
+    assert predict(Workload(lambda: nn.Linear(16, 16), BATCH), gpu="L4").required_bytes > 0
+
+
+def test_a_worker_that_dies_is_replaced_and_blamed_when_it_dies_again(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+
+    def dies_once() -> nn.Module:
+        if not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.Linear(16, 16)
+
+    def dies() -> nn.Module:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    assert predict(Workload(dies_once, BATCH), gpu="L4").required_bytes > 0
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        predict(Workload(dies, BATCH), gpu="L4")
+    assert predict(Workload(nn.Linear(16, 16), BATCH), gpu="L4").required_bytes > 0
+
+
+def test_errors_keep_their_types() -> None:
+    class Own(Exception):
+        def __init__(self, code: int, words: str) -> None:
+            super().__init__(f"{code}: {words}")
+
+    def raises(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise Own(7, "mine")
+
+    def reads(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(model(batch).sum().item())
+
+    with pytest.raises(Own, match="7: mine"):
+        predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=raises), gpu="L4")
+    with pytest.raises(CannotTell, match=r"test_what_others_see\.py.*item"):
+        predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=reads), gpu="L4")
+
+
+def test_threads_may_predict_at_the_same_time() -> None:
+    found: dict[int, int] = {}
+
+    def ask(width: int) -> None:
+        told = predict(Workload(lambda: nn.Linear(16, width), BATCH), gpu="L4")
+        found[width] = told.breakdown["weights"]
+
+    threads = [threading.Thread(target=ask, args=(width,)) for width in (4096, 8192, 16384)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[4096] < found[8192] < found[16384]
+
+
+SLEEPS = """
+import os, time, torch
+from torch import nn
+from autofit.prediction.predict import predict
+from autofit.training.workload import Workload
+
+def loss(model, batch):
+    print("in the dry run", flush=True, file=open(os.environ["TOLD"], "w"))
+    time.sleep(600)
+
+predict(Workload(nn.Linear(16, 16), torch.ones(4, 16), loss_fn=loss), gpu="L4")
+"""
+
+
+def test_ctrl_c_ends_a_prediction_and_its_worker(
+    tmp_path: Path, python: Callable[..., subprocess.Popen[Any]]
+) -> None:
+    script, told = tmp_path / "sleeps.py", tmp_path / "told"
+    script.write_text(SLEEPS)
+    os.mkfifo(told)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with python(script, env=os.environ | {"TOLD": str(told)}, **pipes) as started:
+        assert told.read_text().startswith("in the dry run")
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=120)
+    assert re.search("KeyboardInterrupt", errors)
+    assert started.returncode != 0

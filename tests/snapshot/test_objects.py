@@ -111,7 +111,6 @@ RUNS: dict[str, Callable[[Workload], object]] = {
     "probe": lambda workload: autofit.probe(
         workload, device="cpu", vram_budget="32MiB", isolation="inprocess", strategies=[]
     ),
-    "predict": lambda workload: autofit.predict(workload, gpu="H100"),
 }
 
 

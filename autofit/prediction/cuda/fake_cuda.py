@@ -17,12 +17,11 @@ cuDNN's buffers or add gradients in place.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,8 +45,8 @@ def fake_cuda(
 ) -> Iterator[None]:
     """Make torch behave as if this GPU were there; put everything back at the end.
 
-    Functions answer so on this thread alone, and to nobody afterwards who kept one of them. Only
-    one may be active at a time, since classes such as `torch.cuda.Stream` are replaced for all.
+    They are replaced for the whole process, and only one may be active at a time. What is imported
+    meanwhile may keep them: use it in a process that is there for dry runs.
 
     Args:
         gpu: the GPU.
@@ -63,7 +62,7 @@ def fake_cuda(
         try:
             stack.enter_context(_cuda_kernels(gpu))
             for target, name, value in (*chain(*patches), *_backward(mode)):
-                stack.enter_context(_replaced(target, name, value))
+                stack.enter_context(replaced(target, name, value))
         except AttributeError as error:
             raise CannotTell(
                 f"memory cannot be predicted with torch {torch.__version__} ({error}); predictions "
@@ -181,41 +180,14 @@ def _place(value: Any) -> Any:
 
 
 @contextmanager
-def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value, and its own back at the end."""
     before = getattr(target, name)
-    active = {threading.get_ident()}
-    setattr(target, name, _for_threads(active, value, before) if callable(before) else value)
+    setattr(target, name, value)
     try:
         yield
     finally:
-        active.clear()
         setattr(target, name, before)
-
-
-def _for_threads(active: Collection[int], value: Any, before: Any) -> Any:
-    """Return a function that is `value` on the threads that are active now, and else `before`.
-
-    A module that is imported meanwhile may keep it, or what it answers, and other threads may call
-    it. A class stays itself: code that is imported now may subclass it.
-    """
-    if not isinstance(value, FunctionType) or isinstance(before, type):
-        return value
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_told = threading.get_ident() in active and not _is_importing()
-        return (value if is_told else before)(*args, **kwargs)
-
-    return call
-
-
-def _is_importing() -> bool:
-    """Return whether a module that the dry run has imported is asking while its body runs."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _module(frame).partition(".")[0] != "autofit":
-        if _module(frame) == "importlib._bootstrap":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _answer(value: Any) -> Callable[..., Any]:

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autofit
 from autofit.devices.gpus import find_gpu
+from autofit.plan import Plan, ResolvedPlan
 from autofit.prediction.cuda.tracer import CudaTracer
-from autofit.prediction.dry_run import stage
+from autofit.prediction.dry_run import dry_run, stage
 
 
 @pytest.fixture
@@ -185,8 +186,7 @@ def test_a_torch_without_a_part_that_is_replaced_is_refused(
     with pytest.raises(
         autofit.CannotTell, match=r"with torch .*_get_capturable.*tried with.*2\.13"
     ):
-        autofit.predict(workload, gpu="L4")
-    assert autofit.check(workload, gpu="L4").fits is None
+        dry_run(workload, ResolvedPlan(Plan(4)), find_gpu("L4"))
 
 
 def test_a_torch_without_the_dispatch_keys_is_refused(
@@ -199,9 +199,12 @@ def test_a_torch_without_the_dispatch_keys_is_refused(
 import torch
 del torch._C.DispatchKey.AutocastIPU, torch._C.DispatchKey.AutocastHPU
 import autofit
-workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8), criterion=torch.nn.MSELoss())
+from autofit.devices.gpus import find_gpu
+from autofit.plan import Plan, ResolvedPlan
+from autofit.prediction.dry_run import dry_run
+workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8))
 try:
-    autofit.predict(workload, gpu="L4")
+    dry_run(workload, ResolvedPlan(Plan(4)), find_gpu("L4"))
 except autofit.CannotTell as error:
     print(error)
 """,

@@ -1,0 +1,234 @@
+"""The worker process in which `predict`, `check` and `cards` run their dry runs.
+
+A dry run replaces functions of torch for its whole process, so it runs in a process of its own, and
+nothing of the caller's is replaced. The worker is one of those that run probes. The first
+prediction starts it, and it stays for later ones. Parameters, buffers and optimizer state are sent
+as shapes, so a large model costs nothing to send.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import pickle
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from autofit.errors import InvalidRequest, mark_users
+from autofit.prediction.dry_run import refuse_compiled, sendable
+from autofit.probing.messages import STILL_RUNNING
+from autofit.probing.prober import Deadlines, Prober
+from autofit.probing.serialization import dumps, unreachable_by_value
+from autofit.probing.worker_channel import WorkerChannel
+from autofit.snapshot import process
+from autofit.training.workload import Workload
+
+if TYPE_CHECKING:
+    from autofit.probing.session import Session
+
+Progress = Callable[[str], object]
+MOST_SECONDS = 24 * 3600.0
+"""A table of many GPUs and variants may take hours; Ctrl-C ends it at any time."""
+_Result = TypeVar("_Result")
+
+
+def in_worker(
+    function: Callable[..., _Result],
+    workload: Workload,
+    *arguments: Any,
+    progress: Progress | None = None,
+) -> _Result:
+    """Return `function(workload, *arguments)`, called in the worker with a copy of the workload.
+
+    Args:
+        function: of a module.
+        workload: the workload.
+        arguments: further arguments, which can be pickled.
+        progress: called here with each line that the function says; None: it gets no `progress=`.
+
+    Raises:
+        InvalidRequest: the workload cannot be sent.
+        CannotTell: a part of the model is compiled.
+        WorkerFailed: the worker died twice.
+        Exception: raised by the function, or by the user's code in it.
+    """
+    call = _written(function, workload, arguments)
+    run = partial(_run, _Surroundings.here(), call, progress is not None)
+    with _shared.lock:
+        _shared.progress = progress
+        try:
+            result: _Result = _shared.prober().run(run, expected_seconds=MOST_SECONDS)
+            return result
+        finally:
+            _shared.progress = None
+
+
+def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[Any, ...]) -> bytes:
+    if isinstance(workload.model, torch.nn.Module):
+        refuse_compiled(workload.model)
+    sent, without_data = sendable(workload)
+    try:
+        with unreachable_by_value():
+            return dumps((function, sent, arguments), without_data=without_data)
+    except MemoryError:
+        raise
+    except SystemExit as end:  # how an object is pickled may be the user's own code
+        mark_users(end)
+        raise
+    except Exception as error:  # likewise
+        raise InvalidRequest(
+            f"the workload cannot be sent to the worker process that predicts "
+            f"({type(error).__name__}: {error}): pass a function that builds the model instead of "
+            "the model"
+        ) from error
+
+
+@dataclass
+class _Shared:
+    """The worker of this process.
+
+    A worker ends with the thread that started it, and the next prediction starts another.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    progress: Progress | None = None
+    opened: Prober | None = None
+
+    def prober(self) -> Prober:
+        if self.opened is None:
+            nothing = Workload(torch.nn.Identity(), torch.zeros(1))  # workloads come with each call
+            self.opened = Prober(
+                WorkerChannel(nothing, device="cpu"),
+                nothing,
+                deadlines=Deadlines(patience=1.0),
+                on_stage=self._tell,
+            )
+        return self.opened
+
+    def close(self) -> None:
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened.close()
+
+    def _tell(self, stage: str) -> None:
+        if self.progress is not None and stage != STILL_RUNNING:
+            self.progress(stage)
+
+
+_shared = _Shared()
+_of_parents: list[_Shared] = []
+"""Kept, so that a forked process does not end the worker of its parent by forgetting it."""
+
+
+def _begin_anew() -> None:
+    global _shared
+    _of_parents.append(_shared)
+    _shared = _Shared()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+atexit.register(lambda: _shared.close())
+
+
+# In the worker.
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What code finds in its process besides its arguments."""
+
+    sys_path: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: str | None
+    computing: Mapping[str, Any]
+
+    @classmethod
+    def here(cls) -> _Surroundings:
+        folder = None
+        with suppress(OSError):  # it may have been removed
+            folder = os.getcwd()
+        return cls(tuple(sys.path), dict(os.environ), folder, process.computing())
+
+    def enter(self) -> None:
+        """Give this process the same."""
+        sys.path[:] = self.sys_path
+        for name in _sent_before - self.environment.keys():
+            os.environ.pop(name, None)
+        os.environ.update(self.environment)
+        _sent_before.clear()
+        _sent_before.update(self.environment)
+        if self.folder is not None:
+            with suppress(OSError):
+                os.chdir(self.folder)
+        process.restore(self.computing)
+
+
+_sent_before: set[str] = set()
+
+
+def _run(surroundings: _Surroundings, call: bytes, tells: bool, session: Session) -> Any:
+    surroundings.enter()
+    _forget_changed_modules()
+    function, workload, arguments = pickle.loads(call)
+    named = {"progress": session.on_stage} if tells else {}
+    try:
+        return function(workload, *arguments, **named)
+    finally:
+        _note_modules()
+
+
+_own_modules = frozenset(sys.modules)
+_files: dict[str, tuple[str, int]] = {}
+"""By name of a module of the user's that was imported here: its file, and when that was written."""
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+
+
+def _note_modules() -> None:
+    """Note the user's modules: those in no library and in no folder of installed packages."""
+    for name, module in list(sys.modules.items()):
+        if name not in _own_modules and name not in _files and (found := _file_of(module)):
+            _files[name] = found, _written_at(found)
+
+
+def _file_of(module: ModuleType) -> str | None:
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or "site-packages" in file or "dist-packages" in file:
+        return None
+    return None if file.startswith(_LIBRARIES) else file
+
+
+def _written_at(file: str) -> int:
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _forget_changed_modules() -> None:
+    """Import the user's modules anew where one was edited, or another now bears its name."""
+    importlib.invalidate_caches()
+    if any(_has_changed(name, *known) for name, known in _files.items()):
+        for name in _files:
+            sys.modules.pop(name, None)
+        _files.clear()
+
+
+def _has_changed(name: str, file: str, written_at: int) -> bool:
+    if _written_at(file) != written_at:
+        return True
+    if "." in name:
+        return False  # its package tells
+    found = PathFinder.find_spec(name)
+    return found is not None and found.origin != file
