@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from autofit.codec import Amount, Count, Duration, Number, Wait, to_json
 from autofit.errors import InvalidRequest
-from autofit.plan import PLAN, Plan
-from autofit.shapes import (
-    AMOUNT,
-    COUNT,
-    DURATION,
-    FLAG,
-    NUMBER,
-    TEXT,
-    WAIT,
-    Leaf,
-    Maybe,
-    check_shape,
-)
+from autofit.plan import Plan
 from autofit.units import format_bytes, format_rate, format_seconds
 
 
@@ -88,42 +77,6 @@ class Role(StrEnum):
     """Proposed, and refused before it ran: it is not a probe."""
 
 
-MEASUREMENT: dict[str, Any] = {
-    "outcome": Leaf("an outcome", lambda value: value in list(Outcome)),
-    "detail?": Maybe(TEXT),
-    "step_times_s?": [DURATION],
-    "peak_allocated_bytes?": Maybe(AMOUNT),
-    "peak_reserved_bytes?": Maybe(AMOUNT),
-    "non_torch_bytes?": Maybe(AMOUNT),
-    "allocator_retries?": Maybe(AMOUNT),
-    "micro_batches_run?": Maybe(COUNT),
-    "loss?": Maybe(NUMBER),
-    "losses?": [NUMBER],
-    "contended?": FLAG,
-    "seconds?": Maybe(NUMBER),
-    "busy_percent?": Maybe(NUMBER),
-    "start_up_s?": Maybe(WAIT),
-    "notes?": [TEXT],
-    "failed_rank?": Maybe(AMOUNT),
-    "ranks?": [
-        {
-            "peak_allocated_bytes": Maybe(AMOUNT),
-            "peak_reserved_bytes": Maybe(AMOUNT),
-            "non_torch_bytes": Maybe(AMOUNT),
-            "step_time_s": Maybe(DURATION),
-        }
-    ],
-}
-"""A measurement as JSON."""
-TRIAL: dict[str, Any] = MEASUREMENT | {
-    "number": AMOUNT,
-    "role": Leaf("a role", lambda value: value in list(Role)),
-    "plan": PLAN,
-    "predicted_peak_bytes?": Maybe(NUMBER),
-}
-"""A trial as JSON, its measurement among its own keys."""
-
-
 @dataclass(frozen=True)
 class RankUse:
     """What one of several ranks held in a probe, and how long its own steps took.
@@ -133,10 +86,10 @@ class RankUse:
         step_time_s: median seconds of its optimizer steps.
     """
 
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    non_torch_bytes: int | None
-    step_time_s: float | None
+    peak_allocated_bytes: Amount | None
+    peak_reserved_bytes: Amount | None
+    non_torch_bytes: Amount | None
+    step_time_s: Duration | None
 
     @property
     def held_bytes(self) -> int:
@@ -162,7 +115,7 @@ class Measurement:
         micro_batches_run: micro-batches that each timed step actually ran; fewer than the plan's
             accumulation steps if a search probe shortened them (step times are then scaled up).
         loss: mean loss of the last step.
-        losses: that of every third timed step; empty in older reports.
+        losses: that of every third timed step.
         contended: whether other processes changed their use of the device during the probe, or
             used memory that the budget allows. A plan that then ran out of memory is only known to
             need the bytes that it held.
@@ -178,29 +131,25 @@ class Measurement:
 
     outcome: Outcome
     detail: str | None = None
-    step_times_s: Sequence[float] = ()
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    non_torch_bytes: int | None = None
-    allocator_retries: int | None = None
-    micro_batches_run: int | None = None
-    loss: float | None = None
-    losses: Sequence[float] = ()
+    step_times_s: Sequence[Duration] = ()
+    peak_allocated_bytes: Amount | None = None
+    peak_reserved_bytes: Amount | None = None
+    non_torch_bytes: Amount | None = None
+    allocator_retries: Amount | None = None
+    micro_batches_run: Count | None = None
+    loss: Number | None = None
+    losses: Sequence[Number] = ()
     contended: bool = False
-    seconds: float | None = None
-    busy_percent: int | None = None
-    start_up_s: float | None = None
+    seconds: Number | None = None
+    busy_percent: Amount | None = None
+    start_up_s: Wait | None = None
     notes: Sequence[str] = ()
-    failed_rank: int | None = None
+    failed_rank: Amount | None = None
     ranks: Sequence[RankUse] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outcome", Outcome(self.outcome))
-        ranks = (use if isinstance(use, RankUse) else RankUse(**use) for use in self.ranks)
-        object.__setattr__(self, "ranks", tuple(ranks))
-        object.__setattr__(self, "step_times_s", tuple(self.step_times_s))
-        object.__setattr__(self, "losses", tuple(self.losses))
-        object.__setattr__(self, "notes", tuple(self.notes))
+        for name in ("ranks", "step_times_s", "losses", "notes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def ok(self) -> bool:
@@ -226,28 +175,6 @@ class Measurement:
         See `median_interval`.
         """
         return median_interval(self.step_times_s) if self.step_times_s else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        of_ranks = {"failed_rank": self.failed_rank, "ranks": [asdict(use) for use in self.ranks]}
-        return {name: value for name, value in asdict(self).items() if name not in of_ranks} | {
-            "outcome": self.outcome.value,
-            "step_times_s": list(self.step_times_s),
-            "losses": list(self.losses),
-            "notes": list(self.notes),
-            **{name: value for name, value in of_ranks.items() if value not in (None, [])},
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """Return the measurement that `to_dict` wrote; unknown keys are ignored.
-
-        Raises:
-            InvalidRequest: the data are not such a measurement.
-        """
-        check_shape(data, MEASUREMENT, "the trial")
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -298,11 +225,11 @@ class Trial:
         predicted_peak_bytes: held bytes that the planner expected before it ran; None: unknown.
     """
 
-    number: int
+    number: Amount
     role: Role
     plan: Plan
     measurement: Measurement
-    predicted_peak_bytes: int | None = None
+    predicted_peak_bytes: Amount | None = None
 
     @property
     def ok(self) -> bool:
@@ -339,34 +266,18 @@ class Trial:
         spread = spread_of(self.samples_per_second_low, self.samples_per_second_high)
         return format_rate(self.samples_per_second, spread * (self.samples_per_second or 0.0))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: the measurement, and the rates that follow from it."""
+    def row(self) -> dict[str, Any]:
+        """Return it as a flat object of JSON: the rates that follow, the measurement's own keys."""
         return {
             "number": self.number,
             "role": self.role.value,
-            "plan": self.plan.to_dict(),
+            "plan": to_json(self.plan),
             "samples_per_second": self.samples_per_second,
             "samples_per_second_low": self.samples_per_second_low,
             "samples_per_second_high": self.samples_per_second_high,
             "predicted_peak_bytes": self.predicted_peak_bytes,
-            **self.measurement.to_dict(),
+            **to_json(self.measurement),
         }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial that `to_dict` wrote; unknown keys are ignored.
-
-        Raises:
-            InvalidRequest: the data are not such a trial.
-        """
-        check_shape(data, TRIAL, "the trial")
-        return cls(
-            data["number"],
-            Role(data["role"]),
-            Plan.from_dict(data["plan"]),
-            Measurement.from_dict(data),
-            data.get("predicted_peak_bytes"),
-        )
 
     def __str__(self) -> str:
         measured = self.measurement

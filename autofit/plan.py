@@ -11,30 +11,18 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from autofit.codec import Count, Number, SettingValue
 from autofit.errors import InvalidRequest
-from autofit.shapes import (
-    ANYTHING,
-    COUNT,
-    FLAG,
-    NUMBER,
-    SCALAR,
-    TEXT,
-    Leaf,
-    Maybe,
-    Shape,
-    Table,
-    check_shape,
-)
 
 if TYPE_CHECKING:
     from autofit.strategy import Strategy
 
-Scalar: TypeAlias = bool | int | float | str
+Scalar: TypeAlias = SettingValue
 """Type of a setting's value: it must fit into JSON and be an Optuna category."""
 
 Settings: TypeAlias = Mapping[str, Scalar]
@@ -45,28 +33,6 @@ MOST_RANKS = 2**16
 
 MOST_ACCUMULATION_STEPS = 2**24
 """More than any training has; their sizes are listed, so zeros too many would take all memory."""
-
-SETTINGS = Table(SCALAR)
-PLAN: Shape = {
-    "micro_batch": COUNT,
-    "accumulation_steps?": COUNT,
-    "global_batch?": Maybe(COUNT),
-    "settings?": SETTINGS,
-    "world_size?": COUNT,
-}
-"""A plan as JSON."""
-DIMENSION: Shape = {
-    "values": [SCALAR],
-    "payloads?": [ANYTHING],
-    "hints?": [Maybe(Leaf("numbers or null", lambda value: _are_numbers(value)))],
-    "when?": Maybe(Table([Maybe(SCALAR)])),
-    "trial_cost_s?": NUMBER,
-    "trial_costs_s?": [Maybe(NUMBER)],
-    "fresh_worker?": FLAG,
-    "needs_accumulation?": FLAG,
-    "addresses?": [TEXT],
-}
-"""A dimension as JSON."""
 
 VariantKey: TypeAlias = tuple[tuple[str, Scalar], ...]
 """Settings as a hashable key that does not depend on their order."""
@@ -161,11 +127,11 @@ class Plan:
             add up to the global batch.
     """
 
-    micro_batch: int
-    accumulation_steps: int = field(default=1, kw_only=True)
-    global_batch: int | None = field(default=None, kw_only=True)
+    micro_batch: Count
+    accumulation_steps: Count = field(default=1, kw_only=True)
+    global_batch: Count | None = field(default=None, kw_only=True)
     settings: Settings = field(default_factory=dict, kw_only=True)
-    world_size: int = field(default=1, kw_only=True)
+    world_size: Count = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulation_steps", "world_size"):
@@ -282,38 +248,12 @@ class Plan:
         """Return the plan without the settings that have exactly these values."""
         return replace(self, settings=unlike(self.settings, settings))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "micro_batch": self.micro_batch,
-            "accumulation_steps": self.accumulation_steps,
-            "global_batch": self.global_batch,
-            "settings": dict(self.settings),
-            **({"world_size": self.world_size} if self.world_size > 1 else {}),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan that `to_dict` wrote; unknown keys are ignored.
-
-        Raises:
-            InvalidRequest: the data are not such a plan.
-        """
-        check_shape(data, PLAN, "the plan")
-        return cls(
-            data["micro_batch"],
-            accumulation_steps=data.get("accumulation_steps", 1),
-            global_batch=data.get("global_batch"),
-            settings=data.get("settings", {}),
-            world_size=data.get("world_size", 1),
-        )
-
     def __hash__(self) -> int:
         counts = (self.micro_batch, self.accumulation_steps, self.global_batch, self.world_size)
         return hash((counts, self.variant))
 
-    def __reduce__(self) -> tuple[Callable[[Mapping[str, Any]], Plan], tuple[dict[str, Any]]]:
-        return Plan.from_dict, (self.to_dict(),)
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[()]]:
+        return _as_called(self, settings=dict(self.settings))
 
     def __str__(self) -> str:
         split = f"{self.micro_batch} x {self.accumulation_steps}"
@@ -367,9 +307,9 @@ class Hint:
             optimizer state). Unknown effects are assumed to be within a few percent.
     """
 
-    bytes_per_sample: float | None = None
-    seconds_per_sample: float | None = None
-    fixed_bytes: float | None = None
+    bytes_per_sample: Number | None = None
+    seconds_per_sample: Number | None = None
+    fixed_bytes: Number | None = None
 
 
 _BY_VALUE = ("payloads", "hints", "trial_costs_s")
@@ -433,10 +373,8 @@ class Dimension:
                     f"{name} are given for values the dimension lacks: {sorted(map(str, unknown))}"
                 )
 
-    def __reduce__(self) -> tuple[Callable[..., Dimension], tuple[Any, ...]]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain |= {name: dict(plain[name]) for name in _BY_VALUE}
-        return partial(Dimension, **plain), ()
+    def __reduce__(self) -> tuple[Callable[..., Dimension], tuple[()]]:
+        return _as_called(self, **{name: dict(getattr(self, name)) for name in _BY_VALUE})
 
     def trial_cost_of(self, value: Scalar) -> float:
         """Return the extra seconds that a probe of the value costs; 0 for the first."""
@@ -453,44 +391,6 @@ class Dimension:
         """Return whether `when` allows values other than the first next to these settings."""
         return all(settings.get(name) in allowed for name, allowed in (self.when or {}).items())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; payloads and hints are lists in the order of the values."""
-        return {
-            "values": list(self.values),
-            "payloads": [self.payloads.get(value) for value in self.values],
-            "hints": [_hint_to_list(self.hints.get(value)) for value in self.values],
-            "when": {name: list(allowed) for name, allowed in (self.when or {}).items()},
-            "trial_cost_s": self.trial_cost_s,
-            "trial_costs_s": [self.trial_costs_s.get(value) for value in self.values],
-            "fresh_worker": self.fresh_worker,
-            **({"needs_accumulation": True} if self.needs_accumulation else {}),
-            "addresses": list(self.addresses),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Dimension:
-        """Return the dimension that `to_dict` wrote.
-
-        Raises:
-            InvalidRequest: the data are not such a dimension.
-        """
-        check_shape(data, DIMENSION, "the dimension")
-        values = data["values"]
-        payloads = zip(values, data.get("payloads", ()), strict=False)
-        hints = zip(values, data.get("hints", ()), strict=False)
-        costs = zip(values, data.get("trial_costs_s", ()), strict=False)
-        return cls(
-            values,
-            payloads={value: payload for value, payload in payloads if payload is not None},
-            hints={value: Hint(*hint[:3]) for value, hint in hints if hint is not None},
-            when=data.get("when") or None,
-            trial_cost_s=data.get("trial_cost_s", 0.0),
-            trial_costs_s={value: cost for value, cost in costs if cost is not None},
-            fresh_worker=data.get("fresh_worker", False),
-            needs_accumulation=data.get("needs_accumulation", False),
-            addresses=[each for each in data.get("addresses", ()) if each in BOUNDS],
-        )
-
 
 def _as_json(payload: Any) -> Any:
     """Return a payload as it is read again; what is no JSON stays, for `check_strategy` to name."""
@@ -500,11 +400,59 @@ def _as_json(payload: Any) -> Any:
         return payload
 
 
-def _are_numbers(hint: Any) -> bool:
-    """Return whether the entries of a hint that this version knows are numbers or null."""
-    known = hint[: len(fields(Hint))] if isinstance(hint, list) else [""]
-    return all(value is None or NUMBER.fits(value) for value in known)
+_Made = TypeVar("_Made", "Plan", "Dimension")
 
 
-def _hint_to_list(hint: Hint | None) -> list[float | None] | None:
-    return None if hint is None else list(astuple(hint))
+def _as_called(made: _Made, **changed: Any) -> tuple[Callable[..., _Made], tuple[()]]:
+    """Return how to make a value again, for pickle, which has no way with a `MappingProxyType`."""
+    given = {f.name: getattr(made, f.name) for f in fields(made)}
+    return partial(type(made), **(given | changed)), ()
+
+
+@dataclass(frozen=True)
+class DimensionForm:
+    """A dimension as JSON: what is known of the values stands in the order of the values."""
+
+    values: Sequence[Scalar]
+    payloads: Sequence[Any] = ()
+    hints: Sequence[Hint | None] = ()
+    when: Mapping[str, Sequence[Scalar | None]] | None = None
+    trial_cost_s: Number = 0.0
+    trial_costs_s: Sequence[Number | None] = ()
+    fresh_worker: bool = False
+    needs_accumulation: bool = False
+    addresses: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, dimension: Dimension) -> DimensionForm:
+        """Return the form of a dimension."""
+        known = {f.name: getattr(dimension, f.name) for f in fields(cls)}
+        in_order = {name: list(map(known[name].get, dimension.values)) for name in _BY_VALUE}
+        return cls(**(known | in_order))
+
+    def dimension(self) -> Dimension:
+        """Return the dimension of a form.
+
+        Raises:
+            InvalidRequest: there is none of these values.
+        """
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in _BY_VALUE:
+            pairs = zip(self.values, known[name], strict=False)
+            known[name] = {value: of for value, of in pairs if of is not None}
+        known["addresses"] = [each for each in self.addresses if each in BOUNDS]
+        return Dimension(**known)
+
+
+def forms_of(dimensions: Mapping[str, Dimension]) -> dict[str, DimensionForm]:
+    """Return dimensions as JSON has them."""
+    return {name: DimensionForm.of(dimension) for name, dimension in dimensions.items()}
+
+
+def dimensions_of(forms: Mapping[str, DimensionForm]) -> dict[str, Dimension]:
+    """Return the dimensions that `forms_of` wrote.
+
+    Raises:
+        InvalidRequest: a form has values of which there is no dimension.
+    """
+    return {name: form.dimension() for name, form in forms.items()}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
+from autofit.codec import Count
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan, Scalar, Settings, check_count
 
@@ -34,13 +35,13 @@ class Space:
     """
 
     dimensions: Mapping[str, Dimension]
-    sample_batch_size: int
-    global_batch: int | None = None
+    sample_batch_size: Count
+    global_batch: Count | None = None
     may_resplit: bool = True
-    max_micro_batch: int | None = None
+    max_micro_batch: Count | None = None
     even_split: bool = False
     fixed: Settings = field(default_factory=dict)
-    world_size: int = 1
+    world_size: Count = 1
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "max_micro_batch", "world_size"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from math import comb
 
 import pytest
 
+from autofit.codec import from_json, to_json
 from autofit.measurement import Measurement, Outcome, Role, Trial, fastest_of
 from autofit.plan import Plan
 
@@ -96,22 +96,23 @@ def test_measurements_survive_json_and_ignore_what_they_do_not_know() -> None:
         contended=True,
         seconds=1.5,
     )
-    data = json.loads(json.dumps(measured.to_dict()))
-    assert Measurement.from_dict(data | {"from": "a later version"}) == measured
-    assert isinstance(Measurement.from_dict(data).outcome, Outcome)
+    data = to_json(measured) | {"from": "a later version"}
+    again = from_json(data, Measurement, "the measurement")
+    assert again == measured
+    assert isinstance(again.outcome, Outcome)
 
 
 def test_a_training_that_starts_at_its_usual_speed_is_stored() -> None:
     measured = Measurement(Outcome.OK, step_times_s=(0.1,), start_up_s=0.0)
-    assert Measurement.from_dict(measured.to_dict()) == measured
+    assert from_json(to_json(measured), Measurement, "the measurement") == measured
 
 
 def test_trials_survive_json_and_say_the_rates_that_follow() -> None:
     trial = Trial(3, Role.CONFIRMED, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]), 2**30)
-    data = json.loads(json.dumps(trial.to_dict()))
-    assert data["samples_per_second"] == trial.samples_per_second
-    assert data["outcome"] == "ok"
-    assert Trial.from_dict(data | {"from": "a later version"}) == trial
+    assert trial.row()["samples_per_second"] == trial.samples_per_second
+    assert trial.row()["outcome"] == "ok"
+    data = to_json(trial) | {"from": "a later version"}
+    assert from_json(data, Trial, "the trial") == trial
 
 
 def test_a_trial_prints_as_one_line_of_figures() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 
 import numpy as np
 import pytest
 
+from autofit.codec import from_json, to_json
 from autofit.errors import InvalidRequest
 from autofit.plan import (
     MOST_RANKS,
     Dimension,
+    DimensionForm,
     Hint,
     Plan,
     Scalar,
@@ -95,9 +96,9 @@ def test_settings_have_no_order_and_cannot_be_changed() -> None:
     "plan", [Plan(3), Plan.split(10, 4, {"precision.dtype": "bfloat16", "checkpointing.level": 2})]
 )
 def test_plans_survive_json_and_pickling(plan: Plan) -> None:
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert from_json(to_json(plan), Plan, "the plan") == plan
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert Plan.from_dict(plan.to_dict() | {"from": "a later version"}) == plan
+    assert from_json(to_json(plan) | {"from": "a later version"}, Plan, "the plan") == plan
 
 
 def test_dimensions_survive_json_and_pickling() -> None:
@@ -110,16 +111,12 @@ def test_dimensions_survive_json_and_pickling() -> None:
         fresh_worker=True,
         addresses=("arithmetic", "launches"),
     )
-    assert Dimension.from_dict(json.loads(json.dumps(dimension.to_dict()))) == dimension
+    assert (
+        from_json(to_json(DimensionForm.of(dimension)), DimensionForm, "it").dimension()
+        == dimension
+    )
     assert pickle.loads(pickle.dumps(dimension)) == copy.deepcopy(dimension) == dimension
-    assert Dimension.from_dict({"values": ["as_is"]}) == Dimension(["as_is"])
-
-
-def test_hints_of_older_and_later_files_are_read() -> None:
-    written = Dimension([0, 1], hints={1: Hint(0.4, 0.9)}).to_dict()
-    for hint in ([0.4, 0.9], [0.4, 0.9, None, "from a later version"]):
-        read = Dimension.from_dict(written | {"hints": [None, hint]})
-        assert read.hints == {1: Hint(0.4, 0.9)}
+    assert from_json({"values": ["as_is"]}, DimensionForm, "it").dimension() == Dimension(["as_is"])
 
 
 def test_what_a_dimensions_values_mean_cannot_be_changed() -> None:
@@ -145,9 +142,8 @@ def test_values_of_a_dimension_differ_and_there_is_one() -> None:
 def test_a_dimension_addresses_what_bounds_a_step() -> None:
     with pytest.raises(InvalidRequest, match=r"arithmetic.*launches.*'weather'"):
         Dimension([1, 2], addresses=("weather",))
-    later = Dimension([1, 2], addresses=("optimizer",)).to_dict()
-    read = Dimension.from_dict(later | {"addresses": ["optimizer", "of a later version"]})
-    assert read.addresses == ("optimizer",)
+    later = DimensionForm([1, 2], addresses=("optimizer", "of a later version"))
+    assert later.dimension().addresses == ("optimizer",)
 
 
 def test_when_limits_a_dimension_to_settings_of_others() -> None:
@@ -172,7 +168,7 @@ def test_payloads_are_found_for_values_that_have_one() -> None:
 def test_counts_may_come_from_numpy() -> None:
     plan = Plan.split(np.int64(10), np.int64(4))  # type: ignore[arg-type]  # they are no ints
     assert plan == Plan.split(10, 4)
-    assert json.loads(json.dumps(plan.to_dict())) == plan.to_dict()
+    assert to_json(plan) == to_json(Plan.split(10, 4))
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(16, 2), (14, 2), (13, 3), (9, 4), (7, 4), (4, 4)])
@@ -188,7 +184,7 @@ def test_ranks_share_all_samples_in_sizes_that_differ_by_at_most_one(
     assert sum(sizes) == samples == plan.samples_per_step
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == plan.micro_batch <= micro_batch
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert from_json(to_json(plan), Plan, "the plan") == plan
 
 
 def test_more_ranks_than_any_cluster_has_are_refused() -> None:
@@ -209,11 +205,6 @@ def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
         Plan.split(6, 1, world_size=8)
     with pytest.raises(InvalidRequest, match="7 samples has no even split over 2 ranks"):
         Plan.split(7, 1, world_size=2, even=True)
-
-
-def test_plans_of_one_device_have_the_json_of_before() -> None:
-    assert "world_size" not in Plan(4).to_dict()
-    assert Plan(4, world_size=2).samples_per_step == 8
 
 
 def test_uneven_shares_are_said_with_the_samples_of_all_ranks() -> None:

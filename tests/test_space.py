@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from autofit.codec import from_json, to_json
 from autofit.errors import InvalidRequest
-from autofit.plan import Dimension, Plan, payloads_of
+from autofit.plan import Dimension, DimensionForm, Plan, payloads_of
 from autofit.planning.feasibility import Sizes
 from autofit.space import UNBOUNDED_MICRO_BATCH, Space
 
@@ -169,7 +170,7 @@ def test_what_needs_accumulation_is_tried_where_there_is_some(
 ) -> None:
     shared = Dimension(["once", "each"], needs_accumulation=True)
     space = Space({**DIMENSIONS, "parallel.accumulation": shared}, 4, **geometry)  # type: ignore[arg-type]  # as above
-    assert Dimension.from_dict(json.loads(json.dumps(shared.to_dict()))) == shared
+    assert from_json(to_json(DimensionForm.of(shared)), DimensionForm, "it").dimension() == shared
     each = {**space.plain_settings, "parallel.accumulation": "each"}
     assert space.largest_micro_batch_of(each) == largest
     assert space.largest_micro_batch_of(space.plain_settings) == space.largest_micro_batch

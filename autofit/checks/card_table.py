@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autofit.codec import to_json
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, Settings, unlike
 from autofit.units import format_bytes
@@ -61,7 +62,7 @@ class Fit:
             "required_bytes": self.required_bytes,
             "margin_bytes": self.margin_bytes,
             "fits": self.fits,
-            "largest": self.largest.to_dict() if self.largest else None,
+            "largest": to_json(self.largest) if self.largest else None,
             "largest_required_bytes": self.largest_required_bytes,
             "relative_time": self.relative_time,
             "detail": self.detail,
@@ -127,7 +128,7 @@ class Cards:
         """Return the JSON form."""
         median, ninetieth = self.time_error
         return {
-            "plan": self.plan.to_dict(),
+            "plan": to_json(self.plan),
             "time_error": {"median": median, "90th": ninetieth},
             "cards": [card.to_dict() for card in self.cards],
             "notes": list(self.notes),

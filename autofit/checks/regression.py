@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.checks.verdict import Verdict
+from autofit.codec import read_json
 from autofit.devices.gpus import find_gpu
 from autofit.errors import InvalidRequest
 from autofit.plan import Settings
 from autofit.report.record import Record
-from autofit.shapes import read_json
 from autofit.units import format_bytes, kind_of
 
 

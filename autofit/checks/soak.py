@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from autofit.checks.same import check_same
+from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
 from autofit.errors import InvalidRequest
 from autofit.measurement import Measurement, Trial, median_interval
@@ -85,10 +86,10 @@ class SoakResult:
             "strayed": list(self.deviations),
             "busy": self.busy,
             "steps": self.steps,
-            "plan": self.trial.plan.to_dict(),
+            "plan": to_json(self.trial.plan),
             "vram_budget_bytes": self.vram_budget_bytes,
-            "measurement": self.measurement.to_dict(),
-            "expected": self.trial.measurement.to_dict(),
+            "measurement": to_json(self.measurement),
+            "expected": to_json(self.trial.measurement),
         }
 
     def __str__(self) -> str:

@@ -6,34 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autofit.codec import Amount, from_json, to_json
 from autofit.notebook import shown
-from autofit.plan import PLAN, Plan
+from autofit.plan import Plan
 from autofit.prediction.of_ranks import NCCL_UNKNOWN
-from autofit.shapes import AMOUNT, FLAG, TEXT, Maybe, Shape, Table, check_shape
 from autofit.units import format_bytes
 
 ASSUMED = " (assumed: no gpu given)"
 METHODS = {"probe": "a probe: run on the device", "predict": "a dry run on torch's meta device"}
 """By its name, how a verdict was found, for a reader."""
-
-_VERDICT: Shape = {
-    "fits": Maybe(FLAG),
-    "plan": PLAN,
-    "method": TEXT,
-    "vram_budget_bytes": AMOUNT,
-    "required_bytes?": Maybe(AMOUNT),
-    "margin_bytes?": AMOUNT,
-    "breakdown?": Maybe(Table(AMOUNT)),
-    "largest_micro_batch?": Maybe(AMOUNT),
-    "detail?": Maybe(TEXT),
-    "peak_allocated_bytes?": Maybe(AMOUNT),
-    "device?": Maybe(TEXT),
-    "gpu?": Maybe(TEXT),
-    "gpu_assumed?": FLAG,
-    "unknown_bytes?": AMOUNT,
-    "parameters?": Maybe(AMOUNT),
-}
-"""A verdict as JSON."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +44,18 @@ class Verdict:
     fits: bool | None
     plan: Plan
     method: str
-    vram_budget_bytes: int
-    required_bytes: int | None = None
-    margin_bytes: int = 0
-    breakdown: Mapping[str, int] | None = None
-    largest_micro_batch: int | None = None
+    vram_budget_bytes: Amount
+    required_bytes: Amount | None = None
+    margin_bytes: Amount = 0
+    breakdown: Mapping[str, Amount] | None = None
+    largest_micro_batch: Amount | None = None
     detail: str | None = None
-    peak_allocated_bytes: int | None = None
+    peak_allocated_bytes: Amount | None = None
     device: str | None = None
     gpu: str | None = None
     gpu_assumed: bool = False
-    unknown_bytes: int = 0
-    parameters: int | None = None
+    unknown_bytes: Amount = 0
+    parameters: Amount | None = None
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -126,32 +107,13 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {
-            "fits": self.fits,
-            "method": self.method,
-            "plan": self.plan.to_dict(),
-            "vram_budget_bytes": self.vram_budget_bytes,
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "required_bytes": self.required_bytes,
-            "margin_bytes": self.margin_bytes,
-            "headroom_bytes": self.headroom_bytes,
-            "breakdown": dict(self.breakdown) if self.breakdown else None,
-            "largest_micro_batch": self.largest_micro_batch,
-            "detail": self.detail,
-            "device": self.device,
-            "gpu": self.gpu,
-            "gpu_assumed": self.gpu_assumed,
-            "unknown_bytes": self.unknown_bytes,
-            "parameters": self.parameters,
-        }
+        return {**to_json(self), "headroom_bytes": self.headroom_bytes}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Return the verdict that `to_dict` wrote; earlier versions wrote fewer keys.
+    def from_dict(cls, data: Any) -> Verdict:
+        """Return the verdict that `to_dict` wrote.
 
         Raises:
             InvalidRequest: the data are not such a verdict.
         """
-        check_shape(data, _VERDICT, "the verdict")
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**known | {"plan": Plan.from_dict(data["plan"])})
+        return from_json(data, cls, "the verdict")

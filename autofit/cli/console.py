@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import typer
 import typer.core
 
+from autofit.codec import to_json
 from autofit.errors import (
     AutofitError,
     InvalidRequest,
@@ -135,9 +136,9 @@ def exit_code(outcome: Outcome) -> int:
 def trial_to_dict(trial: Trial) -> dict[str, Any]:
     """Return the JSON form of a probe's result."""
     return {
-        "plan": trial.plan.to_dict(),
+        "plan": to_json(trial.plan),
         "samples_per_second": trial.samples_per_second,
-        **trial.measurement.to_dict(),
+        **to_json(trial.measurement),
     }
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -310,10 +311,13 @@ def normalizing_apart(model: torch.nn.Module) -> list[str]:
 
 
 def _with_values(dimension: Dimension, left: Sequence[Scalar]) -> Dimension:
-    data = dimension.to_dict()
-    kept = [at for at, value in enumerate(data["values"]) if value in left]
-    of_values = {
-        name: [data[name][at] for at in kept]
-        for name in ("values", "payloads", "hints", "trial_costs_s")
-    }
-    return Dimension.from_dict({**data, **of_values})
+    def kept(known: Mapping[Scalar, Any]) -> dict[Scalar, Any]:
+        return {value: of for value, of in known.items() if value in left}
+
+    return replace(
+        dimension,
+        values=[value for value in dimension.values if value in left],
+        payloads=kept(dimension.payloads),
+        hints=kept(dimension.hints),
+        trial_costs_s=kept(dimension.trial_costs_s),
+    )

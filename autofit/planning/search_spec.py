@@ -8,61 +8,25 @@ tomorrow.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from autofit.plan import SETTINGS, Dimension, VariantKey, variant_key
-from autofit.shapes import (
-    AMOUNT,
-    COUNT,
-    FLAG,
-    NUMBER,
-    TEXT,
-    Leaf,
-    Maybe,
-    Shape,
-    Table,
-    check_shape,
+from autofit.codec import Amount, Count, Number, from_json, to_json
+from autofit.plan import (
+    DimensionForm,
+    Settings,
+    VariantKey,
+    dimensions_of,
+    forms_of,
+    variant_key,
 )
 from autofit.space import Space
 
-MemoryLine: TypeAlias = tuple[float, float]
+MemoryLine: TypeAlias = tuple[Number, Number]
 """Fixed bytes, and bytes per sample of the micro-batch."""
-TimeLine: TypeAlias = tuple[float, float]
+TimeLine: TypeAlias = tuple[Number, Number]
 """Fixed seconds of a micro-batch, and seconds per sample of it."""
-
-_PAIRS = Leaf(
-    "a list of pairs",
-    lambda value: (
-        isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-    ),
-)
-_LINE = Leaf(
-    "two numbers",
-    lambda value: isinstance(value, list) and len(value) == 2 and all(map(NUMBER.fits, value)),
-)
-EFFORT = Leaf("an effort", lambda value: value in list(Effort))
-_SPEC: Shape = {
-    "dimensions": _PAIRS,
-    "sample_batch_size": COUNT,
-    "global_batch": Maybe(COUNT),
-    "may_resplit": FLAG,
-    "max_micro_batch": Maybe(COUNT),
-    "even_split?": FLAG,
-    "world_size?": COUNT,
-    "vram_budget_bytes": COUNT,
-    "segment_bytes?": AMOUNT,
-    "seed": AMOUNT,
-    "identity": Table(TEXT),
-    "predicted_lines": _PAIRS,
-    "predicted_times?": _PAIRS,
-    "numerics?": Table(AMOUNT),
-    "fixed?": SETTINGS,
-    "train_samples?": Maybe(COUNT),
-    "effort?": EFFORT,
-}
-_GEOMETRY = ("sample_batch_size", "global_batch", "may_resplit", "max_micro_batch")
 
 
 class Effort(StrEnum):
@@ -112,70 +76,58 @@ class SearchSpec:
     """
 
     space: Space
-    vram_budget_bytes: int
-    seed: int = 0
+    vram_budget_bytes: Count
+    seed: Amount = 0
     identity: Mapping[str, str] = field(default_factory=dict)
     predicted_lines: Mapping[VariantKey, MemoryLine] = field(default_factory=dict)
     predicted_times: Mapping[VariantKey, TimeLine] = field(default_factory=dict)
     effort: Effort = Effort.NORMAL
-    numerics: Mapping[str, int] = field(default_factory=dict)
-    train_samples: int | None = None
-    segment_bytes: int = 0
+    numerics: Mapping[str, Amount] = field(default_factory=dict)
+    train_samples: Count | None = None
+    segment_bytes: Amount = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "dimensions": [[name, d.to_dict()] for name, d in self.space.dimensions.items()],
-            **{name: getattr(self.space, name) for name in _GEOMETRY},
-            "even_split": self.space.even_split,
-            **({"world_size": self.space.world_size} if self.space.world_size > 1 else {}),
-            "fixed": dict(self.space.fixed),
-            "vram_budget_bytes": self.vram_budget_bytes,
-            "segment_bytes": self.segment_bytes,
-            "seed": self.seed,
-            "identity": dict(self.identity),
-            "predicted_lines": _written(self.predicted_lines),
-            "predicted_times": _written(self.predicted_times),
-            "effort": self.effort.value,
-            "numerics": dict(self.numerics),
-            "train_samples": self.train_samples,
-        }
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form: what has no texts for keys stands apart."""
+        space = replace(self.space, dimensions={})
+        apart = _Apart(
+            forms_of(self.space.dimensions),
+            _pairs(self.predicted_lines),
+            _pairs(self.predicted_times),
+        )
+        rest = replace(self, space=space, predicted_lines={}, predicted_times={})
+        return {**to_json(rest), **to_json(apart)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SearchSpec:
-        """Return the specification that `to_dict` wrote; unknown keys are ignored.
+    def from_json(cls, data: Any) -> SearchSpec:
+        """Return the specification that `to_json` wrote; unknown keys are ignored.
 
         Raises:
             InvalidRequest: the data are not such a specification.
         """
-        check_shape(data, _SPEC, "the specification")
-        space = Space(
-            {name: Dimension.from_dict(dimension) for name, dimension in data["dimensions"]},
-            **{name: data[name] for name in _GEOMETRY},
-            even_split=data.get("even_split", False),
-            fixed=data.get("fixed", {}),
-            world_size=data.get("world_size", 1),
-        )
-        return cls(
-            space,
-            data["vram_budget_bytes"],
-            seed=data["seed"],
-            identity=data["identity"],
-            predicted_lines=_read(data["predicted_lines"]),
-            predicted_times=_read(data.get("predicted_times", ())),
-            effort=Effort(data.get("effort", Effort.NORMAL)),
-            numerics=data.get("numerics", {}),
-            train_samples=data.get("train_samples"),
-            segment_bytes=data.get("segment_bytes", 0),
+        apart = from_json(data, _Apart, "the specification")
+        rest = from_json(data, cls, "the specification")
+        return replace(
+            rest,
+            space=replace(rest.space, dimensions=dimensions_of(apart.dimensions)),
+            predicted_lines=_by_variant(apart.memory_lines),
+            predicted_times=_by_variant(apart.time_lines),
         )
 
 
-def _written(lines: Mapping[VariantKey, tuple[float, float]]) -> list[Any]:
-    return [[dict(variant), list(line)] for variant, line in lines.items()]
+@dataclass(frozen=True)
+class _Apart:
+    dimensions: Mapping[str, DimensionForm]
+    memory_lines: Sequence[tuple[Settings, MemoryLine]]
+    time_lines: Sequence[tuple[Settings, TimeLine]]
 
 
-def _read(written: Sequence[Any]) -> dict[VariantKey, tuple[float, float]]:
-    for settings, line in written:
-        check_shape(settings, SETTINGS, "a predicted line's variant")
-        check_shape(line, _LINE, "a predicted line")
-    return {variant_key(settings): (fixed, each) for settings, (fixed, each) in written}
+def _pairs(
+    lines: Mapping[VariantKey, tuple[float, float]],
+) -> list[tuple[Settings, tuple[float, float]]]:
+    return [(dict(variant), line) for variant, line in lines.items()]
+
+
+def _by_variant(
+    pairs: Sequence[tuple[Settings, tuple[float, float]]],
+) -> dict[VariantKey, tuple[float, float]]:
+    return {variant_key(settings): line for settings, line in pairs}

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autofit.codec import to_json
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
@@ -180,7 +181,7 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
-            "plan": self.plan.to_dict(),
+            "plan": to_json(self.plan),
             "gpu": self.gpu.name,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,

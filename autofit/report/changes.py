@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from autofit.codec import to_json
 from autofit.measurement import spread_of
 from autofit.report import rows
 from autofit.report.answer import describe, ranges_overlap, speed_words
@@ -111,8 +112,8 @@ class Changes:
     def to_dict(self) -> dict[str, Any]:
         """Return the changes as JSON has them."""
         return {
-            "before": self.before.best.plan.to_dict(),
-            "after": self.after.best.plan.to_dict(),
+            "before": to_json(self.before.best.plan),
+            "after": to_json(self.after.best.plan),
             "speed_factor": self.speed_factor,
             "held_bytes_more": self.held_bytes_more,
             "changes": [

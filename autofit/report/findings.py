@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
+from autofit.codec import Amount, Count, Number, from_json
 from autofit.measurement import spread_of
-from autofit.plan import BOUNDS, PLAN, Plan
-from autofit.shapes import AMOUNT, COUNT, FLAG, NUMBER, TEXT, Leaf, Maybe, Shape, Table
+from autofit.plan import BOUNDS, Plan
 from autofit.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -18,58 +18,73 @@ _BOTTLENECKS = {
     "loader": "the loader, not the device, is the bottleneck",
     "cores": "the loader alone would keep up, but takes the host's cores from the training",
 }
-_LOADER_SETTINGS: Shape = {
-    "batch_size": COUNT,
-    "num_workers": AMOUNT,
-    "pin_memory": FLAG,
-    "prefetch_factor": Maybe(COUNT),
-}
-_SPEED: dict[str, Any] = {"settings": _LOADER_SETTINGS, "samples_per_second": NUMBER}
-FINDINGS: Shape = {
-    "loader?": {
-        "failed?": TEXT,
-        "settings": Maybe(_LOADER_SETTINGS),
-        "own_settings": _LOADER_SETTINGS,
-        "bottleneck": Maybe(Leaf("device, loader or cores", lambda v: v in list(_BOTTLENECKS))),
-        "consumed_samples_per_second": NUMBER,
-        "host_bytes": Maybe(AMOUNT),
-        "most_workers": Maybe(AMOUNT),
-        "keeps_workers?": FLAG,
-        "delivered": [_SPEED],
-        "end_to_end": [{**_SPEED, "warnings": [TEXT]}],
-    },
-    "bounds?": {
-        "failed?": TEXT,
-        "trace?": TEXT,
-        "best?": Maybe(Table(NUMBER)),
-        "baseline?": Maybe(Table(NUMBER)),
-    },
-    "state?": {
-        "failed?": TEXT,
-        "optimizer?": TEXT,
-        **dict.fromkeys(
-            (
-                "parameter_bytes?",
-                "state_bytes?",
-                "bytes_in_8_bits?",
-                "adafactor_bytes?",
-                "lion_bytes?",
-            ),
-            AMOUNT,
-        ),
-    },
-    "allocator?": {
-        "failed?": TEXT,
-        "setting?": TEXT,
-        "recommended?": FLAG,
-        "probes?": COUNT,
-        "lowers_required_bytes?": FLAG,
-        "held_bytes?": Maybe(AMOUNT),
-        "held_bytes_with?": Maybe(AMOUNT),
-        "plan_without_retries?": Maybe(PLAN),
-    },
-}
-"""The findings of a report as JSON."""
+
+
+class _LoaderSettings(TypedDict):
+    batch_size: Count
+    num_workers: Amount
+    pin_memory: bool
+    prefetch_factor: Count | None
+
+
+class _Delivered(TypedDict):
+    settings: _LoaderSettings
+    samples_per_second: Number
+
+
+class _EndToEnd(_Delivered):
+    warnings: list[str]
+
+
+class _Loader(TypedDict):
+    failed: NotRequired[str]
+    settings: _LoaderSettings | None
+    own_settings: _LoaderSettings
+    bottleneck: Literal["device", "loader", "cores"] | None
+    consumed_samples_per_second: Number
+    host_bytes: Amount | None
+    most_workers: Amount | None
+    keeps_workers: NotRequired[bool]
+    delivered: list[_Delivered]
+    end_to_end: list[_EndToEnd]
+
+
+class _Bounds(TypedDict, total=False):
+    failed: str
+    trace: str
+    best: dict[str, Number] | None
+    baseline: dict[str, Number] | None
+
+
+class _State(TypedDict, total=False):
+    failed: str
+    optimizer: str
+    parameter_bytes: Amount
+    state_bytes: Amount
+    bytes_in_8_bits: Amount
+    adafactor_bytes: Amount
+    lion_bytes: Amount
+
+
+class _Allocator(TypedDict, total=False):
+    failed: str
+    setting: str
+    recommended: bool
+    probes: Count
+    lowers_required_bytes: bool
+    held_bytes: Amount | None
+    held_bytes_with: Amount | None
+    plan_without_retries: Plan | None
+
+
+class Findings(TypedDict, total=False):
+    """The findings of a report as JSON."""
+
+    loader: _Loader
+    bounds: _Bounds
+    state: _State
+    allocator: _Allocator
+
 
 _IN_WORDS = {
     "arithmetic": "arithmetic (products, convolutions, attention)",
@@ -197,8 +212,8 @@ def allocator_line(allocator: Mapping[str, Any]) -> str:
     faster = allocator.get("plan_without_retries")
     if faster is not None:
         return (
-            f"Set {setting}: {Plan.from_dict(faster)}, which is faster, then runs without flushing "
-            "its cache"
+            f"Set {setting}: {from_json(faster, Plan, 'the plan')}, which is faster, then runs "
+            "without flushing its cache"
         )
     return f"{setting} does not lower what the best plan requires"
 

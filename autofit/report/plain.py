@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from autofit.errors import InvalidRequest
+from autofit.plan import DimensionForm
 
 _WORD = re.compile(r"[\w.+-]*")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -21,17 +22,19 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula (OWASP, CSV Injection)."""
 
 
-def check_plain(dimensions: Mapping[str, Any], settings: Iterable[Mapping[str, Any]]) -> None:
+def check_plain(
+    dimensions: Mapping[str, DimensionForm], settings: Iterable[Mapping[str, Any]]
+) -> None:
     """Refuse a name or value that strategies write into code and that is no word.
 
     Args:
-        dimensions: setting -> a dimension as JSON.
+        dimensions: setting -> a dimension as JSON has it.
         settings: of plans.
 
     Raises:
         InvalidRequest: one is not made of letters, digits, "_", ".", "+" and "-" alone.
     """
-    values = [(*each["values"], *each.get("payloads", ())) for each in dimensions.values()]
+    values = [(*each.values, *each.payloads) for each in dimensions.values()]
     for text in _bare([*dimensions, *chain(*values), *settings]):
         if not _WORD.fullmatch(text):
             raise InvalidRequest(

@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from autofit.codec import Amount, Count, DeviceName, Number, from_json, to_json
 from autofit.errors import InvalidRequest
 from autofit.measurement import (
-    TRIAL,
     Role,
     Trial,
     check_ran,
@@ -25,91 +25,25 @@ from autofit.measurement import (
 )
 from autofit.noise import Noise
 from autofit.plan import (
-    DIMENSION,
-    SETTINGS,
     Dimension,
+    DimensionForm,
     Plan,
     ResolvedPlan,
     Settings,
+    dimensions_of,
+    forms_of,
     payloads_of,
 )
 from autofit.registry import resolve, strategies_of
-from autofit.report.findings import FINDINGS
+from autofit.report.findings import Findings
 from autofit.report.parts import Part, parts_of
 from autofit.report.plain import check_plain, without_controls
-from autofit.shapes import (
-    AMOUNT,
-    COUNT,
-    FLAG,
-    NUMBER,
-    TEXT,
-    Leaf,
-    Maybe,
-    Shape,
-    Table,
-    check_shape,
-)
 from autofit.space import Space
 
 if TYPE_CHECKING:
     from autofit.strategy import Strategy
 
 SCHEMA = 1
-_DEVICES = ("cpu", "cuda")
-_MEMORY_USE: Shape = {
-    "why_not?": TEXT,
-    "how?": TEXT,
-    "phases?": [{"name": TEXT, "first": AMOUNT}],
-    "bytes?": Table([AMOUNT]),
-    "peak?": AMOUNT,
-    "modules?": [{"name": TEXT, "class": TEXT, "count": COUNT, "bytes": Table(AMOUNT)}],
-}
-_REPORT: Shape = {
-    "autofit": TEXT,
-    "created": TEXT,
-    "environment": {
-        "device": Leaf("cpu or a cuda device", lambda v: str(v).partition(":")[0] in _DEVICES),
-        "torch": TEXT,
-        "gpu?": Maybe(TEXT),
-        "total_bytes?": AMOUNT,
-    },
-    "workload": {
-        "fingerprint": TEXT,
-        "parameters": AMOUNT,
-        "global_batch": Maybe(COUNT),
-        "loss": Maybe(TEXT),
-        "lacks_loss?": FLAG,
-        "sample_shapes": Table(TEXT),
-        "batched?": [TEXT],
-        "given?": [TEXT],
-        "clip_grad_norm?": Maybe(NUMBER),
-        "target?": TEXT,
-        "apply?": [TEXT],
-    },
-    "vram_budget_bytes": COUNT,
-    "search": {
-        "probes": AMOUNT,
-        "oom_probes": AMOUNT,
-        "seconds": NUMBER,
-        "stopped_because": TEXT,
-        "seed": AMOUNT,
-        "effort?": TEXT,
-        "is_decided?": FLAG,
-        "sessions?": COUNT,
-        "busy?": Maybe(TEXT),
-    },
-    "dimensions": Table(DIMENSION),
-    "best": {"number": AMOUNT},
-    "baseline": {"number": AMOUNT},
-    "trials": [{**TRIAL, "paste": [TEXT]}],
-    "skipped": [{"settings": SETTINGS, "why": TEXT}],
-    "notes?": [TEXT],
-    "difference?": Maybe({"loss": NUMBER, "gradient": NUMBER}),
-    "memory?": Table(_MEMORY_USE),
-    "calibration?": {"non_torch_bytes?": AMOUNT},
-    "findings?": FINDINGS,
-}
-"""A report as JSON; all that is not named here may be anything."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +63,13 @@ class SearchSummary:
         busy: what others did on the device, such as "load 5.1 on 2 cores"; None: not much.
     """
 
-    probes: int
-    oom_probes: int
-    seconds: float
+    probes: Amount
+    oom_probes: Amount
+    seconds: Number
     stopped_because: str
-    seed: int
+    seed: Amount
     effort: str = "normal"
-    sessions: int = 1
+    sessions: Count = 1
     comparison_ended: bool = True
     is_decided: bool = True
     busy: str | None = None
@@ -365,26 +299,29 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a report file."""
-        return {
-            "schema": SCHEMA,
-            "autofit": self.version,
-            "created": self.created,
-            "environment": dict(self.environment),
-            "workload": dict(self.workload),
-            "vram_budget_bytes": self.vram_budget_bytes,
-            "search": dict(vars(self.search)),
-            "dimensions": {name: d.to_dict() for name, d in self.dimensions.items()},
-            "calibration": dict(self.calibration),
-            "best": self._trial_to_dict(self.trial(self.best_number)),
-            "baseline": self._trial_to_dict(self.trial(self.baseline_number)),
-            "frontier": [self._trial_to_dict(trial) for trial in self.frontier],
-            "trials": [self._trial_to_dict(trial) for trial in self.trials],
-            "skipped": [{"settings": dict(s.settings), "why": s.why} for s in self.skipped],
-            "notes": list(self.notes),
-            "difference": self.difference,
-            "memory": dict(self.memory),
-            "findings": dict(self.findings),
-        }
+        written: dict[str, Any] = to_json(
+            {
+                "schema": SCHEMA,
+                "autofit": self.version,
+                "created": self.created,
+                "environment": self.environment,
+                "workload": self.workload,
+                "vram_budget_bytes": self.vram_budget_bytes,
+                "search": self.search,
+                "dimensions": forms_of(self.dimensions),
+                "calibration": self.calibration,
+                "best": self._row(self.best),
+                "baseline": self._row(self.trial(self.baseline_number)),
+                "frontier": [self._row(trial) for trial in self.frontier],
+                "trials": [self._row(trial) for trial in self.trials],
+                "skipped": self.skipped,
+                "notes": self.notes,
+                "difference": self.difference,
+                "memory": self.memory,
+                "findings": self.findings,
+            }
+        )
+        return written
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
@@ -403,46 +340,129 @@ class Record:
                 f"this is a report of schema {data.get('schema')!r}; this version reads {SCHEMA}"
             )
         try:
-            check_shape(data, _REPORT, "the report")
-            check_plain(data["dimensions"], (t["plan"]["settings"] for t in data["trials"]))
-            data = without_controls(data)
-            for use in data.get("memory", {}).values():
-                _check_memory_use(use)
-            record = cls._from_known(data)
+            record = _record_in(without_controls(data))
             check_ran(record.best)
             return record
         except InvalidRequest as error:
             raise InvalidRequest(f"this is not a complete autofit report: {error}") from error
 
-    @classmethod
-    def _from_known(cls, data: Mapping[str, Any]) -> Record:
-        search = {
-            name: value
-            for name, value in data["search"].items()
-            if name in SearchSummary.__annotations__
-        }
-        return cls(
-            version=data["autofit"],
-            created=data["created"],
-            environment=data["environment"],
-            workload=data["workload"],
-            vram_budget_bytes=data["vram_budget_bytes"],
-            search=SearchSummary(**search),
-            dimensions={name: Dimension.from_dict(d) for name, d in data["dimensions"].items()},
-            trials=tuple(Trial.from_dict(trial) for trial in data["trials"]),
-            best_number=data["best"]["number"],
-            baseline_number=data["baseline"]["number"],
-            skipped=tuple(Skipped(s["settings"], s["why"]) for s in data["skipped"]),
-            paste={trial["number"]: list(trial["paste"]) for trial in data["trials"]},
-            notes=tuple(data.get("notes", ())),
-            difference=data.get("difference"),
-            memory=data.get("memory", {}),
-            calibration=data.get("calibration", {}),
-            findings=data.get("findings", {}),
-        )
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        return {**trial.row(), "paste": self.paste.get(trial.number, [])}
 
-    def _trial_to_dict(self, trial: Trial) -> dict[str, Any]:
-        return {**trial.to_dict(), "paste": self.paste.get(trial.number, [])}
+
+class _Environment(TypedDict):
+    device: DeviceName
+    torch: str
+    gpu: NotRequired[str | None]
+    total_bytes: NotRequired[Amount]
+
+
+class _Workload(TypedDict):
+    fingerprint: str
+    parameters: Amount
+    global_batch: Count | None
+    loss: str | None
+    sample_shapes: dict[str, str]
+    lacks_loss: NotRequired[bool]
+    batched: NotRequired[list[str]]
+    given: NotRequired[list[str]]
+    clip_grad_norm: NotRequired[Number | None]
+    target: NotRequired[str]
+    apply: NotRequired[list[str]]
+
+
+class _Numbered(TypedDict):
+    number: Amount
+
+
+class _Pasted(_Numbered):
+    paste: list[str]
+
+
+class _Phase(TypedDict):
+    name: str
+    first: Amount
+
+
+_Module = TypedDict(
+    "_Module", {"name": str, "class": str, "count": Count, "bytes": dict[str, Amount]}
+)
+
+
+class _MemoryUse(TypedDict, total=False):
+    why_not: str
+    how: str
+    phases: list[_Phase]
+    bytes: dict[str, list[Amount]]
+    peak: Amount
+    modules: list[_Module]
+
+
+class _Difference(TypedDict):
+    loss: Number
+    gradient: Number
+
+
+class _Calibration(TypedDict):
+    non_torch_bytes: NotRequired[Amount]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """What a report file must hold; its objects may hold more, which is kept."""
+
+    autofit: str
+    created: str
+    environment: _Environment
+    workload: _Workload
+    vram_budget_bytes: Count
+    search: SearchSummary
+    dimensions: dict[str, DimensionForm]
+    best: _Numbered
+    baseline: _Numbered
+    trials: list[_Pasted]
+    skipped: tuple[Skipped, ...]
+    notes: tuple[str, ...] = ()
+    difference: _Difference | None = None
+    memory: dict[str, _MemoryUse] = field(default_factory=dict)
+    calibration: _Calibration = field(default_factory=_Calibration)
+    findings: Findings = field(default_factory=Findings)
+
+
+def _record_in(data: Mapping[str, Any]) -> Record:
+    """Return the record in a file.
+
+    Raises:
+        InvalidRequest: the file lacks something, or holds what means nothing.
+    """
+    file = from_json(data, _File, "the report")
+    # A trial stands flat in a file: its measurement's keys among its own
+    nested = [{**row, "measurement": row} for row in data["trials"]]
+    trials = tuple(
+        from_json(row, Trial, f"trial {at} of the report") for at, row in enumerate(nested)
+    )
+    check_plain(file.dimensions, (trial.plan.settings for trial in trials))
+    for use in file.memory.values():
+        _check_memory_use(use)
+    return Record(
+        version=file.autofit,
+        created=file.created,
+        environment=data["environment"],
+        workload=data["workload"],
+        vram_budget_bytes=file.vram_budget_bytes,
+        search=file.search,
+        dimensions=dimensions_of(file.dimensions),
+        trials=trials,
+        best_number=file.best["number"],
+        baseline_number=file.baseline["number"],
+        skipped=file.skipped,
+        paste={row["number"]: row["paste"] for row in file.trials},
+        notes=file.notes,
+        difference=data.get("difference"),
+        memory=data.get("memory", {}),
+        calibration=data.get("calibration", {}),
+        findings=data.get("findings", {}),
+    )
 
 
 def _check_memory_use(use: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autofit.codec import read_json
 from autofit.errors import InvalidRequest, hides_own_frames
 from autofit.measurement import Trial
 from autofit.notebook import shown
@@ -22,7 +23,6 @@ from autofit.report.answer import headline
 from autofit.report.plain import in_a_table
 from autofit.report.record import Record
 from autofit.report.text import WIDTH, render
-from autofit.shapes import read_json
 from autofit.units import counted, kind_of
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from autofit.codec import to_json
 from autofit.measurement import Measurement, Outcome, Trial
 from autofit.memory.expandable import CONFIGURED_BY
 from autofit.plan import ResolvedPlan
@@ -110,7 +111,7 @@ def try_expandable_segments(
         "held_bytes_with": held.held_bytes,
         "outcome_with": held.outcome.value,
         "outcome_without_in_that": None if without is None else without.outcome.value,
-        "plan_without_retries": flushing.plan.to_dict() if flushing and removes else None,
+        "plan_without_retries": to_json(flushing.plan) if flushing and removes else None,
     }
 
 

@@ -13,17 +13,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import optuna
 import sqlalchemy.exc
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
+from autofit.codec import Number, from_json
 from autofit.errors import StudyRefused
 from autofit.measurement import Role, Trial
 from autofit.plan import Plan
-from autofit.planning.search_spec import EFFORT, Effort, SearchSpec
+from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.report.plain import without_controls
 from autofit.searching import trial_codec
 from autofit.searching.sampler import PlannerSampler
@@ -35,7 +36,6 @@ from autofit.searching.storage import (
     open_study,
     replaying,
 )
-from autofit.shapes import NUMBER, TEXT, Maybe, check_shape
 from autofit.training.fingerprint import differing_parts
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _ENDED, _ENDED_AT = "autofit_ended", "autofit_ended_at"  # the reason, and the effort of that search
 _SESSIONS = "autofit_session_seconds"
+_Reason: Any = str | None
 _STORAGE_FAILED = (OSError, StorageInternalError, sqlalchemy.exc.SQLAlchemyError)
 
 
@@ -81,8 +82,9 @@ class Store:
         with replaying(name):
             attrs, trials = study.user_attrs, study.get_trials(deepcopy=False)
         with decoding(name):
-            self._earlier_seconds: list[float] = attrs.get(_SESSIONS, [])
-            check_shape(self._earlier_seconds, [NUMBER], "the earlier searches' seconds")
+            self._earlier_seconds = from_json(
+                attrs.get(_SESSIONS, []), list[Number], "the earlier searches' seconds"
+            )
             self.spec = trial_codec.spec_of(study) if trial_codec.SPEC in attrs else None
             if self.spec is not None:  # the file may be anybody's
                 trial_codec.check_words(self.spec, trials)
@@ -125,14 +127,14 @@ class Store:
             StudyRefused: the study has another specification, or cannot be written.
         """
         stored = self.spec
-        if stored is not None and _as_in(spec, stored).to_dict() != spec.to_dict():
+        if stored is not None and _as_in(spec, stored).to_json() != spec.to_json():
             raise StudyRefused(
                 f"the study {self.name} was made for another space, budget or seed: use the "
                 "specification it holds, or give another study"
             )
         with self._writing():
-            if stored is None or stored.to_dict() != spec.to_dict():
-                self.study.set_user_attr(trial_codec.SPEC, spec.to_dict())
+            if stored is None or stored.to_json() != spec.to_json():
+                self.study.set_user_attr(trial_codec.SPEC, spec.to_json())
             if stored is not None and stored.train_samples != spec.train_samples:
                 self.study.set_user_attr(_ENDED, None)
         self.spec = spec
@@ -157,10 +159,9 @@ class Store:
         with self._reading():
             attrs = self.study.user_attrs
         with decoding(self.name):
-            at, reason = attrs.get(_ENDED_AT, Effort.NORMAL), attrs.get(_ENDED)
-            check_shape(at, EFFORT, "the earlier search's effort")
-            check_shape(reason, Maybe(TEXT), "the earlier search's end")
-        is_enough = self.spec is None or Effort(at).covers(self.spec.effort)
+            at = from_json(attrs.get(_ENDED_AT, "normal"), Effort, "the earlier search's effort")
+            reason: str | None = from_json(attrs.get(_ENDED), _Reason, "the earlier search's end")
+        is_enough = self.spec is None or at.covers(self.spec.effort)
         return without_controls(reason) if is_enough else None
 
     def compare_anew(self, trials: tuple[Trial, ...]) -> tuple[Trial, ...]:

@@ -23,12 +23,12 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autofit.codec import Amount, from_json, to_json
 from autofit.errors import StudyRefused
 from autofit.measurement import Outcome, Role, Trial, check_ran
-from autofit.plan import Plan
+from autofit.plan import Plan, forms_of
 from autofit.planning.search_spec import SearchSpec
 from autofit.report.plain import check_plain, without_controls
-from autofit.shapes import AMOUNT, check_shape
 from autofit.space import Space
 
 SPEC = "autofit_facts"
@@ -50,7 +50,7 @@ def spec_of(study: optuna.Study) -> SearchSpec:
     """
     if SPEC not in study.user_attrs:
         raise StudyRefused(f"the study {study.study_name!r} was not made by autofit: give another")
-    return SearchSpec.from_dict(study.user_attrs[SPEC])
+    return SearchSpec.from_json(study.user_attrs[SPEC])
 
 
 def check_words(spec: SearchSpec, trials: Sequence[FrozenTrial]) -> None:
@@ -59,9 +59,8 @@ def check_words(spec: SearchSpec, trials: Sequence[FrozenTrial]) -> None:
     Raises:
         InvalidRequest: there is such a name or value, or a trial is none of autofit's.
     """
-    dimensions = {name: each.to_dict() for name, each in spec.space.dimensions.items()}
     settings = (trial.plan.settings for trial in trials_in(trials, 0))
-    check_plain(dimensions, [spec.space.fixed, *settings])
+    check_plain(forms_of(spec.space.dimensions), [spec.space.fixed, *settings])
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
@@ -92,7 +91,7 @@ def plan_of(params: dict[str, Any], space: Space) -> Plan:
 def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec) -> Trial:
     """Store a finished trial, tell Optuna its state, and return it with its number."""
     asked.set_constraint(_CONSTRAINT, _excess(trial, spec))
-    asked.set_user_attr(_RECORD, trial.to_dict())
+    asked.set_user_attr(_RECORD, to_json(trial))
     study.tell(asked, *_value_and_state(trial))
     return replace(trial, number=asked.number)
 
@@ -111,7 +110,7 @@ def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial,
     may have mended the workload: its baseline is measured again, and nothing is excluded. Trials
     of an earlier final comparison, before `compared_from`, are returned as those of the search.
     """
-    check_shape(compared_from, AMOUNT, "the first trial of the final comparison")
+    compared_from = from_json(compared_from, Amount, "the first trial of the final comparison")
     finished = [t for t in frozen if t.state.is_finished()]
     recorded = [
         _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
@@ -149,9 +148,7 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 
 def _trial(number: int, data: dict[str, Any]) -> Trial:
     """Return the trial of a record, which was written before Optuna had given its number."""
-    trial = Trial.from_dict(data)
-    measured = replace(trial.measurement, detail=without_controls(trial.measurement.detail))
-    trial = replace(trial, number=number, measurement=measured)
+    trial = from_json(without_controls(data) | {"number": number}, Trial, "the trial")
     if trial.ok and trial.role is not Role.VETOED:
         check_ran(trial)
     return trial

@@ -13,7 +13,6 @@ payloads survive JSON; `describe` gives the lines that a training script needs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
+from autofit.codec import from_json, to_json
 from autofit.equivalence.comparison import MOST_NOISE, NoiseFloor, StepTrace, compare
 from autofit.equivalence.steps import gradients_noted, one_thread
 from autofit.equivalence.strategy_context import PlainContext
-from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar, Settings, payloads_of
+from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan, Scalar, Settings, payloads_of
 from autofit.registry import collect_dimensions, load_strategies
 from autofit.snapshot.objects import HOOKS
 from autofit.snapshot.snapshot import Digest, differences, digest
@@ -158,11 +158,12 @@ class Case:
     def _json_problems(self) -> Iterator[str]:
         for name, dimension in self._dimensions.items():
             try:
-                back = Dimension.from_dict(json.loads(json.dumps(dimension.to_dict())))
+                written = to_json(DimensionForm.of(dimension))
             except TypeError as error:
                 yield f"{name} cannot be written as JSON: {error}"
             else:
-                if back.to_dict() != dimension.to_dict():
+                back = from_json(written, DimensionForm, name).dimension()
+                if to_json(DimensionForm.of(back)) != written:
                     yield f"{name} is not the same after JSON"
 
     def _description_problems(self, variant: ResolvedPlan) -> Iterator[str]:

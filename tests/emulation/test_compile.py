@@ -19,6 +19,7 @@ import autofit
 from autofit.registry import load_strategies
 from autofit.plan import Plan, ResolvedPlan
 from autofit.training.loss import Recipe
+from autofit.codec import to_json
 from autofit.training.training import Training
 
 
@@ -38,7 +39,7 @@ for mode in ("off", "default"):
     trial = autofit.probe(
         workload, plan=plan, device="cuda", isolation="inprocess", strategies=["compile"]
     )
-    found[mode] = trial.measurement.to_dict()
+    found[mode] = to_json(trial.measurement)
 
 
 def pool_bytes():

@@ -33,7 +33,7 @@ def test_the_baseline_comes_first(device: SimulatedDevice) -> None:
 
 def test_a_decision_depends_on_specification_and_trials_alone(device: SimulatedDevice) -> None:
     spec, trials = device.spec(), run_search(device.prober(), device.spec(), max_probes=7).trials
-    again = SearchSpec.from_dict(spec.to_dict())
+    again = SearchSpec.from_json(spec.to_json())
     for count in range(1, len(trials)):
         first = planner.decide(Posterior(spec, trials[:count]))
         assert planner.decide(Posterior(again, trials[:count])) == first
@@ -257,7 +257,7 @@ def test_a_costly_value_is_tried_where_the_training_is_long_enough(
     spec = replace(other.spec(), train_samples=samples)
     result = run_search(other.prober(), spec)
     assert any(t.plan.settings["compile.mode"] != "off" for t in result.trials) is tried
-    assert SearchSpec.from_dict(spec.to_dict()).train_samples == samples
+    assert SearchSpec.from_json(spec.to_json()).train_samples == samples
 
 
 def test_the_cheaper_of_two_costly_values_is_tried_first(make_device: MakeDevice) -> None:

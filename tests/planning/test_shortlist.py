@@ -97,7 +97,7 @@ def test_a_shortlist_has_what_ran_and_every_value() -> None:
 def test_the_same_trials_give_the_same_shortlist() -> None:
     spec = _spec(LARGE)
     trials = run_search(_prober(), spec, max_probes=5).trials
-    again = SearchSpec.from_dict(spec.to_dict())
+    again = SearchSpec.from_json(spec.to_json())
     assert Posterior(spec, trials).variants == Posterior(again, trials).variants
     assert planner.decide(Posterior(spec, trials)) == planner.decide(Posterior(again, trials))
 

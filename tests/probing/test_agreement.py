@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from autofit.codec import from_json, to_json
 from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.probing.agreement import RankReply, agree, gravest
 from autofit.probing.fault_table import OTHER_COUNT
@@ -125,7 +126,7 @@ def test_the_fullest_rank_and_the_slowest_steps_are_those_of_all() -> None:
     assert agreed.step_times_s == (2.0, 4.0)
     assert (agreed.peak_reserved_bytes, agreed.peak_allocated_bytes) == (30, 29)
     assert [use.held_bytes for use in agreed.ranks] == [10, 30, 20]
-    assert Measurement.from_dict(agreed.to_dict()) == agreed
+    assert from_json(to_json(agreed), Measurement, "it") == agreed
 
 
 def test_a_rank_that_went_over_the_budget_is_named() -> None:

@@ -91,6 +91,7 @@ def test_every_trial_has_every_key_of_the_contract(record: Record) -> None:
             "accumulation_steps",
             "global_batch",
             "settings",
+            "world_size",
         }
 
 
@@ -104,6 +105,7 @@ def test_a_trial_says_what_was_measured(record: Record) -> None:
         "accumulation_steps": 2,
         "global_batch": 32,
         "settings": {"folding.level": 1},
+        "world_size": 1,
     }
     assert best["samples_per_second"] == pytest.approx(32 / 0.190)
     assert best["samples_per_second_low"] < best["samples_per_second"]

@@ -260,7 +260,7 @@ def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_pa
         Store.open(path, {**IDENTITY, "ranks": "2"})
     with Store.open(path, IDENTITY) as store:
         assert store.spec is not None
-        assert store.spec.to_dict() == device.spec().to_dict()
+        assert store.spec == device.spec()
 
 
 def test_another_specification_is_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from autofit.codec import from_json, to_json
 from autofit.errors import InvalidRequest
 from autofit.integrations.applied import on_model
-from autofit.plan import Dimension, Plan, ResolvedPlan
+from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Numerics, Phase, Strategy, TrainingView
 from autofit.testing import PlainContext
@@ -106,8 +106,8 @@ def test_a_model_that_waits_is_looked_at_no_longer_than_others(
 
 
 def test_levels_survive_the_report(levels: Dimension) -> None:
-    back = Dimension.from_dict(json.loads(json.dumps(levels.to_dict())))
-    assert back.to_dict() == levels.to_dict()
+    back = from_json(to_json(DimensionForm.of(levels)), DimensionForm, "the levels").dimension()
+    assert back == levels
 
 
 def _gradients(model: nn.Module, batch: Any) -> list[torch.Tensor]:
