@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autofit.codec import to_json
+from autofit.codec import Amount, from_json, to_json
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
 from autofit.measurement import Measurement
@@ -31,7 +31,6 @@ from autofit.prediction.needs import (
 from autofit.prediction.of_ranks import NCCL_UNKNOWN, plan_of_ranks
 from autofit.prediction.offered import meta_dimensions
 from autofit.registry import load_strategies, resolve, strategies_of
-from autofit.shapes import AMOUNT, check_shape
 from autofit.space import Space
 from autofit.strategy import Phase, Strategy
 from autofit.training.loss import STOOD_IN
@@ -243,7 +242,7 @@ class Calibration:
         )
 
     def __post_init__(self) -> None:
-        check_shape(self.non_torch_bytes, AMOUNT, "a calibration's non_torch_bytes")
+        from_json(self.non_torch_bytes, Amount, "a calibration's non_torch_bytes")
 
 
 def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Prediction:
