@@ -53,11 +53,14 @@ def to_json(value: Any) -> Any:
 
 
 def _builtin(value: Any) -> Any:
-    """Return a mapping or a sequence of another class as the builtin one.
+    """Return a text, number, mapping or sequence of a subclass as the builtin one.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is none.
     """
+    for kind in (str, int, float):  # torch's version is such a text, NumPy's float64 a float
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):

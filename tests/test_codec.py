@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from autofit.codec import Amount, Count, Duration, Number, from_json, read_json, to_json
 from autofit.errors import InvalidRequest
@@ -72,6 +74,10 @@ def test_a_value_that_checks_itself_says_why_and_where() -> None:
 
 def test_texts_with_lone_surrogates_are_written() -> None:
     assert to_json({"why": "a \ud800"}) == {"why": "a \ud800"}
+
+
+def test_texts_and_numbers_of_other_classes_are_written_as_such() -> None:
+    assert to_json([torch.__version__, np.float64(0.5)]) == [str(torch.__version__), 0.5]
 
 
 def test_what_has_no_json_is_not_written() -> None:
