@@ -17,6 +17,11 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Plan
 from autofit.units import format_bytes, format_rate, format_seconds
 
+ACT = "! "
+"""What a note begins with that asks its reader to do something."""
+NOT_TRIED = "Not tried: "
+"""What a note begins with that names what was left out of a search."""
+
 
 class Outcome(StrEnum):
     """How a probe ended."""

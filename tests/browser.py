@@ -46,18 +46,12 @@ class Browser:
             self._ask(f"{domain}.enable")
 
     def open(self, path: Path, *, width: int, height: int = 800, phone: bool = False) -> None:
-        """Open a file of a report and wait until its charts are drawn."""
+        """Open a file and wait until it is loaded."""
         self.resize(width, height=height, phone=phone)
         self._loaded = False
         self._ask("Page.navigate", url=path.as_uri())
         while not self._loaded:
             self._note(self._next())
-        self.run(
-            "new Promise((done) => { const look = () => document.documentElement.dataset.drawn"
-            " || [...document.querySelectorAll('.plot')].some((plot) =>"
-            " plot.textContent.startsWith('This browser')) ? done() : setTimeout(look, 50);"
-            " look(); })"
-        )
 
     def resize(self, width: int, *, height: int = 800, phone: bool = False) -> None:
         """Give the window another size."""
@@ -68,6 +62,11 @@ class Browser:
             deviceScaleFactor=2 if phone else 1,
             mobile=phone,
         )
+
+    def prefer(self, scheme: str) -> None:
+        """Prefer "dark" or "light" colours."""
+        wanted = {"name": "prefers-color-scheme", "value": scheme}
+        self._ask("Emulation.setEmulatedMedia", features=[wanted])
 
     def run(self, script: str) -> Any:
         """Return what an expression is, as JSON has it; promises are awaited."""

@@ -10,13 +10,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from autofit.devices.nvml import Nvml, all_devices
 from autofit.errors import InvalidRequest
-from autofit.report.chart_parts import BEST, BUDGET, TRIED, Chart, layout, scale_for, title
+from autofit.report.charts import legend
+from autofit.report.svg import Chart, Plot, scale_for
 from autofit.units import format_bytes, format_clock
 
 _MOST_SAMPLES = 2000
@@ -216,11 +216,10 @@ class Timeline:
     def charts(self) -> Iterator[Chart]:
         """Yield a chart of each GPU that was used, and one of the host."""
         for at in self._used_gpus():
-            held = {"the process": (f"gpu{at}_process_bytes", BEST)}
-            held["all processes"] = (f"gpu{at}_used_bytes", TRIED)
+            held = {"held-line": f"gpu{at}_process_bytes", "all-line": f"gpu{at}_used_bytes"}
             yield self._chart(f"gpu{at}", self.gpus[at], held, f"gpu{at}_busy_percent", "busy, %")
-        held = {"resident": ("resident_bytes", BEST)}
-        yield self._chart("host", "Host", held, "processor_percent", "of a core, %")
+        held = {"held-line": "resident_bytes"}
+        yield self._chart("host", "Host", held, "processor_percent", "of a processor core, %")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: the most bytes and the mean percents."""
@@ -237,37 +236,48 @@ class Timeline:
         return [at for at in every if f"gpu{at}_process_bytes" in self.totals()] or list(every)
 
     def _chart(
-        self, name: str, heading: str, held: Mapping[str, tuple[str, str]], use: str, unit: str
+        self, name: str, heading: str, held: Mapping[str, str], use: str, unit: str
     ) -> Chart:
-        samples, totals = self.samples, self.totals()
-        known = {words: each for words, each in held.items() if each[0] in totals}
-        most = max((totals[column] for column, _ in known.values()), default=1)
-        in_bytes, size = scale_for(most)
+        totals = self.totals()
+        known = {kind: column for kind, column in held.items() if column in totals}
+        in_bytes, size = scale_for(max((totals[column] for column in known.values()), default=1))
+        memory = {kind: self._course(column, size) for kind, column in known.items()}
+        shown = _drawn(name, f"Memory of {heading}", f"memory, {in_bytes}", memory, self.seconds)
+        if len(known) > 1:
+            shown += legend(_LINES)
+        if use in totals:
+            course = {"use-line": self._course(use, 1)}
+            shown += _drawn(f"{name}-use", f"Use of {heading}", unit, course, self.seconds)
+        return Chart(name, heading, "", shown)
 
-        def drawn(words: str, column: str, color: str, scale: float, axis: str) -> dict[str, Any]:
-            values = [sample.values.get(column) for sample in samples]
-            return {
-                "type": "scatter",
-                "mode": "lines",
-                "name": words,
-                "x": [sample.seconds for sample in samples],
-                "y": [None if value is None else value / scale for value in values],
-                "yaxis": axis,
-                "line": {"color": color, "width": 1.5},
-                "hovertemplate": "%{y:.4~g}",
-            }
+    def _course(self, column: str, size: int) -> list[tuple[float, float]]:
+        """Return (seconds, value) of a column where it is known."""
+        return [
+            (sample.seconds, value / size)
+            for sample in self.samples
+            if (value := sample.values.get(column)) is not None
+        ]
 
-        traces = [drawn(words, *each, size, "y") for words, each in known.items()]
-        traces.append(drawn(unit, use, BUDGET, 1.0, "y2"))
-        arranged = layout(
-            400,
-            xaxis=title("seconds") | {"anchor": "y2"},
-            yaxis=title(f"held, {in_bytes}") | {"rangemode": "tozero", "domain": [0.42, 1]},
-            yaxis2=title(unit) | {"rangemode": "tozero", "domain": [0, 0.32]},
-            hovermode="x unified",
-        )
-        caption = "Above, the memory that was held; below, how much of the time it was used."
-        return Chart(name, escape(heading), caption, {"data": traces, "layout": arranged})
+
+_LINES = {"held-line": "the process", "all-line": "all processes"}
+
+
+def _drawn(
+    name: str,
+    title: str,
+    y_title: str,
+    courses: Mapping[str, Sequence[tuple[float, float]]],
+    seconds: float,
+) -> str:
+    """Return lines over time as HTML, by the class of their colour."""
+    values = [value for course in courses.values() for _, value in course]
+    most = max(values, default=1.0)
+    about = f"From 0 to {seconds:.0f} seconds; the most is {most:.4g} ({y_title})."
+    plot = Plot(name, title, about, height=170, x_end=seconds, y_end=1.1 * most)
+    plot.axes("seconds", y_title)
+    for kind, course in courses.items():
+        plot.line(course, kind)
+    return plot.drawn()
 
 
 def _merged(samples: Sequence[Sample]) -> Sample:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -39,30 +43,65 @@ _OF_THE_WORKLOAD = (Outcome.LEAK, Outcome.NONFINITE, Outcome.USER_ERROR)
 """Outcomes that another device or worker would not change."""
 
 
-def show_report(report: Report, as_json: bool, *, verbose: bool = False) -> None:
-    """Print the report as JSON, or as text that suits the terminal."""
-    if as_json:
-        print_result(json.dumps(report.to_dict(), indent=1))
-    else:
-        print_result(report.to_text(verbose=verbose, **style()))
+def show_report(
+    report: Report,
+    paths: Iterable[Path],
+    as_json: bool,
+    *,
+    verbose: bool = False,
+    loaded_from: Path | None = None,
+) -> None:
+    """Write the report, then print it: a full disk must cost neither the answer nor other files.
 
-
-@contextmanager
-def saving(report: Report, paths: Iterable[Path]) -> Iterator[None]:
-    """Write the report, then show it: a full disk must cost neither the answer nor other files.
+    Args:
+        report: of a search.
+        paths: of the files to write.
+        as_json: print JSON; else text, whose commands name a file that holds the report.
+        verbose: everything.
+        loaded_from: the file that holds the report; None: the first of `paths` that does, or else
+            one in the folder for temporary files, so that no search is lost.
 
     Raises:
         InvalidRequest: some of the files could not be written.
     """
-    lost = []
-    for path in paths:
+    held_by, lost = loaded_from, []
+    for path in sorted(paths, key=lambda path: path.suffix != ".json"):
         try:
             report.save(path)
         except InvalidRequest as error:
             lost.append(str(error))
-    yield
+        else:
+            held_by = held_by or (path if path.suffix == ".json" else None)
+        report = _shown_at(report, held_by)
+    if as_json:
+        print_result(json.dumps(report.to_dict(), indent=1))
+    else:
+        if held_by is None:
+            held_by = Path(tempfile.gettempdir(), f"autofit-{uuid.uuid4().hex[:8]}.json")
+            with suppress(InvalidRequest):
+                report = _shown_at(report, report.save(held_by))
+        print_result(report.to_text(verbose=verbose, **style()))
     if lost:
         raise InvalidRequest("; ".join(lost))
+
+
+def _shown_at(report: Report, path: Path | None) -> Report:
+    """Return the report with the commands of a shell, which read it from that file."""
+    from autofit.report.summary import Place
+
+    if path is None:
+        return report
+    return replace(report, place=Place(os.fspath(path), _program()))
+
+
+def _program() -> str:
+    """Return how autofit was called, in a form that a shell runs again."""
+    command = shutil.which("autofit")
+    if command is not None and os.path.abspath(sys.argv[0]) == command:
+        return "autofit"
+    python = shutil.which("python")
+    is_on_path = python is not None and os.path.abspath(sys.executable) == python
+    return f"{'python' if is_on_path else shlex.quote(sys.executable)} -m autofit"
 
 
 def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:

@@ -28,7 +28,6 @@ from autofit.cli.console import (
     immediate_exits_refused,
     leads,
     print_result,
-    saving,
     say,
     show_changes,
     show_report,
@@ -193,8 +192,7 @@ def search(
             record=replace(report.record, workload={**report.record.workload, "target": target}),
         )
         if leads():
-            with saving(report, out or ()):
-                show_report(report, as_json, verbose=verbose)
+            show_report(report, out or (), as_json, verbose=verbose)
         if report.record.search.stopped_because == INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is ending for it already
             raise Interrupted("interrupted: the report holds what had been measured by then")
@@ -274,8 +272,7 @@ def report(
     if later is not None:
         show_changes(loaded, load(later), out or (), as_json)
         return
-    with saving(loaded, out or ()):
-        show_report(loaded, as_json, verbose=verbose)
+    show_report(loaded, out or (), as_json, verbose=verbose, loaded_from=path)
 
 
 @app.command()

@@ -46,6 +46,7 @@ from autofit.equivalence.gradients import (
 )
 from autofit.equivalence.steps import state_of
 from autofit.errors import release_exception
+from autofit.measurement import ACT
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison
 from autofit.training.batch import (
@@ -267,7 +268,7 @@ def _note(split: _Compared, workload: Workload) -> str:
     comparison = split.comparison
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
-    why = f"split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
+    why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
     if workload.allow_resplit:
         return f"{why}: allow_resplit was given, so the accumulation count is free"
     if comparison.normalizes_over_batch or workload.loss_weight is not None:
@@ -277,7 +278,7 @@ def _note(split: _Compared, workload: Workload) -> str:
 
 
 def _kept(why: str, way_out: str) -> str:
-    return f"{why}: the accumulation count stays at the baseline's; to free it, give {way_out}"
+    return f"{why}: the accumulation count was kept. To free it, pass {way_out}"
 
 
 # Samples altered as padding alters them.
@@ -302,9 +303,8 @@ def _with_padding(
         found = _tried(builder, batch, _targets_ignored)
         if found is not None and not found.equal:
             note = (
-                "split gradients equal whole ones on the sample batch, and differ by "
-                f"{found.by()} where some targets of a sample are ignored, as padding is: "
-                "unless no batch of the training has such, give loss_weight (the valid targets)"
+                f"{ACT}Padded targets (-100) would change the gradients by {found.by()} when "
+                "accumulating: pass loss_weight= (the count of valid targets)"
             )
             return Resplit(True, comparison, (note,))
     return Resplit(True, comparison)

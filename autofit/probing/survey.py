@@ -19,6 +19,7 @@ from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import decide_resplit
 from autofit.equivalence.strategy_context import StrategyContext
 from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception
+from autofit.measurement import ACT, NOT_TRIED
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import collect_dimensions
 from autofit.snapshot import process
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from autofit.probing.session import Session
 
 _IN_EVAL_MODE = (
-    "the model was handed over in eval mode, and trained so: dropout and BatchNorm did as they do "
-    "in evaluation. Unless that is meant, call model.train() and search again"
+    f"{ACT}The model is in eval mode, and dropout and BatchNorm ran so: call model.train() and "
+    "search again, unless that is meant"
 )
 
 
@@ -120,12 +121,7 @@ class Survey:
         for name, dimension in self.dimensions.items():
             if name.partition(".")[0] in left_out:
                 dimensions[name] = Dimension(dimension.values[:1])
-        verb = "was" if len(left_out) == 1 else "were"
-        notes.append(
-            f"{' and '.join(sorted(left_out))} {verb} not tried: say how long you will train "
-            "(train_steps=), and what is costly to try is tried where it pays, or name "
-            "the strategy (strategies=)"
-        )
+        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (pass train_steps=)")
         return replace(self, dimensions=dimensions, notes=tuple(notes))
 
 
@@ -158,13 +154,13 @@ def note_own_copy(survey: Survey, workload: Workload) -> Survey:
     )
     if held:
         notes.append(
-            f"your own copy of the model holds {format_bytes(held)} on the GPU, which no plan can "
-            "use: move it away with model.cpu(), or pass a function that builds the model"
+            f"{ACT}Your copy of the model holds {format_bytes(held)} of the GPU, which no plan "
+            "could use: call model.cpu(), or pass a function that builds the model"
         )
     if compiled_in_place(model):
         notes.append(
-            "model.compile() was not in force: torch leaves it out of the copy that a worker "
-            "trains. Pass a function that builds and compiles the model to measure it compiled"
+            f"{ACT}model.compile() had no effect on the search: pass a function that builds and "
+            "compiles the model"
         )
     return replace(survey, notes=tuple(notes))
 
@@ -263,7 +259,7 @@ def take_survey(
         may_resplit=resplit.allowed,
         dimensions=dimensions,
         notes=(
-            *session.notes,
+            *(f"{ACT}{note}" for note in session.notes),
             *(_IN_EVAL_MODE,) * model.is_evaluating,
             *((f"{compiled}: no other way to compile it is tried",) if compiled else ()),
             *notes,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.codec import to_json
-from autofit.measurement import spread_of
-from autofit.report import rows
-from autofit.report.answer import describe, ranges_overlap, speed_words
+from autofit.measurement import ACT
+from autofit.report.details import settings_words
 from autofit.report.markdown import bullets, plain, table as markdown_table
 from autofit.report.record import Record
+from autofit.report.summary import describe, range_words, speed_words
 from autofit.report.text import WIDTH, laid_out, table
 from autofit.units import format_bytes, format_seconds, rounded
 
@@ -52,22 +52,24 @@ class Changes:
     def _speed(self) -> str:
         factor = self.speed_factor
         if factor is None:
-            return "its speed is unknown"
+            return "speed unknown"
         ranges = [record.speed_range(record.best) for record in (self.before, self.after)]
-        spread = factor * math.hypot(*(spread_of(*each) for each in ranges))
-        words = f"{rounded(factor, spread, 2)} times the speed"
-        return f"{words} (their measured ranges overlap)" if ranges_overlap(*ranges) else words
+        reach = math.hypot(
+            *(math.log(high / low) / 2 if low and high else 0.0 for low, high in ranges)
+        )
+        low, high = factor * math.exp(-reach), factor * math.exp(reach)
+        return f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)}) the speed"
 
     def _memory(self) -> str:
         more = self.held_bytes_more
         if not more:
-            return "as much memory held" if more == 0 else "its memory is unknown"
-        return f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory held"
+            return "the same memory" if more == 0 else "memory unknown"
+        return f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return (what, before, after) of each figure; equal ones of the plan are left out."""
+        """Return (what, before, after) of each figure that changed, and of speed and memory."""
         before, after = _figures(self.before), _figures(self.after)
-        kept = ("samples/s", "held")
+        kept = ("throughput", "memory")
         return [
             (label, figure, after[label])
             for label, figure in before.items()
@@ -78,17 +80,17 @@ class Changes:
         """Yield why the two may not be compared like for like."""
         before, after = self.before, self.after
         if before.workload["fingerprint"] != after.workload["fingerprint"]:
-            yield "Another workload: model, batch, loss or optimizer differ"
+            yield "The workloads differ in model, batch, loss or optimizer"
         for key, name in _SAME.items():
             was, is_now = before.environment.get(key), after.environment.get(key)
             if was != is_now:
-                yield f"Another {name}: {was} before, {is_now} now"
+                yield f"The {name} changed from {was} to {is_now}"
         sizes = [record.best.plan.samples_per_step for record in (before, after)]
         if sizes[0] != sizes[1]:
-            yield f"Another global batch: {sizes[0]} samples before, {sizes[1]} now"
+            yield f"The global batch changed from {sizes[0]} to {sizes[1]} samples"
         if before.vram_budget_bytes != after.vram_budget_bytes:
             budgets = [format_bytes(each.vram_budget_bytes) for each in (before, after)]
-            yield f"Another VRAM budget: {budgets[0]} before, {budgets[1]} now"
+            yield f"The VRAM budget changed from {budgets[0]} to {budgets[1]}"
         for name, record in (("earlier", before), ("later", after)):
             if not record.is_confirmed:
                 yield f"The {name} report's best plan is not confirmed"
@@ -98,7 +100,7 @@ class Changes:
     def to_text(self, *, width: int = WIDTH, color: bool = False) -> str:
         """Return the changes as text of at most `width` columns."""
         lines = table(("", "before", "after"), self.rows())
-        cautions = [f"Note: {line}" for line in self.cautions()]
+        cautions = [f"{ACT}{line}" for line in self.cautions()]
         gap = [""] if cautions else []
         return laid_out([self.headline(), "", lines, *gap, *cautions], width, color=color)
 
@@ -129,13 +131,13 @@ def _figures(record: Record) -> dict[str, str]:
     return {
         "micro-batch": str(plan.micro_batch),
         "accumulation steps": str(plan.accumulation_steps),
-        "settings": rows.settings_words(plan.settings, record),
-        "samples/s": speed_words(best, record).removesuffix(" samples/s"),
+        "settings": settings_words(plan.settings, record),
+        "throughput": speed_words(best, record),
         "optimizer step": format_seconds(plan.samples_per_step / speed if speed else None),
-        "held": format_bytes(best.measurement.held_bytes),
+        "memory": format_bytes(best.measurement.held_bytes),
         "peak allocated": format_bytes(best.measurement.peak_allocated_bytes),
-        "baseline's samples/s": speed_words(baseline, record).removesuffix(" samples/s"),
-        "baseline's held": format_bytes(baseline.measurement.held_bytes),
+        "throughput of the baseline": speed_words(baseline, record),
+        "memory of the baseline": format_bytes(baseline.measurement.held_bytes),
         "VRAM budget": format_bytes(record.vram_budget_bytes),
         "probes": f"{search.probes}, {search.oom_probes} out of memory",
         "search": format_seconds(search.seconds),

@@ -1,418 +1,201 @@
-"""The charts of a search as figures of plotly.js: plain data, computed from the record alone.
-
-Bytes are divided by a power of two and nothing else, so every plotted number is one of the report
-file's. Names are escaped: plotly.js reads a little HTML in texts.
-"""
+"""The charts of a search: speed against memory, and the memory over an optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from autofit.measurement import Outcome, Role, Trial
-from autofit.plan import VariantKey
-from autofit.report.answer import describe, speed_words
-from autofit.report.chart_parts import (
-    BASELINE,
-    BEST,
-    BUDGET,
-    FAILED,
-    INK,
-    TRIED,
-    Chart,
-    layout,
-    line,
-    note,
-    points,
-    scale_for,
-    title,
-)
+from autofit.measurement import Trial, probes_of
+from autofit.report.details import outcome_words
 from autofit.report.record import Record, one_a_plan
-from autofit.report.rows import outcome_words, short_settings, trial_speed
-from autofit.units import format_bytes, format_seconds
+from autofit.report.summary import describe, plan_words, speed_ends, speed_words
+from autofit.report.svg import Chart, Plot, scale_for
+from autofit.units import counted, format_bytes
 
-VARIANTS = ("#2563eb", "#d97706", "#9333ea", "#db2777", "#0891b2", "#65a30d")
-"""Colors of variants that are neither the best plan's nor plain."""
-_MOST_LINES = 6
-"""Variants that are shown at first; a touch on the legend shows the others."""
+KINDS: Mapping[str, str] = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations",
+    "temporaries": "temporaries",
+    "rest": "rest",
+}
+"""Kind of the memory -> its name; the class of its colour is "kind-" and the kind."""
+_NAMES = {"best": "best plan", "baseline": "baseline"}
 _WIDE_BUDGET = 3.0
-"""A budget so many times what any plan held is told in words, or all points lie at one edge."""
-_BUSY = "#9333ea"
-_CROSS: Mapping[str, Any] = {"symbol": "x", "size": 10, "line": {"width": 0}}
+"""A budget so many times what any plan held lies beyond the axis, or all points lie at one edge."""
+_BUDGET_AT = 86.0
+"""Percent of the width where the budget stands; what did not fit lies to its right."""
+_BREAK_AT = 78.0
+"""Percent of the width of an axis that ends before the budget."""
+_LEAST_SHARE = 0.14
+"""Of the width that a phase needs for its name."""
+_MOST_MODULES = 6
+_MOST_CROSSES = 30
 
 
-def charts(record: Record) -> Iterator[Chart]:
-    """Yield the charts of a search, in the order of the page."""
-    yield _frontier(record)
-    if record.is_confirmed and len(record.finalists) > 1:
-        yield _blocks(record)
-    if len({trial.plan.micro_batch for trial in _ran(record)}) > 1:
-        yield _by_micro_batch(record)
-    yield _course(record)
-
-
-def hover_of(trial: Trial, record: Record) -> str:
-    """Return what a touch on a trial shows."""
-    measured = trial.measurement
-    parts = [
-        f"<b>{_safe(describe(trial.plan, record))}</b>",
-        f"trial {trial.number}, {trial.role.value}: {_safe(outcome_words(trial))}",
-    ]
-    if trial.samples_per_second:
-        step = format_seconds(measured.step_time_s)
-        parts.append(f"{trial_speed(trial)} samples/s, {step} a step")
-    if measured.held_bytes is not None:
-        parts.append(f"held {format_bytes(measured.held_bytes)}")
-    if measured.busy_percent is not None:
-        parts.append(f"kernels ran for {measured.busy_percent} % of the time")
-    if trial.predicted_peak_bytes is not None:
-        parts.append(f"expected {format_bytes(trial.predicted_peak_bytes)}")
-    return "<br>".join(parts)
-
-
-def _safe(name: str) -> str:
-    return escape(name, quote=False)
-
-
-def _did_not_fit(trial: Trial) -> bool:
-    return trial.measurement.outcome.about_memory
-
-
-def _ran(record: Record) -> list[Trial]:
-    return [trial for trial in record.trials if trial.role is not Role.VETOED]
-
-
-class _Bytes:
-    """The axis of held bytes: its unit, its end, and the budget on it or beyond it."""
-
-    def __init__(self, record: Record) -> None:
-        most = max(trial.measurement.held_bytes or 0 for trial in _ran(record))
-        self.has_budget = record.vram_budget_bytes <= _WIDE_BUDGET * most
-        top = max(most, record.vram_budget_bytes * self.has_budget, 1)
-        self.unit, self.size = scale_for(top)
-        self.end = 1.08 * top / self.size
-        self.budget = record.vram_budget_bytes / self.size
-        self.words = f"VRAM budget {format_bytes(record.vram_budget_bytes)}"
-
-    def of(self, trial: Trial) -> float:
-        """Return where a trial lies; what did not fit, at the budget or above: it wanted more."""
-        held = (trial.measurement.held_bytes or 0) / self.size
-        return min(max(held, self.budget), self.end) if _did_not_fit(trial) else held
-
-
-def _frontier(record: Record) -> Chart:
-    held = _Bytes(record)
-    fits, baseline = one_a_plan(record.trials), record.baseline_beside_best
-
-    def place(trial: Trial) -> tuple[float, float]:
-        return held.of(trial), record.speed_of(trial) or 0.0
-
-    edge = [place(trial) for trial in reversed(record.frontier)]
-    named = {record.best.plan, baseline.plan}
-    others = [trial for trial in fits if trial.plan not in named]
-    failed = list(filter(_did_not_fit, _ran(record)))
-    line_of_edge = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "frontier",
-        "x": [x for x, _ in edge],
-        "y": [y for _, y in edge],
-        "line": {"shape": "hv", "color": BEST, "width": 2},
-        "hoverinfo": "skip",
-    }
-    traces = [
-        line_of_edge,
-        points("plan", map(place, others), TRIED, [hover_of(t, record) for t in others]),
-    ]
-    if failed:
-        crosses = [(held.of(trial), 0.0) for trial in failed]
-        texts = [hover_of(trial, record) for trial in failed]
-        traces.append(points("does not fit", crosses, FAILED, texts, marker=_CROSS) | _UNCUT)
-    best = next(trial for trial in fits if trial.plan == record.best.plan)
-    if baseline.ok and baseline.plan != best.plan:
-        marker = {"symbol": "diamond", "size": 13}
-        hover = [hover_of(baseline, record)]
-        traces.append(points("baseline", [place(baseline)], BASELINE, hover, marker=marker))
-    name = "best, the baseline" if best.plan == baseline.plan else "best"
-    marker = {"symbol": "star", "size": 17}
-    traces.append(points(name, [place(best)], BEST, [hover_of(best, record)], marker=marker))
-    top = 1.14 * max(place(trial)[1] for trial in fits)
-    arranged = layout(
-        380,
-        xaxis=title(f"memory held, {held.unit}") | {"range": [0, held.end]},
-        yaxis=title("samples/s") | {"range": [0, top]},
+def frontier_chart(record: Record) -> Chart:
+    """Return speed against memory of each plan that ran, and the budget."""
+    ran = probes_of(record.trials)
+    fits, failed = one_a_plan(record.trials), [t for t in ran if t.measurement.outcome.about_memory]
+    most, budget = max(map(_held, fits)), record.vram_budget_bytes
+    is_near = budget <= _WIDE_BUDGET * most
+    unit, size = scale_for(budget if is_near else most)
+    plot = Plot(
+        "frontier",
+        "Speed against memory",
+        f"{counted(len(fits), 'plan')} that fit and {len(failed)} probes that did not.",
+        height=300,
+        x_end=(budget if is_near else 1.1 * most) / size,
+        y_end=1.15 * max(record.speed_of(trial) or 0.0 for trial in fits),
+        x_share=_BUDGET_AT if is_near else _BREAK_AT,
     )
-    at_right = {"xanchor": "right", "yanchor": "top"}
-    if held.has_budget:
-        arranged["shapes"] = [line("x", held.budget)]
-        words = note(held.words, held.budget, top, BUDGET, xshift=-4, **at_right)
-    else:
-        words = note(f"{held.words} →", 1, top, BUDGET, xref="paper", **at_right)
-    arranged["annotations"] = [words]
+    plot.zone(_BUDGET_AT, "beyond")
+    plot.axes(f"memory, {unit}", "samples/s")
+    edge = sorted((_held(t) / size, record.speed_of(t) or 0.0) for t in record.frontier)
+    stairs = [edge[0]]
+    for x, y in edge[1:]:
+        stairs += [(x, stairs[-1][1]), (x, y)]
+    plot.line(stairs, "frontier")
+    plot.upright(_BUDGET_AT, "budget", f"VRAM budget {format_bytes(budget)}", is_left=True)
+    _draw_failed(plot, failed, record)
+    _draw_plans(plot, fits, size, record)
     return Chart(
         "frontier",
         "Speed against memory",
-        "Each point is a plan that was run. Nothing was found above the line and to its left: more "
-        "speed takes more memory. Held is peak reserved plus non-torch.",
-        {"data": traces, "layout": arranged},
+        "Each point is a plan that ran. The line is the frontier: more speed takes more memory.",
+        plot.drawn(),
     )
 
 
-_UNCUT: dict[str, Any] = {"cliponaxis": False}
-"""For points on an axis."""
+def _draw_failed(plot: Plot, failed: list[Trial], record: Record) -> None:
+    """Draw what did not fit, right of the budget, in columns of three."""
+    for at, trial in enumerate(failed[:_MOST_CROSSES]):
+        percent = _BUDGET_AT + 3 + 3.5 * (at % 3)
+        plot.cross(percent, plot.height - 18 - 16 * (at // 3), "failed", _about(trial, record))
+    if failed:
+        rows = -(-len(failed[:_MOST_CROSSES]) // 3)
+        words = f"{len(failed)} did not fit"
+        plot.text(99.5, plot.height - 16 - 16 * rows, words, "failed-words end")
 
 
-def _blocks(record: Record) -> Chart:
-    finalists, baseline = record.finalists, record.baseline_beside_best.plan
-    named = {record.best.plan: ("best", BEST)}
-    named.setdefault(baseline, ("baseline", BASELINE))
-    traces, notes = [], []
-    for row, (plan, speed) in enumerate(reversed(finalists)):
-        name, color = named.get(plan, ("", TRIED))
-        blocks = record.blocks(plan)
-        at = [(trial.samples_per_second or 0.0, row) for trial in blocks]
-        traces.append(points(name, at, color, [hover_of(t, record) for t in blocks]))
-        bar = {"symbol": "line-ns-open", "size": 22, "line": {"color": color, "width": 3}}
-        median = [f"median {speed_words(blocks[0], record)}"]
-        traces.append(points(name, [(speed, row)], color, median, marker=bar))
-        mark = f" <b>({'best, the baseline' if plan == baseline == record.best.plan else name})</b>"
-        size = replace(plan, settings={})
-        label = _safe(f"{size}, {short_settings(plan.settings, record)}") + mark * bool(name)
-        at_left = {"xref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 10}
-        notes.append(note(label, 0, row, INK, **at_left))
-    arranged = layout(
-        70 + 58 * len(finalists),
-        xaxis=title("samples/s") | {"rangemode": "tozero"},
-        yaxis={
-            "showticklabels": False,
-            "ticks": "",
-            "showgrid": False,
-            "range": [-0.5, len(finalists) - 0.25],
-        },
-        showlegend=False,
-        annotations=notes,
-        margin={"l": 14, "r": 14, "t": 8, "b": 44},
-    )
-    return Chart(
-        "blocks",
-        "The final comparison",
-        "The leading plans and the baseline took turns. Each point is a block, run in a fresh "
-        "worker; each bar is the median that the answer is made of.",
-        {"data": traces, "layout": arranged},
-    )
+def _draw_plans(plot: Plot, fits: list[Trial], size: int, record: Record) -> None:
+    best, baseline = record.best.plan, record.baseline_beside_best.plan
+    named = {baseline: ("baseline", "baseline"), best: ("best", "best")}
+    if best == baseline:
+        named = {best: ("best", "baseline, the best")}
+    labels = []
+    for trial in sorted(fits, key=lambda each: (each.plan in named, each.plan == best)):
+        at = _held(trial) / size, record.speed_of(trial) or 0.0
+        kind, name = named.get(trial.plan, ("tried", ""))
+        if name:
+            low, high = speed_ends(trial, record)
+            plot.bar(at[0], low or at[1], high or at[1], f"{kind}-range")
+            labels.append((at, name, kind))
+        plot.dot(at, kind, _about(trial, record), radius=4.5 if not name else 6.5)
+    slowest = min((at[1] for at, _, _ in labels), default=0.0)
+    for at, words, kind in labels:
+        plot.label(at, words, f"{kind}-words", below=len(labels) > 1 and at[1] == slowest)
 
 
-def _variants(record: Record) -> dict[VariantKey, list[Trial]]:
-    """Return the trials that ran by variant: the best plan's, the baseline's, others by speed."""
-    by_variant: dict[VariantKey, list[Trial]] = {}
-    for trial in _ran(record):
-        by_variant.setdefault(trial.plan.variant, []).append(trial)
-    first = (record.best.plan.variant, record.baseline_beside_best.plan.variant)
-
-    def order(key: VariantKey) -> tuple[int, float]:
-        speeds = [trial.samples_per_second or 0.0 for trial in by_variant[key] if trial.ok]
-        return (first.index(key) if key in first else len(first), -max(speeds, default=0.0))
-
-    return {key: by_variant[key] for key in sorted(by_variant, key=order)}
+def _held(trial: Trial) -> int:
+    return trial.measurement.held_bytes or 0
 
 
-def _styled(record: Record) -> Iterator[tuple[str, str, bool, list[Trial]]]:
-    """Yield name, color, whether it is shown at first, and trials of each variant."""
-    colors = {record.baseline_beside_best.plan.variant: BASELINE, record.best.plan.variant: BEST}
-    others = 0
-    for at, (key, trials) in enumerate(_variants(record).items()):
-        color = colors.get(key)
-        if color is None:
-            color, others = VARIANTS[others % len(VARIANTS)], others + 1
-        name = _safe(short_settings(trials[0].plan.settings, record))
-        yield name, color, at < _MOST_LINES, trials
+def _about(trial: Trial, record: Record) -> str:
+    lines = [f"{describe(trial.plan, record)}", f"trial {trial.number}: {outcome_words(trial)}"]
+    if trial.ok:
+        lines.append(speed_words(trial, record))
+    if trial.measurement.held_bytes is not None:
+        lines.append(f"memory {format_bytes(trial.measurement.held_bytes)}")
+    return "\n".join(lines)
 
 
-def _by_micro_batch(record: Record) -> Chart:
-    held = _Bytes(record)
-    traces: list[dict[str, Any]] = []
-    for name, color, is_shown, trials in _styled(record):
-        group: dict[str, Any] = {"legendgroup": name, "showlegend": False}
-        group |= {} if is_shown else {"visible": "legendonly"}
-        fits = [t for t in trials if t.ok and t.measurement.held_bytes and t.samples_per_second]
-        over = list(filter(_did_not_fit, trials))
-        rates = _places(fits, lambda trial: trial.samples_per_second or 0.0)
-        sizes = _places(fits, held.of)
-        texts = [hover_of(trial, record) for trial in fits]
-        traces.append(points(name, rates, color, texts) | group | {"showlegend": True})
-        traces.append(_joined(_means(rates), color, "solid", "y") | group)
-        traces.append(points(name, sizes, color, texts) | group | {"yaxis": "y2"})
-        traces.append(_joined(_line_through(sizes), color, "dot", "y2") | group)
-        if over:
-            texts = [hover_of(trial, record) for trial in over]
-            crosses = points(name, _places(over, held.of), color, texts, marker=_CROSS)
-            traces.append(crosses | group | _UNCUT | {"yaxis": "y2"})
-    arranged = layout(
-        560,
-        xaxis=title("micro-batch, samples") | {"rangemode": "tozero", "anchor": "y2"},
-        yaxis=title("samples/s") | {"rangemode": "tozero", "domain": [0.53, 1]},
-        yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end], "domain": [0, 0.47]},
-    )
-    at_left = {"xref": "paper", "xanchor": "left", "yref": "y2", "xshift": 6}
-    if held.has_budget:
-        arranged["shapes"] = [line("y2", held.budget)]
-        words = note(held.words, 0, held.budget, BUDGET, yanchor="top", **at_left)
-    else:
-        words = note(f"{held.words} ↑", 0, held.end, BUDGET, yanchor="top", **at_left)
-    arranged["annotations"] = [words]
-    return Chart(
-        "micro_batch",
-        "Speed and memory of each setting by micro-batch",
-        "Each point is a trial. Above, a line joins the mean speeds of a setting; below, a dotted "
-        "one is the straight line through what it held. A cross, at the budget or above, did not "
-        "fit. A touch on a name hides or shows it.",
-        {"data": traces, "layout": arranged},
-    )
-
-
-def _places(trials: Iterable[Trial], value: Callable[[Trial], float]) -> list[tuple[float, float]]:
-    return [(trial.plan.micro_batch, value(trial)) for trial in trials]
-
-
-def _joined(at: Sequence[tuple[float, float]], color: str, dash: str, yaxis: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [x for x, _ in at],
-        "y": [y for _, y in at],
-        "yaxis": yaxis,
-        "line": {"color": color, "width": 1.5, "dash": dash},
-        "hoverinfo": "skip",
-        "opacity": 0.7,
+def memory_charts(record: Record) -> Iterator[Chart]:
+    """Yield the memory of the best plan and of the baseline over a step."""
+    known = {
+        key: record.memory[key]
+        for key in _NAMES
+        if key in record.memory and "why_not" not in record.memory[key]
     }
+    most = max((max(_totals(use)) for use in known.values()), default=0)
+    for key, use in known.items():
+        trial = record.best if key == "best" else record.baseline_beside_best
+        yield Chart(
+            f"memory_{key}",
+            f"Memory over a step: {_NAMES[key]}",
+            _steps_shown(trial, use, record),
+            _timeline(key, use, most) + _modules(use),
+        )
 
 
-def _means(at: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    by_size: dict[float, list[float]] = {}
-    for x, y in at:
-        by_size.setdefault(x, []).append(y)
-    return [(x, sum(ys) / len(ys)) for x, ys in sorted(by_size.items())]
+def why_no_memory(record: Record) -> Iterator[str]:
+    """Yield why the memory of a plan is not shown."""
+    for key, use in record.memory.items():
+        if "why_not" in use:
+            yield f"The memory of the {_NAMES.get(key, key)} is not shown: {use['why_not']}"
 
 
-def _line_through(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the ends of the straight line of least squares; [] for points of one size."""
-    count = len(at)
-    middle = sum(x for x, _ in at) / max(count, 1)
-    spread = sum((x - middle) ** 2 for x, _ in at)
-    if not spread:
-        return []
-    mean = sum(y for _, y in at) / count
-    slope = sum((x - middle) * (y - mean) for x, y in at) / spread
-    ends = (min(x for x, _ in at), max(x for x, _ in at))
-    return [(x, mean + slope * (x - middle)) for x in ends]
-
-
-_ROLES: Mapping[Role, tuple[str, str]] = {
-    Role.BASELINE: ("baseline", BASELINE),
-    Role.SEARCH: ("search", TRIED),
-    Role.CONFIRMED: ("final comparison", BEST),
-}
-
-
-def _course(record: Record) -> Chart:
-    held, ran = _Bytes(record), _ran(record)
-    traces: list[dict[str, Any]] = [_fastest_so_far(record)]
-    for role, (name, color) in _ROLES.items():
-        own = [trial for trial in ran if trial.role is role and trial.ok]
-        if own:
-            at = [(trial.number, trial.samples_per_second or 0.0) for trial in own]
-            traces.append(points(name, at, color, [hover_of(trial, record) for trial in own]))
-            traces.append(_bars(name, own, held, color, record))
-    failed = [trial for trial in ran if not trial.ok]
-    for outcome in [each for each in Outcome if each in {t.measurement.outcome for t in failed}]:
-        own = [trial for trial in failed if trial.measurement.outcome is outcome]
-        color = FAILED if outcome.about_memory else BUDGET
-        texts = [hover_of(trial, record) for trial in own]
-        at = [(trial.number, 0.0) for trial in own]
-        traces.append(points(outcome.value, at, color, texts, marker=_CROSS) | _UNCUT)
-        if outcome.about_memory:
-            at = [(trial.number, held.of(trial)) for trial in own]
-            crosses = points(outcome.value, at, color, texts, marker=_CROSS)
-            traces.append(crosses | _UNCUT | {"yaxis": "y2", "showlegend": False})
-        else:
-            traces.append(_bars(outcome.value, own, held, color, record))
-    if expected := [trial for trial in ran if trial.predicted_peak_bytes is not None]:
-        dash = {"symbol": "line-ew-open", "size": 11, "line": {"width": 2, "color": INK}}
-        at = [(trial.number, (trial.predicted_peak_bytes or 0) / held.size) for trial in expected]
-        texts = [hover_of(trial, record) for trial in expected]
-        traces.append(points("expected", at, INK, texts, marker=dash) | {"yaxis": "y2"})
-    last = max(trial.number for trial in ran)
-    known = [trial for trial in ran if trial.measurement.busy_percent is not None]
-    lowest = 0.26 * bool(known)  # the room for utilization below
-
-    def place(low: float, high: float) -> dict[str, Any]:
-        return {"domain": [lowest + (1 - lowest) * low, lowest + (1 - lowest) * high]}
-
-    arranged = layout(
-        580 if known else 460,
-        xaxis=title("trial")
-        | {"range": [-0.7, last + 0.7], "tick0": 0, "dtick": -(-last // 12) or 1},
-        yaxis=title("samples/s") | {"rangemode": "tozero"} | place(0.47, 1),
-        yaxis2=title(f"held, {held.unit}") | {"range": [0, held.end]} | place(0, 0.39),
-        barmode="overlay",
-        bargap=0.35,
+def legend(kinds: Mapping[str, str]) -> str:
+    """Return names with their colours, by the class of these."""
+    items = (
+        f'<li><i class="swatch {kind}"></i>{escape(name)}</li>' for kind, name in kinds.items()
     )
-    arranged["xaxis"]["anchor"] = "y3" if known else "y2"
-    if known:
-        at = [(trial.number, float(trial.measurement.busy_percent or 0)) for trial in known]
-        texts = [hover_of(trial, record) for trial in known]
-        traces.append(points("GPU busy", at, _BUSY, texts) | {"yaxis": "y3"})
-        axis = {"range": [0, 105], "domain": [0, 0.18]}
-        arranged["yaxis3"] = arranged["yaxis2"] | title("GPU busy, %") | axis
-    if held.has_budget:
-        arranged["shapes"] = [line("y2", held.budget)]
-    return Chart(
-        "course",
-        "The search as it went",
-        "Above, the speed of each trial; below, what it held (bars), what was expected of it "
-        "(dashes), and the VRAM budget. Crosses did not run to their end; below, they did not fit."
-        + " At the bottom, the share of the time in which kernels ran."
-        * bool(known),
-        {"data": traces, "layout": arranged},
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _totals(use: Mapping[str, Any]) -> list[int]:
+    return list(map(sum, zip(*use["bytes"].values(), strict=True)))
+
+
+def _steps_shown(trial: Trial, use: Mapping[str, Any], record: Record) -> str:
+    steps, how = trial.plan.accumulation_steps, use["how"]
+    words = plan_words(trial.plan, record)
+    part = f", 2 of {steps} micro-batches" if steps > 2 else ""
+    return f"{words}{part}. {'Simulated' if how == 'dry run' else 'Seen in a real step'}."
+
+
+def _timeline(key: str, use: Mapping[str, Any], most: int) -> str:
+    unit, size = scale_for(most)
+    moments, peak = len(_totals(use)), max(_totals(use))
+    plot = Plot(
+        f"memory_{key}",
+        f"Memory over a step: {_NAMES[key]}",
+        f"Allocated bytes by kind; the peak is {format_bytes(peak)}.",
+        height=220,
+        x_end=max(moments - 1, 1),
+        y_end=1.22 * most / size,
     )
+    plot.axes("one optimizer step", f"allocated, {unit}", x_ticks=())
+    held = {kind: use["bytes"][kind] for kind in KINDS if any(use["bytes"].get(kind, ()))}
+    plot.areas({f"kind-{kind}": [each / size for each in own] for kind, own in held.items()})
+    ends = [*(phase["first"] for phase in use["phases"]), moments][1:]
+    for phase, end in zip(use["phases"], ends, strict=True):
+        is_wide = end - phase["first"] >= _LEAST_SHARE * moments
+        words = phase["name"] if is_wide else ""
+        plot.upright(plot.across(phase["first"]), "phase", words)
+    place = plot.across(min(use["peak"], moments - 1))
+    plot.level(peak / size, "peak", f"peak {format_bytes(peak)}", place)
+    return plot.drawn()
 
 
-def _bars(
-    name: str, trials: Sequence[Trial], held: _Bytes, color: str, record: Record
-) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "name": name,
-        "x": [trial.number for trial in trials],
-        "y": [held.of(trial) for trial in trials],
-        "yaxis": "y2",
-        "marker": {"color": color, "opacity": 0.75},
-        "hovertext": [hover_of(trial, record) for trial in trials],
-        "hoverinfo": "text",
-        "textposition": "none",
-        "showlegend": False,
-    }
-
-
-def _fastest_so_far(record: Record) -> dict[str, Any]:
-    """Return the line of the fastest trial until each, of the search alone."""
-    at: list[tuple[int, float]] = []
-    fastest = 0.0
-    for trial in _ran(record):
-        if trial.role is Role.CONFIRMED:
-            break
-        if trial.ok:
-            fastest = max(fastest, trial.samples_per_second or 0.0)
-        if fastest:
-            at.append((trial.number, fastest))
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "fastest so far",
-        "x": [x for x, _ in at],
-        "y": [y for _, y in at],
-        "line": {"shape": "hv", "color": TRIED, "width": 1.5, "dash": "dot"},
-        "hoverinfo": "skip",
-    }
+def _modules(use: Mapping[str, Any]) -> str:
+    """Return the modules that hold most at the peak, as bars."""
+    parts = sorted(use["modules"], key=lambda part: -sum(part["bytes"].values()))[:_MOST_MODULES]
+    most = max(sum(part["bytes"].values()) for part in parts) or 1
+    rows = []
+    for part in parts:
+        total = sum(part["bytes"].values())
+        count = f" x {part['count']}" if part["count"] > 1 else ""
+        name = escape(f"{part['name']} {part['class']}".strip() + count)
+        bars = "".join(
+            f'<i class="kind-{kind}" style="width:{100 * part["bytes"][kind] / most:.1f}%"></i>'
+            for kind in KINDS
+            if part["bytes"].get(kind)
+        )
+        rows.append(
+            f'<li><span title="{name}">{name}</span>'
+            f"<b>{format_bytes(total)}</b><span>{bars}</span></li>"
+        )
+    return f'<h3>At the peak, by module</h3><ul class="bars">{"".join(rows)}</ul>'

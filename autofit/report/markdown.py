@@ -1,4 +1,4 @@
-"""A report as Markdown, for a pull request: the answer and its numbers, all else folded away."""
+"""A report as Markdown, for a pull request: the answer, and all else folded away."""
 
 from __future__ import annotations
 
@@ -6,42 +6,24 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from autofit.report import rows
-from autofit.report.answer import headline, measured_faster
+from autofit.measurement import ACT
+from autofit.report.details import Section, sections
 from autofit.report.record import Record
-from autofit.units import counted
+from autofit.report.summary import Place, summary
 
 _SPECIAL = re.compile(r"([\\`*\[\]|])")
 
 
-def markdown(record: Record) -> str:
+def markdown(record: Record, place: Place = Place()) -> str:  # noqa: B008  # it is frozen
     """Return the report as GitHub's Markdown; what a name contains is shown as it is."""
-    return "\n".join(_parts(record)) + "\n"
-
-
-def _parts(record: Record) -> Iterator[str]:
-    *changed, answer = headline(record).split("\n")
-    yield f"### {plain(answer)}\n"
-    yield from (f"> {plain(line)}\n" for line in changed)
-    yield from table(("", "best", "baseline"), rows.comparison(record))
-    yield ""
-    yield from bullets([*rows.facts(record), *rows.conditions(record), *record.notes])
-    yield ""
-    code = [*rows.apply_lines(record), "", f"# {rows.BY_HAND}:"]
-    lines = record.paste.get(record.best.number)
-    yield from _folded("To train like this", _code([*code, *lines] if lines else code[:-2]))
-    titles = ("trial", "role", "micro-batch", "settings", "outcome", "samples/s", "held", "step")
-    trials = (list(vars(line).values()) for line in rows.trial_rows(record))
-    yield from _folded(
-        counted(len(record.trials), "trial"),
-        [rows.ABOUT_TRIALS, "", *table(titles, trials, left=(1, 2, 3, 4))],
-    )
-    if faster := list(measured_faster(record)):
-        what = "Why trials that were measured faster are not the best plan"
-        yield from _folded(what, bullets(faster))
-    if record.skipped:
-        lines_of = (f"{what}: {why}" for what, why in rows.skipped_lines(record.skipped))
-        yield from _folded("Skipped", bullets(lines_of))
+    answer = summary(record, place)
+    lines = [f"### {plain(answer.title)}", "", *table(answer.columns, answer.rows), ""]
+    lines += bullets([*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks])
+    lines += ["", *code([answer.apply])]
+    for section in sections(record, place):
+        lines += ["", f"<details><summary>{escape(section.title)}</summary>", ""]
+        lines += [*_unfolded(section), "", "</details>"]
+    return "\n".join(lines) + "\n"
 
 
 def plain(text: str) -> str:
@@ -49,12 +31,10 @@ def plain(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
-def table(
-    titles: Sequence[str], lines: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)
-) -> Iterator[str]:
-    """Yield a table whose columns are right-aligned but for those named."""
+def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a table."""
     yield f"| {' | '.join(titles)} |"
-    yield f"|{'|'.join('---' if at in left else '---:' for at in range(len(titles)))}|"
+    yield f"|{'|'.join('---' for _ in titles)}|"
     yield from (f"| {' | '.join(map(plain, line))} |" for line in lines)
 
 
@@ -63,16 +43,17 @@ def bullets(lines: Iterable[str]) -> Iterator[str]:
     yield from (f"- {plain(line)}" for line in lines)
 
 
-def _folded(title: str, lines: Iterable[str]) -> Iterator[str]:
-    yield f"<details><summary>{escape(title)}</summary>\n"
-    yield from lines
-    yield "\n</details>\n"
-
-
-def _code(lines: Sequence[str]) -> Iterator[str]:
+def code(lines: Sequence[str]) -> Iterator[str]:
     """Yield a block of code, fenced by more backticks than it contains."""
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
     yield f"{fence}python"
     yield from lines
     yield fence
+
+
+def _unfolded(section: Section) -> Iterator[str]:
+    yield from (code if section.is_code else bullets)(section.lines)
+    if section.table:
+        yield ""
+        yield from table(section.table[0], section.table[1:])

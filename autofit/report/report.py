@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.codec import read_json
 from autofit.errors import InvalidRequest, hides_own_frames
-from autofit.measurement import Trial
+from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
-from autofit.report import apply, rows
-from autofit.report.answer import headline
+from autofit.report import apply
 from autofit.report.plain import in_a_table
 from autofit.report.record import Record
+from autofit.report.summary import Place, one_line, summary
 from autofit.report.text import WIDTH, render
 from autofit.units import counted, kind_of
 
@@ -44,11 +44,13 @@ class Report:
         strategies: the strategy objects of the search; empty in a loaded report, which uses the
             installed ones by name.
         workload: of the search, with its functions; None in a loaded report.
+        place: where the report is shown, which decides what commands it gives.
     """
 
     record: Record
     strategies: Sequence[Strategy] = ()
     workload: Workload | None = None
+    place: Place | None = None
 
     @property
     def best(self) -> Trial:
@@ -103,7 +105,8 @@ class Report:
 
         Args:
             path: .json is what `autofit.load` reads; .html a page with charts, for a browser; .md
-                Markdown, for a pull request; .txt everything as text; .csv a row for each trial.
+                Markdown, for a pull request; .txt what `print(report)` shows; .csv a row for each
+                trial.
 
         Raises:
             InvalidRequest: another suffix, or the file cannot be written.
@@ -113,7 +116,7 @@ class Report:
             ".json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
             ".html": self.to_html,
             ".md": self.to_markdown,
-            ".txt": lambda: self.to_text(verbose=True),
+            ".txt": self.to_text,
             ".csv": lambda: self.to_dataframe().map(in_a_table).to_csv(index=False),
         }
         write(target, forms, "a report")
@@ -235,42 +238,43 @@ class Report:
         )
 
     def to_text(self, *, width: int = WIDTH, verbose: bool = False, color: bool = False) -> str:
-        """Return the report as text: the answer, its numbers and the lines to paste.
+        """Return the report as text: the answer in at most fifteen lines.
 
         Args:
-            width: columns of a line; only code to paste may be wider.
-            verbose: also every trial, and what was skipped and why.
+            width: columns of a line; only code and commands may be wider.
+            verbose: also every trial, all notes, and what was skipped and why.
             color: with the control characters of a terminal.
         """
-        return render(self.record, width, verbose=verbose, color=color)
+        return render(self.record, width, verbose=verbose, color=color, place=self._place)
 
     def to_html(self) -> str:
         """Return the report as an HTML page that loads nothing, charts included."""
         from autofit.report.page import page
 
-        return page(self.record)
+        return page(self.record, self._place)
 
     def to_markdown(self) -> str:
         """Return the report as GitHub's Markdown, for a pull request."""
         from autofit.report.markdown import markdown
 
-        return markdown(self.record)
+        return markdown(self.record, self._place)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        record = self.record
-        return shown(
-            headline(record).splitlines()[::-1],
-            [("", "best", "baseline"), *rows.comparison(record)],
-            [*rows.apply_lines(record)],
-        )
+        answer = summary(self.record, self._place)
+        messages = [*(f"{ACT}{text}" for text in answer.warnings), *answer.remarks]
+        table = [answer.columns, *answer.rows]
+        return shown([answer.title, *messages], table, [answer.apply, answer.more])
 
     def __repr__(self) -> str:
-        line = " ".join(headline(self.record).split())
-        return f"<Report of {counted(len(self.trials), 'trial')}. {line}>"
+        return f"<Report of {counted(len(self.trials), 'trial')}. {one_line(self.record)}>"
+
+    @property
+    def _place(self) -> Place:
+        return self.place or Place(has_functions=self.workload is not None)
 
 
 def load(path: str | os.PathLike[str]) -> Report:

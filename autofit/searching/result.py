@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
-from autofit.measurement import Outcome, Role, Trial, oom_probes_of, probes_of
+from autofit.measurement import ACT, NOT_TRIED, Outcome, Role, Trial, oom_probes_of, probes_of
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
@@ -111,6 +111,7 @@ def record_of(
             **({"world_size": survey.world_size} if survey.world_size > 1 else {}),
         },
         workload={
+            "model": _name_of(workload.model),
             "fingerprint": survey.fingerprint,
             "parameters": survey.parameters,
             "parameter_bytes": survey.parameter_bytes,
@@ -165,14 +166,18 @@ def record_of(
     )
 
 
+def _name_of(model: Any) -> str:
+    """Return the name of a model's class, or of the function that builds one."""
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
 def _not_split(best: Trial) -> Iterator[str]:
     """Yield a note if a train_step did not split the batch as the plan says."""
     plan, run = best.plan, best.measurement.micro_batches_run
     if plan.accumulation_steps > 1 and run == 1:
         yield (
-            f"train_step never called training.micro_batches: unless it splits the batch itself, "
-            f"all {plan.samples_per_step} samples of a step ran at once, and not as "
-            f"{plan.micro_batch} x {plan.accumulation_steps}"
+            f"{ACT}train_step never called training.micro_batches: unless it splits the batch "
+            f"itself, all {plan.samples_per_step} samples of a step ran at once"
         )
 
 
@@ -180,25 +185,21 @@ def _of_a_cpu(survey: Survey) -> Iterator[str]:
     """Yield a note on what a budget bounds where there is no GPU."""
     if survey.environment.device == "cpu":
         yield (
-            "on a CPU the VRAM budget bounds the training's tensors, as the allocator of a GPU "
-            "would hold them; it does not bound the process, whose libraries, Python and working "
-            "memory of kernels may take gigabytes more"
+            "On a CPU the VRAM budget limits the tensors, counted as a GPU's allocator would hold "
+            "them, not the memory of the process"
         )
 
 
 def _not_quiet(survey: Survey) -> Iterator[str]:
     """Yield a note if others used the device."""
     if survey.busy is not None:
-        yield (
-            f"the machine was busy ({survey.busy}), which scatters what is measured: search again "
-            "on a quiet one before you rely on small differences"
-        )
+        yield f"The machine was busy ({survey.busy}): small differences in speed mean little"
 
 
 def _with_more_time(result: SearchResult) -> Iterator[str]:
     if result.with_more_time is not None:
         plan = result.with_more_time.without(result.spec.space.plain_settings)
-        yield f"with more time the search would have tried {plan} next"
+        yield f"{NOT_TRIED}{plan}, for want of time"
 
 
 def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> list[str]:

@@ -14,8 +14,9 @@ import autofit
 from autofit.errors import InvalidRequest
 from autofit.integrations import lightning as integration
 from autofit.plan import Plan
-from autofit.report import rows
+from autofit.report.details import training_lines
 from autofit.report.report import Report
+from autofit.report.summary import Place
 
 lightning: Any = pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install -e .[dev]"
@@ -185,7 +186,7 @@ def test_a_search_keeps_the_trainers_mixed_precision() -> None:
     assert "precision='bf16-mixed' of the Trainer asks for it" in " ".join(report.record.notes)
     assert module._trainer is None
     assert module.losses == [], "the copies in the worker were trained"
-    pasted = "\n".join(rows.apply_lines(report.record))
+    pasted = "\n".join(training_lines(report.record, Place()))
     scope = {"report": report, "module": module, "data": Data()}
     pasted = pasted.replace(
         "Trainer(**",

@@ -14,8 +14,9 @@ import torch
 import autofit
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan
-from autofit.report import rows
+from autofit.report.details import training_lines
 from autofit.report.report import Report
+from autofit.report.summary import Place
 
 WANTED = "not installed: pip install -e .[dev]"
 transformers = pytest.importorskip("transformers", reason=f"transformers is {WANTED}")
@@ -336,7 +337,7 @@ def test_a_search_leaves_the_trainer_as_it_was_and_its_plan_trains(tmp_path: Pat
     assert "activation checkpointing of TrainingArguments" in told
     loaded = autofit.load(report.save(tmp_path / "report.json"))
     assert loaded.export("transformers") == report.export("transformers")
-    exec("\n".join(rows.apply_lines(loaded.record)), {"report": loaded, "trainer": trainer})
+    exec("\n".join(training_lines(loaded.record, Place())), {"report": loaded, "trainer": trainer})
     assert trainer.state.global_step == 3
 
 

@@ -25,7 +25,8 @@ from torch import nn
 
 from autofit.errors import InvalidRequest
 from autofit.report.report import load
-from autofit.report.rows import apply_lines
+from autofit.report.details import training_lines
+from autofit.report.summary import Place
 
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group("gloo")
@@ -76,7 +77,7 @@ for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
     except InvalidRequest as error:
         found[mode] = {"refused": str(error)}
     found[mode]["is_as_it_was"] = before == {id(p) for p in model.parameters()}
-    printed = "\\n".join(apply_lines(report.record))
+    printed = "\\n".join(training_lines(report.record, Place()))
     with_loss = SimpleNamespace(apply=partial(report.apply, loss_fn=loss))
     scope = {"report": with_loss, "model": Net(), "make_optimizer": torch.optim.AdamW}
     exec(printed, scope | {"optimizer": live, "loader": [batch]})

@@ -63,7 +63,7 @@ def test_control_characters_reach_no_terminal(record: Record, tmp_path: Path) ->
         assert "\x1b" not in text
         assert "\x07" not in text
         assert "\u202e" not in text
-    assert "a title" in str(loaded)
+    assert "a title" in loaded.to_text(verbose=True)
 
 
 def test_a_cell_that_looks_like_a_formula_is_quoted(record: Record, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
     for suffix in (".json", ".html", ".md", ".txt", ".csv"):
         report.save(tmp_path / f"report{suffix}")
     assert json.loads((tmp_path / "report.json").read_text())["best"]["number"] == 6
-    assert (tmp_path / "report.txt").read_text() == report.to_text(verbose=True)
+    assert (tmp_path / "report.txt").read_text() == str(report) == report.to_text()
     assert (tmp_path / "report.md").read_text() == report.to_markdown()
     assert (tmp_path / "report.html").read_text() == report.to_html()
     table = pd.read_csv(tmp_path / "report.csv")

@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from autofit.errors import InvalidRequest
-from autofit.report.answer import headline
 from autofit.report.parts import Part
 from autofit.report.record import Record
+from autofit.report.summary import one_line
 
 _INDENT = "    "
 _ABOUT = '''
@@ -122,7 +122,7 @@ def loop(record: Record) -> str:
 
 def _head(record: Record, parameters: Sequence[str], around: Sequence[Part]) -> str:
     plan = record.best.plan
-    about = [*textwrap.wrap(f"Trains by a plan that autofit measured. {headline(record)}", 100), ""]
+    about = [*textwrap.wrap(f"Trains by a plan that autofit measured. {one_line(record)}", 100), ""]
     call = ", ".join(parameters)
     own = {line: None for part in around for line in part.lines if _is_import(line)}
     others = [line for line in own if line != "import torch"]

@@ -8,8 +8,8 @@ from textwrap import wrap
 from typing import Any
 
 from autofit.plan import Scalar
-from autofit.report.answer import headline
 from autofit.report.record import Record
+from autofit.report.summary import one_line
 
 _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -131,7 +131,7 @@ def _divided(
 
 
 def _about(record: Record) -> Iterator[str]:
-    words = [line for said in headline(record).splitlines() for line in wrap(said, 97)]
+    words = [line for said in one_line(record).splitlines() for line in wrap(said, 97)]
     yield from (f"# {line}" for line in words)
     sizes = record.best.plan.micro_batch_sizes
     if len(set(sizes)) > 1:

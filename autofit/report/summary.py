@@ -1,0 +1,436 @@
+"""The answer on one screen: what every form of a report shows first.
+
+A title, the best plan beside the baseline, what to act on, a few remarks, and two commands. Every
+form lays out the same `Summary`, so none says more than another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import statistics
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autofit.measurement import ACT, NOT_TRIED, Role, Trial, probes_of, spread_of
+from autofit.plan import Plan, Settings, unlike
+from autofit.report.finding_words import allocator_words, loader_words
+from autofit.report.record import Record
+from autofit.space import Space
+from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
+
+MOST_LINES = 15
+"""Of the answer in a terminal: as many as are read before scrolling."""
+_DISAGREE = 1.25
+"""Before a final comparison: where probes of one plan differ by more, they give no factor. On an
+idle machine they differ by a few percent."""
+_MOST_SHAPES = 3
+_ZEROS = re.compile(r"\.0+ ")
+
+Columns = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a result is shown, which decides what can be run there.
+
+    Attributes:
+        path: the JSON file that holds the report; None: none does, and it is a Python variable.
+        program: how the shell calls autofit; None: the result is shown in Python.
+        has_functions: whether the report itself holds the functions of the search.
+    """
+
+    path: str | None = None
+    program: str | None = None
+    has_functions: bool = False
+
+    @property
+    def report(self) -> str:
+        """The report, in Python."""
+        if self.program is None or self.path is None:
+            return "report"
+        return f"autofit.load({json.dumps(self.path, ensure_ascii=False)})"
+
+    @property
+    def more(self) -> str:
+        """What shows all of the report."""
+        if self.program is None or self.path is None:
+            return "print(report.to_text(verbose=True))"
+        return f"{self.program} report {shlex.quote(self.path)} -v"
+
+    @property
+    def page(self) -> str:
+        """What writes the page with the charts."""
+        if self.program is None or self.path is None:
+            return 'report.save("report.html")'
+        return f"{self.program} report {shlex.quote(self.path)} --out report.html"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The answer.
+
+    Attributes:
+        title: what was searched, where, and what that took.
+        columns: the titles of the table.
+        rows: (label, figure of the first plan, figure of the second).
+        warnings: what the reader should act on.
+        remarks: what the answer depends on.
+        apply: a line of Python that trains by the plan.
+        more: a command or a line of Python that shows the rest.
+    """
+
+    title: str
+    columns: Columns
+    rows: tuple[Columns, ...]
+    warnings: tuple[str, ...]
+    remarks: tuple[str, ...]
+    apply: str
+    more: str
+
+    def messages(self, width: int, most_lines: int) -> list[str]:
+        """Return warnings, which begin with "! ", and remarks in at most so many lines."""
+        texts = [*(f"{ACT}{text}" for text in self.warnings), *self.remarks]
+        most = 2 if most_lines > 2 else 1
+        blocks = [
+            textwrap.wrap(text, width, subsequent_indent="  ", max_lines=most, placeholder=" ...")
+            for text in texts
+        ]
+        lines: list[str] = []
+        for at, block in enumerate(blocks):
+            is_last = at == len(blocks) - 1
+            if len(lines) + len(block) > most_lines - (not is_last):
+                return [*lines, f"{counted(len(blocks) - at, 'more note')}: see More"]
+            lines += block
+        return lines
+
+
+def summary(record: Record, place: Place = Place()) -> Summary:  # it is frozen
+    """Return the answer of a record as it is shown at that place."""
+    beside = _beside(record)
+    is_best = record.best.plan == record.baseline_beside_best.plan
+    columns = ("", "best", "baseline")
+    if is_best:
+        columns = ("", "baseline" if is_sure(record) else "baseline (kept)", "next best")
+    return Summary(
+        title=_title(record),
+        columns=columns if beside else (columns[0], columns[1], ""),
+        rows=tuple(_rows(record, beside)),
+        warnings=tuple(warnings_of(record)),
+        remarks=tuple(_remarks(record)),
+        apply=apply_line(record, place),
+        more=place.more,
+    )
+
+
+def one_line(record: Record) -> str:
+    """Return the best plan, its speed and how that compares, on one line."""
+    best = record.best
+    words = f"{describe(best.plan, record)}: {speed_words(best, record)}"
+    if best.plan == record.baseline_beside_best.plan:
+        return f"{words}, the baseline: no faster plan was found"
+    ratio = speedup_words(record)
+    return f"{words}, {ratio} against the baseline" if ratio else words
+
+
+def is_sure(record: Record) -> bool:
+    """Whether the final comparison ended and decided which plan is the fastest."""
+    return record.is_confirmed and record.search.is_decided
+
+
+def describe(plan: Plan, record: Record) -> str:
+    """Return a plan without its default settings: "8 x 4, precision.dtype=bfloat16"."""
+    return str(plan.without(record.plain_settings))
+
+
+def speed_words(trial: Trial, record: Record) -> str:
+    """Return the speed of the trial's plan with its range: "381 samples/s (375-388)"."""
+    speed, (low, high) = record.speed_of(trial), speed_ends(trial, record)
+    if not low or not high:
+        return format_rate(speed)
+    if not record.search.is_decided:
+        return f"{range_words(low, high)} samples/s"
+    rate = format_rate(speed, spread_of(low, high) * (speed or 0.0))
+    return f"{rate} ({range_words(low, high)})"
+
+
+def speed_ends(trial: Trial, record: Record) -> tuple[float | None, float | None]:
+    """Return the range of a plan's speed: its 95 % interval, or all that was seen if undecided."""
+    if record.search.is_decided:
+        return record.speed_range(trial)
+    ran = [t for t in probes_of(record.trials) if t.plan == trial.plan and t.samples_per_second]
+    ends = [(t.samples_per_second_low or 0.0, t.samples_per_second_high or 0.0) for t in ran]
+    return min((low for low, _ in ends), default=None), max((h for _, h in ends), default=None)
+
+
+def range_words(low: float, high: float, decimals: int | None = None) -> str:
+    """Return a range with the digits that its width supports: "375-388"."""
+    ends = [rounded(end, min((high - low) / 2, end), decimals) for end in (low, high)]
+    return "-".join(dict.fromkeys(ends))
+
+
+def speedup_words(record: Record, of: Trial | None = None, over: Trial | None = None) -> str | None:
+    """Return how many times as fast a plan is: "1.14x (1.11-1.17)"; None: it is not known.
+
+    Args:
+        record: of the search.
+        of: None: the best plan.
+        over: None: the baseline.
+    """
+    of, over = of or record.best, over or record.baseline_beside_best
+    if not (of.ok and over.ok) or of.plan == over.plan:
+        return None
+    if not record.search.is_decided:
+        return "not decided"
+    speed, other = record.speed_of(of), record.speed_of(over)
+    if not speed or not other:
+        return None
+    if not record.is_confirmed and any(_disagrees(each.plan, record) for each in (of, over)):
+        return "not decided"
+    reach = math.hypot(*(_half_width(each, record) for each in (of, over)))
+    factor, low, high = (speed / other * math.exp(sign * reach) for sign in (0, -1, 1))
+    words = f"{rounded(factor, (high - low) / 2, 2)}x ({range_words(low, high, 2)})"
+    return words if record.is_confirmed else f"{words}, not confirmed"
+
+
+def shown_memory(held: int | None, budget: int | None = None) -> str:
+    """Return bytes, of the budget where it is given: "46.0 of 64.0 MiB"."""
+    if held is None:
+        return "?"
+    words, allowed = (_ZEROS.sub(" ", format_bytes(size)) for size in (held, budget))
+    if budget is None:
+        return words
+    unit = f" {allowed.split()[-1]}"
+    return f"{words.removesuffix(unit)} of {allowed}"
+
+
+def apply_line(record: Record, place: Place) -> str:
+    """Return one line of Python that trains by the best plan, by the trainer that was searched."""
+    if by_trainer := record.workload.get("apply"):
+        lines = "; ".join(line.partition("  #")[0] for line in by_trainer)
+        return lines if place.report == "report" else f"report = {place.report}; {lines}"
+    optimizer = "optimizer" if record.best.plan.world_size == 1 else "make_optimizer"
+    needed = [] if place.has_functions else list(record.functions_given)
+    if record.lacks_loss:
+        needed = ["loss_fn", *needed]
+    given = ", ".join(["model", optimizer, *(f"{name}={name}" for name in needed)])
+    return f"{place.report}.apply({given})"
+
+
+def _title(record: Record) -> str:
+    environment, search, workload = record.environment, record.search, record.workload
+    target = str(workload.get("target") or workload.get("model") or "")
+    name = target.rpartition(":")[2] or f"{workload['parameters']:,} parameters"
+    where = environment.get("gpu") or environment["device"]
+    ranks = record.best.plan.world_size
+    version = ".".join(str(environment["torch"]).split(".")[:2])
+    oom = f" ({search.oom_probes} out of memory)" if search.oom_probes else ""
+    return (
+        f"{name} on {f'{ranks} x ' if ranks > 1 else ''}{where}, torch {version}: "
+        f"{counted(search.probes, 'probe')}{oom} in {format_seconds(search.seconds)}"
+    )
+
+
+def _beside(record: Record) -> Trial | None:
+    """Return what the best plan is shown beside: the baseline, or the fastest other plan."""
+    baseline = record.baseline_beside_best
+    return baseline if baseline.plan != record.best.plan else next_best(record)
+
+
+def _rows(record: Record, beside: Trial | None) -> Iterator[Columns]:
+    best = record.best
+    held = shown_memory(best.measurement.held_bytes, record.vram_budget_bytes)
+    if beside is None:
+        yield "plan", plan_words(best.plan, record), ""
+        yield "throughput", speed_words(best, record), ""
+        yield "peak memory", held, ""
+        return
+    speed = speed_words(beside, record) if beside.ok else outcome_in_words(beside)
+    theirs = shown_memory(beside.measurement.held_bytes) if beside.ok else ""
+    yield "plan", plan_words(best.plan, record), plan_words(beside.plan, record)
+    yield "throughput", speed_words(best, record), speed
+    yield "peak memory", held, theirs
+    if beside.plan == record.baseline_beside_best.plan:
+        if ratio := speedup_words(record):
+            yield "speedup", ratio, ""
+    elif ratio := speedup_words(record, beside, best):
+        yield "speedup", "", ratio
+
+
+def plan_words(plan: Plan, record: Record) -> str:
+    """Return a plan for a narrow place: "8 x 4, checkpointing=1"; "8 x 4, defaults"."""
+    return f"{replace(plan, settings={})}, {short_settings(plan.settings, record)}"
+
+
+def short_settings(settings: Settings, record: Record) -> str:
+    """Return the settings that are not at their default, a strategy's only one by its name."""
+    changed = unlike(settings, record.plain_settings)
+    strategies = [name.partition(".")[0] for name in changed]
+    names = (
+        strategy if strategies.count(strategy) == 1 else name
+        for strategy, name in zip(strategies, changed, strict=True)
+    )
+    pairs = zip(names, changed.values(), strict=True)
+    return ", ".join(f"{name}={value}" for name, value in pairs) or "defaults"
+
+
+def outcome_in_words(trial: Trial) -> str:
+    """Return how a trial ended: "out of memory"."""
+    outcome = trial.measurement.outcome.value
+    return {"oom": "out of memory"}.get(outcome, outcome.replace("_", " "))
+
+
+def next_best(record: Record) -> Trial | None:
+    """Return a trial of the fastest plan but the best, by the final comparison if it was in it."""
+    best = record.best.plan
+    compared = [plan for plan, _ in record.finalists if plan != best] if record.is_confirmed else []
+    if compared:
+        return record.blocks(compared[0])[-1]
+    ran = [t for t in probes_of(record.trials) if t.plan != best and t.ok and t.samples_per_second]
+    return max(ran, key=lambda t: record.searched_speed(t.plan) or 0.0, default=None)
+
+
+def warnings_of(record: Record) -> Iterator[str]:
+    """Yield what the reader should act on, the weightiest first."""
+    best, baseline = record.best, record.baseline_beside_best
+    sizes = [trial.plan.samples_per_step for trial in (baseline, best)]
+    if sizes[0] != sizes[1]:
+        yield (
+            f"The global batch changed from {sizes[0]} to {sizes[1]} samples: pass global_batch= "
+            "to keep it"
+        )
+    if not record.search.is_decided:
+        busy = f" ({record.search.busy})" if record.search.busy else ""
+        yield (
+            f"Not decided: the measurements are too noisy{busy} to say which plan is fastest. "
+            "Search again on an idle machine"
+        )
+    elif not record.is_confirmed:
+        yield (
+            f"Not confirmed: the search stopped before its final comparison "
+            f"({record.search.stopped_because})"
+        )
+    start = pay_off(record)
+    if start is not None and start.steps is None:
+        yield f"{start.words(record)}: search again on an idle machine before you rely on it"
+    if record.lacks_loss:
+        yield "There was no loss, and a real one may take more memory: pass criterion= or loss_fn="
+    yield from (note.removeprefix(ACT) for note in record.notes if note.startswith(ACT))
+    loader = record.findings.get("loader") or {}
+    if loader.get("bottleneck") not in (None, "device"):
+        yield loader_words(loader)
+
+
+def _remarks(record: Record) -> Iterator[str]:
+    best, baseline = record.best, record.baseline_beside_best
+    if best.plan == baseline.plan and record.search.is_decided:
+        plans = len({trial.plan for trial in probes_of(record.trials)})
+        yield f"No faster plan was found: {counted(plans, 'plan')} ran"
+    if (factor := record.factor) is not None and factor < 1 and best.plan != baseline.plan:
+        less = (baseline.measurement.held_bytes or 0) - (best.measurement.held_bytes or 0)
+        if less > 0:
+            yield f"The best plan is as fast as the baseline and needs {format_bytes(less)} less"
+    start = pay_off(record)
+    if start is not None and start.steps is not None:
+        yield start.words(record)
+    if ranks := best.measurement.ranks:
+        from autofit.report.ranks import held_by_ranks
+
+        yield f"Held by each rank: {held_by_ranks(ranks, record.vram_budget_bytes)}"
+    allocator = record.findings.get("allocator") or {}
+    if "setting" in allocator:
+        yield from allocator_words(allocator)
+    tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
+    yield ". ".join([*validity(record), *tried])
+
+
+def validity(record: Record) -> Iterator[str]:
+    """Yield which samples the answer holds for, and how equal the gradients are."""
+    shapes: Mapping[str, str] = record.workload["sample_shapes"]
+    keys = (name.strip("[]'") for name in shapes)
+    named = [
+        shape if key.isdigit() else f"{key} {shape}"
+        for key, shape in zip(keys, shapes.values(), strict=True)
+    ]
+    more = f" and {len(named) - _MOST_SHAPES} more" if len(named) > _MOST_SHAPES else ""
+    yield f"Valid up to {', '.join(named[:_MOST_SHAPES])}{more}"
+    if record.difference is not None:
+        gradient = record.difference["gradient"]
+        if gradient <= record.difference.get("tolerance", 1e-3):
+            yield f"Gradients match the baseline to {gradient:.0e}"
+        else:
+            yield f"Gradients differ from the baseline's by {100 * gradient:.2g} %"
+
+
+@dataclass(frozen=True)
+class PayOff:
+    """What the start of a plan takes that is costly to try, such as a compiled one.
+
+    Attributes:
+        seconds: before its steps have their speed; the most that was measured.
+        beside: the fastest plan without such a start.
+        steps: optimizer steps after which the start has paid for itself against that plan; None:
+            that plan was as fast.
+    """
+
+    seconds: float
+    beside: Plan
+    steps: int | None
+
+    def words(self, record: Record) -> str:
+        """Return a sentence about it."""
+        start, other = format_seconds(self.seconds), describe(self.beside, record)
+        if self.steps is None:
+            return f"The best plan takes {start} to start, and {other} is as fast without that"
+        return f"It takes {start} to start: paid back after {self.steps:,} steps, against {other}"
+
+
+def pay_off(record: Record) -> PayOff | None:
+    """Return what the best plan's start takes; None: it starts at once, or nobody measured it.
+
+    It is seen against the fastest plan that does, by the final comparison. Where that left out one
+    that the search had found faster, both speeds are those of the search.
+    """
+    space, best = Space(record.dimensions, 1), record.best.plan
+
+    def starts_at_once(plan: Plan) -> bool:
+        return not space.is_costly({**record.plain_settings, **plan.settings})
+
+    ran = [t for t in probes_of(record.trials) if t.ok and t.samples_per_second]
+    starts = [t.measurement.start_up_s for t in ran if t.plan == best]
+    start_s = max((seconds for seconds in starts if seconds is not None), default=None)
+    others = {trial.plan for trial in ran if starts_at_once(trial.plan)}
+    if start_s is None or starts_at_once(best) or not others:
+        return None
+
+    def searched(plan: Plan) -> float:
+        own = [t for t in ran if t.plan == plan]
+        rates = [t.samples_per_second for t in own if t.role is not Role.CONFIRMED]
+        return statistics.geometric_mean(
+            [rate for rate in rates or [t.samples_per_second for t in own] if rate]
+        )
+
+    def compared(plan: Plan) -> float:
+        return (record.compared_speed(plan) if record.is_confirmed else None) or 0.0
+
+    beside, quickest = max(others, key=compared), max(others, key=searched)
+    speed_of = compared
+    if not compared(beside) or (not compared(quickest) and searched(quickest) > searched(beside)):
+        speed_of, beside = searched, quickest
+    saved_s = best.samples_per_step * (1 / speed_of(beside) - 1 / speed_of(best))
+    return PayOff(start_s, beside, math.ceil(start_s / saved_s) if saved_s > 0 else None)
+
+
+def _disagrees(plan: Plan, record: Record) -> bool:
+    ran = [trial for trial in probes_of(record.trials) if trial.plan == plan]
+    speeds = [speed for trial in ran if (speed := trial.samples_per_second)]
+    return max(speeds) > _DISAGREE * min(speeds)
+
+
+def _half_width(trial: Trial, record: Record) -> float:
+    """Return half the width of the range of a plan's log speed; 0: it is not known."""
+    low, high = record.speed_range(trial)
+    return math.log(high / low) / 2 if low and high else 0.0
