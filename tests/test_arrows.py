@@ -85,7 +85,6 @@ OWNERS = {
     "sqlalchemy": ("searching/",),
     "pynvml": ("devices/nvml.py",),
     "pandas": ("report/",),
-    "plotly": ("report/page.py",),
     "cloudpickle": ("probing/",),
     "pytest": ("pytest_plugin.py",),
     "numpy": ("planning/",),

@@ -1,8 +1,8 @@
-"""The display of a running search, on a stream of its own.
+"""The display of a running search, on a stream of its own: one line.
 
-In a terminal: one short line for each finished probe, and below them a live one with the current
-probe, the best so far, OOMs so far and the time left; it never wraps. In a notebook: one line that
-changes with each event. Elsewhere (a log): one plain line for each event, complete in itself.
+It says what runs, the best so far, the probes done and the time left. In a terminal and in a
+notebook the line changes; elsewhere (a log) it is written every half minute. Only what puts the
+measurements in doubt stays as a line of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rich.text import Text
 
 from autofit.notebook import ChangingLine, in_notebook
 from autofit.report.plain import for_terminal
-from autofit.searching.events import Event, Progress, StageStarted
-from autofit.searching.wording import EventWords, best_so_far, limits_left
+from autofit.searching import wording
+from autofit.searching.events import Event, ProbeFinished, Progress, StageStarted
+from autofit.searching.wording import EventWords, is_warning
 from autofit.units import format_clock
 
 _FRAMES = "-\\|/"
@@ -42,14 +43,17 @@ class ProgressLine:
         )
         self._live: Live | None = None
         self._cell = ChangingLine() if stream is None and in_notebook() else None
-        self._last = _LiveLine("")
         self._words = EventWords()
+        self._last = _LiveLine("starting", self._words)
+        self._written_at: float | None = None
 
     def __enter__(self) -> ProgressLine:
         if self._cell is None and self._console.is_terminal:
-            line = _LiveLine("starting")
             self._live = Live(
-                line, console=self._console, transient=True, refresh_per_second=_FRAMES_PER_SECOND
+                self._last,
+                console=self._console,
+                transient=True,
+                refresh_per_second=_FRAMES_PER_SECOND,
             )
             with self._while_written():
                 self._live.start(refresh=True)
@@ -66,7 +70,7 @@ class ProgressLine:
                 self._live.stop()
             self._live = None
         if self._cell is not None:
-            self._cell.show(self._last.standing())
+            self._cell.show(self._last.text())
 
     def show_stage(self, stage: str) -> None:
         """Show a stage that precedes the search."""
@@ -75,18 +79,26 @@ class ProgressLine:
     def __call__(self, event: Event) -> None:
         """Show one event."""
         self._words.learn(event)
-        self._last = _LiveLine(self._words.doing(event), event.progress)
+        self._last = _LiveLine(self._words.doing(event), self._words, event.progress)
         if self._cell is not None:
-            self._cell.show(f"{self._words.doing(event)} | {self._last.standing()}")
+            self._cell.show(self._last.text())
             return
         with self._while_written():
-            if self._live is None:
-                line = self._words.plain(event)
-            else:
-                line = self._words.finished(event)
+            if self._live is not None:
                 self._live.update(self._last, refresh=True)
-            if line:
+            if self._is_due(event) and (line := self._words.line(event)):
+                self._written_at = time.monotonic()
                 self._console.print(Text(for_terminal(line)), soft_wrap=True)
+
+    def _is_due(self, event: Event) -> bool:
+        """Return whether the event gets a line that stays: the first probe does in any log."""
+        if is_warning(event) or self._live is not None:
+            return is_warning(event)
+        if self._written_at is None or (
+            isinstance(event, ProbeFinished) and event.progress.probes == 1
+        ):
+            return True
+        return time.monotonic() - self._written_at >= wording.SECONDS_BETWEEN
 
     @contextmanager
     def _while_written(self) -> Iterator[None]:
@@ -98,25 +110,24 @@ class ProgressLine:
 
 
 class _LiveLine:
-    """The current activity and the progress, with a clock that rich redraws."""
+    """What runs and the progress, with a clock that rich redraws."""
 
-    def __init__(self, doing: str, progress: Progress | None = None) -> None:
-        self._doing, self._progress = doing, progress
+    def __init__(self, doing: str, words: EventWords, progress: Progress | None = None) -> None:
+        self._doing, self._words, self._progress = doing, words, progress
         self._since = time.monotonic()
 
     def __rich__(self) -> Text:
-        frame = _FRAMES[int(self._waited * _FRAMES_PER_SECOND) % len(_FRAMES)]
-        line = f"{frame} {self._doing} | {self.standing()}"
-        return Text(line, no_wrap=True, overflow="ellipsis")
+        frame = _FRAMES[int(self._waited_s * _FRAMES_PER_SECOND) % len(_FRAMES)]
+        return Text(f"{frame} {self.text()}", no_wrap=True, overflow="ellipsis")
 
     @property
-    def _waited(self) -> float:
+    def _waited_s(self) -> float:
         return time.monotonic() - self._since
 
-    def standing(self) -> str:
-        """Return the progress as of now."""
-        waited, progress = self._waited, self._progress
-        if progress is None:
-            return format_clock(waited)
-        clock = [format_clock(progress.elapsed_s + waited), *limits_left(progress, waited)]
-        return " | ".join([best_so_far(progress), f"{progress.oom_probes} OOM", ", ".join(clock)])
+    def text(self) -> str:
+        """Return the line as of now."""
+        waited_s, progress = self._waited_s, self._progress
+        elapsed_s = waited_s + (progress.elapsed_s if progress else 0.0)
+        standing = self._words.standing(progress, waited_s) if progress else []
+        # What runs comes last: a narrow terminal cuts it first.
+        return f"[{format_clock(elapsed_s)}] {' | '.join([*standing, self._doing])}"

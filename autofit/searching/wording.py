@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import suppress
 
-from autofit.measurement import Measurement, Role
+from autofit.measurement import Measurement, Outcome, Role
 from autofit.plan import Plan, Settings
 from autofit.searching.events import (
     Confirming,
@@ -28,7 +28,7 @@ _LOGGER.addHandler(logging.NullHandler())  # else Python shows warnings where no
 
 
 SECONDS_BETWEEN = 30.0
-"""The least time between two lines in a log that nobody watches, and before the first."""
+"""The least time between two lines in a log that nobody watches."""
 
 
 def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
@@ -40,7 +40,7 @@ def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
     Args:
         then: what it is passed on to.
         slowly: where logging shows nothing, write to standard error how a long search stands: a
-            plain line at most every `SECONDS_BETWEEN`.
+            line at most every `SECONDS_BETWEEN`.
     """
     words = EventWords()
     last = time.monotonic()
@@ -48,9 +48,8 @@ def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
     def on_event(event: Event) -> None:
         nonlocal last
         words.learn(event)
-        if (line := words.plain(event)) is not None:
-            doubtful = isinstance(event, MachineBusy | Repeating)
-            _LOGGER.log(logging.WARNING if doubtful else logging.INFO, "%s", line)
+        if (line := words.line(event)) is not None:
+            _LOGGER.log(logging.WARNING if is_warning(event) else logging.INFO, "%s", line)
             is_due = time.monotonic() - last >= SECONDS_BETWEEN
             unseen = sys.stderr is not None and not _LOGGER.isEnabledFor(logging.INFO)
             if slowly and is_due and unseen:
@@ -63,67 +62,100 @@ def logged(then: OnEvent | None, *, slowly: bool = False) -> OnEvent:
     return on_event
 
 
+def is_warning(event: Event) -> bool:
+    """Return whether an event puts what is measured in doubt."""
+    return isinstance(event, MachineBusy | Repeating)
+
+
 class EventWords:
     """Events as text; plans without the settings that equal the baseline's."""
 
     def __init__(self) -> None:
         self._plain: Settings = {}
+        self._probing_since: float | None = None
+        self._finished = 0
 
     def learn(self, event: Event) -> None:
-        """Remember the baseline's settings; a resumed search has none, and shows plans in full."""
-        if isinstance(event, ProbeStarted) and event.role is Role.BASELINE:
-            self._plain = event.plan.settings
+        """Remember the baseline's settings, and how long probes take.
+
+        A resumed search runs no baseline, and shows plans in full.
+        """
+        if isinstance(event, ProbeStarted):
+            if event.role is Role.BASELINE:
+                self._plain = event.plan.settings
+            if self._probing_since is None:
+                self._probing_since = event.progress.elapsed_s
+        self._finished += isinstance(event, ProbeFinished)
 
     def doing(self, event: Event) -> str:
-        """Describe the activity that follows the event."""
+        """Describe what runs after the event."""
         if isinstance(event, ProbeStarted):
-            number = event.progress.probes + 1
-            return f"probe {number} ({event.role.value}) {self._plan(event.plan)}"
+            return f"running {self._plan(event.plan)}"
         if isinstance(event, Repeating):
-            return f"probe {event.progress.probes + 1} again {self._plan(event.plan)}"
+            return f"running {self._plan(event.plan)} again"
         if isinstance(event, StageStarted):
             return event.stage
-        return "confirming the leading plans" if isinstance(event, Confirming) else "choosing"
-
-    def finished(self, event: Event) -> str | None:
-        """Describe the result of the event; the live line shows the rest."""
-        if isinstance(event, ProbeFinished):
-            return f"probe {event.progress.probes} ({event.trial.role.value}) {self._trial(event)}"
-        return None if isinstance(event, StageStarted) else self.plain(event)
-
-    def plain(self, event: Event) -> str | None:
-        """Return the event as a complete line; None where it adds nothing."""
-        progress = event.progress
-        if isinstance(event, ProbeFinished):
-            standing = [
-                best_so_far(progress),
-                f"{progress.oom_probes} OOM",
-                *limits_left(progress),
-            ]
-            return (
-                f"[{format_clock(progress.elapsed_s)}] probe {progress.probes} "
-                f"({event.trial.role.value}) {self._trial(event)} | {', '.join(standing)}"
-            )
-        if isinstance(event, Vetoed):
-            return f"refused before it ran: {self._plan(event.trial.plan)}"
         if isinstance(event, Confirming):
-            return f"confirming the leading plans: {event.stopped_because}"
-        if isinstance(event, MachineBusy):
-            return f"the machine is busy: {event.how}"
-        if isinstance(event, StageStarted):
-            return f"[{format_clock(progress.elapsed_s)}] {event.stage}"
-        if isinstance(event, Repeating):
-            ended = event.first.outcome.value
-            return f"{self._plan(event.plan)}: {ended}{_why(event.first)}, again in a fresh worker"
-        return None
+            return "comparing the fastest plans"
+        return "choosing the next plan"
 
-    def _trial(self, event: ProbeFinished) -> str:
+    def line(self, event: Event) -> str | None:
+        """Return the event as a complete line; None where it adds nothing."""
+        if isinstance(event, ProbeFinished):
+            said = self._result(event)
+        elif isinstance(event, Vetoed):
+            said = f"{self._plan(event.trial.plan)}: not run, it would not fit"
+        elif isinstance(event, Confirming):
+            said = f"{self.doing(event)}: {event.stopped_because}"
+        elif isinstance(event, MachineBusy):
+            said = f"the machine is busy ({event.how}): speeds will be uncertain"
+        elif isinstance(event, StageStarted):
+            said = event.stage
+        elif isinstance(event, Repeating):
+            ended = event.first.outcome.value
+            said = f"{self._plan(event.plan)}: {ended}{_why(event.first)}, running it again"
+        else:
+            return None
+        parts = [f"[{format_clock(event.progress.elapsed_s)}] {said}"]
+        return " | ".join([*parts, *self.standing(event.progress)])
+
+    def standing(self, progress: Progress, waited_s: float = 0.0) -> list[str]:
+        """Return the best so far, the probes done and the time left, as far as there are any.
+
+        Args:
+            progress: at some event.
+            waited_s: seconds since that.
+        """
+        if not progress.probes:
+            return []
+        best = "nothing fits yet" if progress.best is None else f"best {progress.best.speed_words}"
+        done = counted(progress.probes, "probe")
+        if progress.probes_left is not None:
+            done = f"probe {progress.probes} of {progress.probes + progress.probes_left}"
+        oom = f", {progress.oom_probes} out of memory" if progress.oom_probes else ""
+        left = self._left(progress, waited_s)
+        return [best, f"{done}{oom}", *([left] if left else [])]
+
+    def _left(self, progress: Progress, waited_s: float) -> str | None:
+        """Return the time left, by the timeout or by how long probes took so far."""
+        at_most = progress.seconds_left
+        expected = None
+        if progress.probes_left is not None and self._finished and self._probing_since is not None:
+            took_s = (progress.elapsed_s - self._probing_since) / self._finished
+            expected = took_s * progress.probes_left
+        if expected is not None and (at_most is None or expected < at_most):
+            return f"about {format_clock(max(expected - waited_s, 0.0))} left"
+        if at_most is None:
+            return None
+        return f"at most {format_clock(max(at_most - waited_s, 0.0))} left"
+
+    def _result(self, event: ProbeFinished) -> str:
         trial, measured = event.trial, event.trial.measurement
-        parts = [measured.outcome.value]
-        if trial.samples_per_second:
-            parts.append(trial.speed_words)
+        parts = [trial.speed_words] if measured.ok else [measured.outcome.value.replace("_", " ")]
+        if measured.outcome is Outcome.OOM:
+            parts = ["out of memory"]
         if measured.held_bytes:
-            parts.append(f"held {format_bytes(measured.held_bytes)}")
+            parts.append(format_bytes(measured.held_bytes))
         return f"{self._plan(trial.plan)}: {', '.join(parts)}{_why(measured)}"
 
     def _plan(self, plan: Plan) -> str:
@@ -135,20 +167,3 @@ def _why(measured: Measurement) -> str:
     if measured.ok or measured.outcome.about_memory or not measured.detail:
         return ""
     return f" ({measured.detail.strip().partition(chr(10))[0]})"
-
-
-def best_so_far(progress: Progress) -> str:
-    """Return the speed of the fastest trial that fits, or that there is none."""
-    if progress.best is None:
-        return "nothing fits yet"
-    return f"best {progress.best.speed_words}"
-
-
-def limits_left(progress: Progress, waited: float = 0.0) -> list[str]:
-    """Return the limits on the remaining time and probes, if any."""
-    left = []
-    if progress.seconds_left is not None:
-        left.append(format_clock(max(progress.seconds_left - waited, 0.0)))
-    if progress.probes_left is not None:
-        left.append(counted(progress.probes_left, "probe"))
-    return [f"at most {' or '.join(left)} left"] if left else []
