@@ -65,6 +65,7 @@ def show_report(
         InvalidRequest: some of the files could not be written.
     """
     held_by, lost = loaded_from, []
+    report = _shown_at(report, held_by)
     for path in sorted(paths, key=lambda path: path.suffix != ".json"):
         try:
             report.save(path)

@@ -168,7 +168,8 @@ def speed_ends(trial: Trial, record: Record) -> tuple[float | None, float | None
 
 def range_words(low: float, high: float, decimals: int | None = None) -> str:
     """Return a range with the digits that its width supports: "375-388"."""
-    ends = [rounded(end, min((high - low) / 2, end), decimals) for end in (low, high)]
+    # Of a wide range the ends keep two digits each.
+    ends = [rounded(end, min((high - low) / 2, end / 5), decimals) for end in (low, high)]
     return "-".join(dict.fromkeys(ends))
 
 

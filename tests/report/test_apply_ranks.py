@@ -17,8 +17,6 @@ import copy
 import json
 import os
 import warnings
-from functools import partial
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -78,8 +76,7 @@ for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
         found[mode] = {"refused": str(error)}
     found[mode]["is_as_it_was"] = before == {id(p) for p in model.parameters()}
     printed = "\\n".join(training_lines(report.record, Place()))
-    with_loss = SimpleNamespace(apply=partial(report.apply, loss_fn=loss))
-    scope = {"report": with_loss, "model": Net(), "make_optimizer": torch.optim.AdamW}
+    scope = {"report": report, "model": Net(), "make_optimizer": torch.optim.AdamW, "loss_fn": loss}
     exec(printed, scope | {"optimizer": live, "loader": [batch]})
     apart = [float((one - two).abs().max()) for one, two in zip(first, weights(scope["model"]))]
     found[mode]["moved_as_printed"] = max(apart)
