@@ -25,6 +25,7 @@ import torch
 import autofit
 from autofit.measurement import Trial
 from autofit.report.report import Report
+from autofit.report.summary import one_line
 from benchmarks import workloads
 
 JOBS = ("tiny_gpt", "tiny_vit")
@@ -81,7 +82,7 @@ def judge(folder: Path) -> None:
             measured = {str(trial.plan): seconds[str(trial.plan)] for trial in _ran(report)}
             lost = seconds[str(report.best.plan)] / min(measured.values()) - 1
             said = _first_line(report)
-            is_decided = not said.startswith("Not decided")
+            is_decided = report.record.search.is_decided
             decided += is_decided
             wrong += is_decided and lost > MOST_LOST
             probes = len(report.record.trials)
@@ -141,7 +142,7 @@ def _ran(report: Report) -> list[Trial]:
 
 
 def _first_line(report: Report) -> str:
-    return " ".join(report.to_text().partition("\n\n")[0].split())[:100]
+    return one_line(report.record)[:100]
 
 
 def main() -> None:

@@ -49,5 +49,5 @@ def test_a_compiled_model_is_said_and_not_compiled_again(build: object) -> None:
 
 def test_a_live_model_compiled_in_place_is_said_to_be_measured_plain() -> None:
     survey, _ = surveyed(Workload(in_place(), torch.randn(4, 8)))
-    assert any("not in force" in note for note in survey.notes)
+    assert any("model.compile() had no effect" in note for note in survey.notes)
     assert not any("compiled already" in note for note in survey.notes)
