@@ -108,7 +108,8 @@ def allocator_words(allocator: Mapping[str, Any]) -> Iterator[str]:
             f"{format_bytes(before)}"
         )
     elif (faster := allocator.get("plan_without_retries")) is not None:
-        yield f"With {allocator['setting']} a faster plan fits: {from_json(faster, Plan, 'the plan')}"
+        plan = from_json(faster, Plan, "the plan")
+        yield f"With {allocator['setting']} a faster plan fits: {plan}"
 
 
 def _shares(shares: Mapping[str, float]) -> str:

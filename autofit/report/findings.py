@@ -7,6 +7,7 @@ from typing import Literal, NotRequired, TypedDict
 from autofit.codec import Amount, Count, Number
 from autofit.plan import Plan
 
+
 class _LoaderSettings(TypedDict):
     batch_size: Count
     num_workers: Amount
