@@ -4,7 +4,7 @@
 beside four processes that count without end, and keeps their reports. `... judge FOLDER`, on the
 quiet machine afterwards, trains each plan that a search measured in a plain loop, in turns, and
 prints where a report decided for a plan that is more than 5 % slower than another one that its
-search measured. Prints Markdown.
+search measured. Prints Markdown. `--timeout S` ends each search after S seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def search(folder: Path, times: int, loops: int) -> None:
+def search(folder: Path, times: int, loops: int, timeout_s: float | None) -> None:
     """Run the searches and keep their reports, round by round."""
     folder.mkdir(parents=True, exist_ok=True)
     with busy_loops(loops):
@@ -63,7 +63,11 @@ def search(folder: Path, times: int, loops: int) -> None:
             for name in JOBS:
                 began = time.monotonic()
                 report = autofit.search(
-                    _workload(name), device="cpu", vram_budget=BUDGET, progress=False
+                    _workload(name),
+                    device="cpu",
+                    vram_budget=BUDGET,
+                    timeout=timeout_s,
+                    progress=False,
                 )
                 report.save(folder / f"{name}-{number}.json")
                 spent_s = time.monotonic() - began
@@ -152,9 +156,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--loops", type=int, default=BUSY_LOOPS)
+    parser.add_argument("--timeout", type=float, help="seconds of a search")
     given = parser.parse_args()
     if given.command == "search":
-        search(given.folder, given.times, given.loops)
+        search(given.folder, given.times, given.loops, given.timeout)
     else:
         judge(given.folder)
 
