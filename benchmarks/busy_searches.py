@@ -61,17 +61,20 @@ def search(folder: Path, times: int, loops: int, timeout_s: float | None) -> Non
     with busy_loops(loops):
         for number in range(times):
             for name in JOBS:
-                began = time.monotonic()
-                report = autofit.search(
-                    _workload(name),
-                    device="cpu",
-                    vram_budget=BUDGET,
-                    timeout=timeout_s,
-                    progress=False,
-                )
-                report.save(folder / f"{name}-{number}.json")
-                spent_s = time.monotonic() - began
-                print(f"{name} {number}: {spent_s:.0f} s, {_first_line(report)}", flush=True)
+                print(f"{name} {number}: {_search(folder, name, number, timeout_s)}", flush=True)
+
+
+def _search(folder: Path, name: str, number: int, timeout_s: float | None) -> str:
+    """Run one search, keep its report, and return what is printed of it."""
+    began = time.monotonic()
+    try:
+        report = autofit.search(
+            _workload(name), device="cpu", vram_budget=BUDGET, timeout=timeout_s, progress=False
+        )
+    except autofit.SearchTimedOut as error:
+        return f"no report: {error}"
+    report.save(folder / f"{name}-{number}.json")
+    return f"{time.monotonic() - began:.0f} s, {_first_line(report)}"
 
 
 def judge(folder: Path) -> None:
