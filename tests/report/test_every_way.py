@@ -75,6 +75,51 @@ class Pair(nn.Module):
         return scale * cross_entropy(self.last(self.body(self.first(x))), y)
 
 
+class Masked(nn.Module):
+    """A block whose attention leaves out what a mask of each sample marks, and a constant one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 3)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(
+        self, ids: torch.Tensor, padding: torch.Tensor, causal: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.block(self.words(ids), causal.isinf(), src_key_padding_mask=padding)
+        kept = hidden.masked_fill(padding[:, :, None], 0.0).sum(1)
+        return cross_entropy(self.last(kept / (~padding).sum(1, keepdim=True)), y)
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder is its encoder, transposed, and once more by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.again = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again.weight = self.encode.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        code = self.again(self.encode(x).tanh()).tanh()
+        return (nn.functional.linear(code, self.encode.weight.T) - x).square().mean()
+
+
+class Several(nn.Module):
+    """Images, words and numbers, none of the length of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see, self.read, self.last = (
+            nn.Conv2d(2, WIDTH, 3), nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH + 4, 3)
+        )  # fmt: skip
+
+    def forward(
+        self, image: torch.Tensor, text: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+    ) -> torch.Tensor:
+        seen = self.see(image).mean((2, 3)) + self.read(text).mean(1)
+        return cross_entropy(self.last(torch.cat([seen, x], 1)), y)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +192,18 @@ def nested(n: int) -> dict[str, Any]:
     return {"inputs": [{"x": x}, None], "more": (y, "a word")}
 
 
+def masked(n: int) -> dict[str, torch.Tensor]:
+    given = text(n)
+    padding = given["labels"] == -100
+    return {"ids": given["ids"], "padding": padding, "causal": given["causal"], "y": numbers(n)[1]}
+
+
+def several(n: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    image = torch.randn(n, 2, 6, 4, generator=generator)
+    return {"image": image, "text": ids(n, 5), **named(n)}
+
+
 def valid(batch: Any) -> float:
     return float((batch["labels"] != -100).sum())
 
@@ -183,7 +240,11 @@ class Case:
 
 MODELS: dict[str, Case] = {
     "decoder, tied, padded": Case(Decoder, text, {"loss_weight": valid}),
+    "padding that is not weighed": Case(Decoder, text, splits=False),
     "encoder-decoder of two lengths": Case(EncoderDecoder, lambda n: (ids(n), ids(n, 5))),
+    "several inputs": Case(Several, several),
+    "masks": Case(Masked, masked),
+    "tied": Case(Tied, lambda n: {"x": numbers(n)[0]}),
     "BatchNorm": Case(lambda: Pair(nn.BatchNorm1d(WIDTH)), named, splits=False),
     "GroupNorm": Case(lambda: Pair(nn.GroupNorm(2, WIDTH)), named),
     "dict": Case(lambda: Pair(nn.Tanh()), named),
