@@ -35,6 +35,9 @@ from .checkpointing.saved_tensors import saving_by, version_counter
 SETTING = "offload.activations"
 LEAST_BYTES = 2**17
 """Smaller tensors stay on the device: a choice, not measured."""
+_SAMPLES = 2
+"""Samples of the forward that is looked at: of one, BatchNorm has one value a channel to normalize
+over, and refuses."""
 HOST_SHARE = 0.8
 """The share of the host's available memory that may hold activations."""
 _PIN_S_PER_BYTE = 1 / 2**31
@@ -52,7 +55,8 @@ class Offload:
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return the choice where a forward saves something that is worth moving."""
         samples = context.samples_per_step
-        moved: int = context.profile(partial(_moved_bytes, samples), 1)
+        looked_at = min(_SAMPLES, samples, context.most_samples or _SAMPLES)
+        moved: int = context.profile(partial(_moved_bytes, samples / looked_at), looked_at)
         if not moved:
             context.note(
                 f"{SETTING}: left out, since a forward of {samples} samples saves no tensor of "
@@ -154,14 +158,14 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
-def _moved_bytes(samples: int, training: TrainingView, batch: Any) -> int:
-    """Return the bytes that a forward of so many samples would move; the batch has one."""
+def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
+    """Return the bytes that a forward of so many times the batch's samples would move."""
     moved: dict[int, int] = {}
-    is_moved = _movable(training.model, LEAST_BYTES / samples)
+    is_moved = _movable(training.model, LEAST_BYTES / times)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if is_moved(tensor):
-            moved[_storage(tensor)] = samples * tensor.nbytes
+            moved[_storage(tensor)] = round(times * tensor.nbytes)
         return tensor
 
     undo_update = training.wrap_optimizer_step(lambda update: None)

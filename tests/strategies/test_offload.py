@@ -194,6 +194,16 @@ def test_it_is_not_combined_with_compiled_code_and_pinning_costs() -> None:
     assert dimension.trial_cost_s > 0
 
 
+def test_a_model_that_normalizes_over_samples_may_have_it() -> None:
+    def normalized() -> Workload:
+        layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()]
+        batch = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+        return Workload(nn.Sequential(*layers), batch, criterion=nn.functional.mse_loss)
+
+    (strategy,) = load_strategies(["offload"])
+    assert strategy.dimensions(PlainContext(normalized))[SETTING].values == (False, True)
+
+
 def test_looking_at_what_is_saved_makes_no_update() -> None:
     workload = deep()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
