@@ -55,18 +55,19 @@ class Watch:
 
     Args:
         pid: of the process.
+        began: the moment of `time.monotonic` from which seconds count; None: now.
 
     Raises:
         InvalidRequest: there is no such process.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, began: float | None = None) -> None:
         found = _process(Path(f"/proc/{pid}"))
         if found is None:
             raise InvalidRequest(f"there is no process {pid}: give the id of one that runs")
         self._pid, self._started_ticks = pid, found.started_ticks
         self._gpus = all_devices()
-        self._began = self._last = time.monotonic()
+        self._began = self._last = time.monotonic() if began is None else began
         self._used_ticks: dict[int, int] = {}
 
     @property

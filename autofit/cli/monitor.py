@@ -117,8 +117,9 @@ def _watch_own(
     """Run a command and watch it until it ends, also where a signal asks it to."""
     from autofit.checks.monitor import Watch
 
+    began = time.monotonic()  # before the command, whose seconds are told
     with _started(command) as (child, ended):
-        watch = Watch(child.pid)
+        watch = Watch(child.pid, began)
         timeline = _timeline(what, watch)
 
         def rest() -> None:
