@@ -35,12 +35,14 @@ VOCABULARY = {
     "space",
     "strategy",
     "world",
+    "torch_private",
 }
 """Every room above the vocabulary may import it."""
 TRAINING = {"training", "devices", "memory", "snapshot", "equivalence"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
+    "torch_private": {"errors"},
     "notebook": set(),
     "units": {"errors"},
     "codec": {"errors"},

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase  # the one class behind all batch normalizations
 from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.equivalence.comparison import StepTrace, compare
@@ -21,6 +20,7 @@ from autofit.equivalence.steps import seed_everything
 from autofit.errors import InvalidRequest, release_exception
 from autofit.plan import ResolvedPlan
 from autofit.strategy import Comparison
+from autofit.torch_private import InstanceNorm, NormBase
 from autofit.training.batch import Batch, tensors_of
 from autofit.training.builder import TrainingBuilder
 from autofit.training.training import Training
@@ -114,8 +114,8 @@ def batch_normalizing(model: torch.nn.Module) -> list[str]:
 
 
 def _normalizes_over_batch(module: torch.nn.Module) -> bool:
-    instance = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
-    return isinstance(module, _NormBase) and module.training and not instance
+    instance = isinstance(module, InstanceNorm)
+    return isinstance(module, NormBase) and module.training and not instance
 
 
 def _accumulate_in_range(training: Training, batch: Batch, seed: int) -> float:

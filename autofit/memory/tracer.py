@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from typing import Any, Self, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.memory.allocator import CachingAllocator, OutOfBudget
 from autofit.memory.blocks import Block
 from autofit.memory.replay import Event, Recording
+from autofit.torch_private import TorchDispatchMode
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

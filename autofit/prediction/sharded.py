@@ -12,40 +12,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import CannotTell
 from autofit.prediction.cuda.fake_cuda import replaced
 from autofit.strategy import World
+from autofit.torch_private import TorchDispatchMode, check, find
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _WITH_HANDLES = ("_fsdp_collectives", "_fsdp_init", "_fsdp_param_group", "_fsdp_state")
 _HANDLE = "_get_device_handle"
-PRIVATE_NAMES = {
-    "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
-    **{f"{_FSDP}.{module}": (_HANDLE,) for module in _WITH_HANDLES},
-    f"{_FSDP}._fully_shard": ("_get_device_from_mesh",),
-    f"{_FSDP}._fsdp_init": (_HANDLE, "_move_states_to_device"),
-    f"{_FSDP}._fsdp_param_group": (_HANDLE, "FSDPParamGroup._validate_no_meta_params"),
-    "torch.distributed": (
-        "Reducer._rebuild_buckets",
-        "Logger",
-        "Logger.set_runtime_stats_and_log",
-    ),
-    "torch.distributed.optim": ("ZeroRedundancyOptimizer._partition_parameters",),
-    "torch.nn.parallel.distributed": (
-        "DistributedDataParallel.forward",
-        "_verify_param_shape_across_processes",
-    ),
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks": ("allreduce_hook",),
-}
-"""Module -> what is used of it that torch does not promise to keep."""
 _META = torch.device("meta")
 _Run = TypeVar("_Run")
 
@@ -68,7 +48,7 @@ def one_of_ranks(
     Raises:
         CannotTell: this torch lacks a part that is used, or the process is in a group already.
     """
-    used = _private_parts()
+    check("dry run of several ranks")
     if torch.distributed.is_initialized():
         raise CannotTell(
             "several ranks cannot be predicted in a process that is one of a process group: "
@@ -76,11 +56,14 @@ def one_of_ranks(
         )
     hook = sys.excepthook  # which puts the rank before each line from now on
     torch.distributed.init_process_group(
-        "fake", store=used["FakeStore"](), rank=world.rank, world_size=world.size
+        "fake",
+        store=find("torch.testing._internal.distributed.fake_pg.FakeStore")(),
+        rank=world.rank,
+        world_size=world.size,
     )
     try:
         with ExitStack() as stack:
-            for target, name, value in _replacements(used, device, note_sent):
+            for target, name, value in _replacements(device, note_sent):
                 stack.enter_context(replaced(target, name, value))
             yield
     finally:
@@ -139,30 +122,8 @@ def steps_until_alike(training: Training) -> int:
     return 3 if replicated else 2
 
 
-def _private_parts() -> dict[str, Any]:
-    """Return what is used of torch's private names, by its last name.
-
-    Raises:
-        CannotTell: this torch lacks one.
-    """
-    found: dict[str, Any] = {}
-    for module, names in PRIVATE_NAMES.items():
-        for name in names:
-            try:
-                part: Any = import_module(module)
-                for each in name.split("."):
-                    part = getattr(part, each)
-            except (ImportError, AttributeError) as error:
-                raise CannotTell(
-                    f"several ranks cannot be predicted with torch {torch.__version__}: "
-                    f"{module}.{name} is gone ({error}). Measure on the ranks themselves"
-                ) from error
-            found[name] = part
-    return found
-
-
 def _replacements(
-    used: dict[str, Any], device: torch.device, note_sent: Callable[[torch.Tensor], object]
+    device: torch.device, note_sent: Callable[[torch.Tensor], object]
 ) -> Iterator[tuple[Any, str, Any]]:
     for module in _WITH_HANDLES:  # of streams: torch has none for meta; the host's do nothing
         yield sys.modules[f"{_FSDP}.{module}"], _HANDLE, lambda kind: torch.cpu
@@ -181,16 +142,19 @@ def _replacements(
 
     yield torch.distributed, "all_reduce", all_reduce
     quiet = "set_runtime_stats_and_log"  # it warns that there is no clock for meta
-    yield used["Logger"], quiet, lambda self: None
+    yield find("torch.distributed.Logger"), quiet, lambda self: None
     replicas = sys.modules["torch.nn.parallel.distributed"]
+    allreduce_hook = find(
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook"
+    )
     yield replicas, "_verify_param_shape_across_processes", lambda *given: True
 
-    forward = used["DistributedDataParallel.forward"]
+    forward = replicas.DistributedDataParallel.forward
     own_values_kept: Any = _OwnValuesKept
 
     def forward_with_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._comm_hooks:  # left to itself, it takes the fake answer for an error
-            self.register_comm_hook(None, used["allreduce_hook"])
+            self.register_comm_hook(None, allreduce_hook)
         if torch.is_grad_enabled():
             with torch.no_grad(), own_values_kept():  # buckets are no activations
                 self._has_rebuilt_buckets |= self.reducer._rebuild_buckets()

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public one
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Plan, split_evenly, steps_for
+from autofit.torch_private import pytree
 from autofit.units import counted, kind_of
 
 Batch: TypeAlias = Any

@@ -415,23 +415,11 @@ def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     assert fits["ddp_view"].fits
 
 
-def test_every_private_name_of_torch_is_there() -> None:
-    """This torch can be predicted for; where a name is gone, see the next test."""
-    names = [name for names in sharded.PRIVATE_NAMES.values() for name in names]
-    assert len(names) > 10
-    assert set(sharded._private_parts()) == set(names)
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [(module, name) for module, names in sharded.PRIVATE_NAMES.items() for name in names],
-)
-def test_without_a_private_name_nothing_is_told(
-    module: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharded, "PRIVATE_NAMES", {module: (f"{name}_gone",)})
-    with pytest.raises(CannotTell, match=f"{module}.{name}_gone is gone"):
-        predict(workload(), "ddp")
+def test_without_a_private_name_of_torch_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device")
+    missing = pytest.raises(CannotTell, match=r"several ranks cannot.*_move_states_to_device")
+    with missing, sharded.one_of_ranks(World(size=2)):
+        pass
 
 
 def test_the_process_is_left_as_it_was() -> None:

@@ -42,7 +42,6 @@ _BY_NUMBER = {0: Kernel.MATH, 1: Kernel.FLASH, 2: Kernel.EFFICIENT, 3: Kernel.CU
 _DEFAULT_ORDER = [Kernel.FLASH, Kernel.EFFICIENT, Kernel.MATH, Kernel.CUDNN]
 _CUDNN_PREFERRED_FROM = 91501
 """Wheels for CUDA 12 have an older one; a build for the CPU has none, and the newest is assumed."""
-_priority_order: Any = torch._C._get_sdp_priority_order
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ def chosen_kernel(call: Call, gpu: Gpu) -> Kernel:
 
 def _order(call: Call, gpu: Gpu) -> list[Kernel]:
     """Return the user's order; cuDNN comes first if that is the default and the GPU suits it."""
-    order = [_BY_NUMBER[number] for number in _priority_order() if number in _BY_NUMBER]
+    priorities: list[int] = torch._C._get_sdp_priority_order()
+    order = [_BY_NUMBER[number] for number in priorities if number in _BY_NUMBER]
     version = torch.backends.cudnn.version() or _CUDNN_PREFERRED_FROM  # type: ignore[no-untyped-call]  # torch's
     preferred = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     preferred = preferred and version >= _CUDNN_PREFERRED_FROM and _half(call, gpu)

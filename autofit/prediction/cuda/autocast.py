@@ -8,23 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-_UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
-KEY_NAME = next((name for name in _UNUSED if hasattr(torch._C.DispatchKey, name)), "")
-"""The dispatch key of the emulation: autocast's for a device that no build has kernels for.
+from autofit.errors import CannotTell
 
-Empty where torch has none of them, and `fake_cuda` says so: nothing is raised by an import."""
-KEY_DEVICE = _UNUSED.get(KEY_NAME, "")
-KEY: Any = getattr(torch._C.DispatchKey, KEY_NAME, None)
+_UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
+
+
+@dataclass(frozen=True)
+class SpareKey:
+    """The dispatch key of the emulation: autocast's for a device that no build has kernels for."""
+
+    name: str
+    device: str
+    key: Any
+
+
+@cache
+def spare_key() -> SpareKey:
+    """Return the first that this torch has.
+
+    Raises:
+        CannotTell: it has none.
+    """
+    for name, device in _UNUSED.items():
+        if (key := getattr(torch._C.DispatchKey, name, None)) is not None:
+            return SpareKey(name, device, key)
+    raise CannotTell(
+        f"memory cannot be predicted with torch {torch.__version__}: torch._C.DispatchKey has none "
+        f"of {', '.join(_UNUSED)}. Probes do not depend on this"
+    )
 
 
 def beneath() -> AbstractContextManager[None]:
     """Run operators without emulation inside, so that a kernel does not call itself."""
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(
-        torch._C.DispatchKeySet(KEY)
+        torch._C.DispatchKeySet(spare_key().key)
     )
     return guard
 

@@ -22,10 +22,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from autofit.devices.gpus import Gpu
 from autofit.prediction.cuda.roofline import CHANNELS_LAST, tf32_allowed
+from autofit.torch_private import suggest_memory_format
 
 _ALIGNMENT_BYTES = 16
 _TILE = 128

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autofit.devices.base import TRIED_TORCH
 from autofit.devices.gpus import Gpu
-from autofit.errors import CannotTell
 from autofit.prediction.cuda import attention, autocast, operators, rnn
+from autofit.torch_private import check
 
 Patch = tuple[Any, str, Any]
 """An object, the name of its attribute, and the value to put there."""
@@ -58,16 +57,11 @@ def fake_cuda(
     """
     mode = _CudaIsMeta(note, on_gpu)
     patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())
+    check("dry run")
     with ExitStack() as stack:
-        try:
-            stack.enter_context(_cuda_kernels(gpu))
-            for target, name, value in (*chain(*patches), *_backward(mode)):
-                stack.enter_context(replaced(target, name, value))
-        except AttributeError as error:
-            raise CannotTell(
-                f"memory cannot be predicted with torch {torch.__version__} ({error}); predictions "
-                f"were tried with torch {', '.join(TRIED_TORCH)}. Probes do not depend on this"
-            ) from error
+        stack.enter_context(_cuda_kernels(gpu))
+        for target, name, value in (*chain(*patches), *_backward(mode)):
+            stack.enter_context(replaced(target, name, value))
         stack.enter_context(mode)
         stack.enter_context(autocast.cast_cache())
         yield
@@ -80,18 +74,17 @@ def _cuda_kernels(gpu: Gpu) -> Iterator[None]:
     They stand where CUDA's own stand, at an autocast key above autograd. Autograd carries dispatch
     keys along, so they act in the backward pass and in a checkpoint's recomputation too.
     """
-    if not autocast.KEY_NAME:
-        raise AttributeError("torch._C.DispatchKey has neither AutocastIPU nor AutocastHPU")
+    spare = autocast.spare_key()
     _register_kernels()
-    before = torch.is_autocast_enabled(autocast.KEY_DEVICE)
-    torch.set_autocast_enabled(autocast.KEY_DEVICE, True)  # the key is masked out otherwise
+    before = torch.is_autocast_enabled(spare.device)
+    torch.set_autocast_enabled(spare.device, True)  # the key is masked out otherwise
     token = attention.emulated_gpu.set(gpu)
     try:
-        with torch._C._IncludeDispatchKeyGuard(autocast.KEY):
+        with torch._C._IncludeDispatchKeyGuard(spare.key):
             yield
     finally:
         attention.emulated_gpu.reset(token)
-        torch.set_autocast_enabled(autocast.KEY_DEVICE, before)
+        torch.set_autocast_enabled(spare.device, before)
 
 
 @cache
@@ -102,11 +95,12 @@ def _register_kernels() -> list[Any]:
         The libraries, which unregister their kernels when they are collected.
     """
     library: Any = torch.library  # torch does not annotate it
+    spare = autocast.spare_key().name
     others, aten = library.Library("_", "IMPL"), library.Library("aten", "IMPL")
-    others.fallback(library.fallthrough_kernel, autocast.KEY_NAME)
+    others.fallback(library.fallthrough_kernel, spare)
     kernels = autocast.kernels() | attention.KERNELS | operators.KERNELS | rnn.KERNELS
     for name, kernel in kernels.items():
-        aten.impl(name, kernel, autocast.KEY_NAME)
+        aten.impl(name, kernel, spare)
     return [others, aten]
 
 

@@ -9,15 +9,16 @@ results and allocations of operators that the meta device lacks. `is_in_place` a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from autofit.memory.tracer import Order
 from autofit.prediction.cuda import autocast
 from autofit.prediction.cuda.autocast import beneath
+from autofit.torch_private import missing, suggest_memory_format
 
 aten: Any = torch.ops.aten
 
@@ -33,7 +34,7 @@ def is_in_place(name: str, args: Any) -> bool:
     """
     if torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor):
         return False
-    if not _HAS_COUNTS or torch._C._current_graph_task_id() == -1:
+    if not _has_counts() or torch._C._current_graph_task_id() == -1:
         return False
     if name in _SCATTERS:
         return _node() in _INTO_ZEROS
@@ -69,11 +70,11 @@ _INTO_ZEROS = frozenset(
     )
 )  # fmt: skip
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward"
-# Where torch lacks these, additions take new memory, which errs on the high side.
-_HAS_COUNTS = hasattr(torch.Tensor, "_use_count") and all(
-    hasattr(torch._C, name)
-    for name in ("_current_graph_task_id", "_current_autograd_node", "_storage_Use_Count")
-)
+
+
+@cache
+def _has_counts() -> bool:
+    return missing("gradients in place") is None
 
 
 def _can_accumulate(gradient: torch.Tensor, other: Any) -> bool:
@@ -195,10 +196,13 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(data), None, of_weight
 
 
-# Up to torch 2.11 autocast leaves rms_norm alone, and bfloat16 data meets a float32 weight.
-_AUTOCAST_HAS_RMS_NORM: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-    "aten::rms_norm", "AutocastCUDA"
-)
+@cache
+def _autocast_has_rms_norm() -> bool:
+    """Up to torch 2.11 autocast leaves rms_norm alone, and bfloat16 data meets a float32 weight."""
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::rms_norm", "AutocastCUDA"
+    )
+    return has_kernel
 
 
 def _rms_norm(
@@ -209,7 +213,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     """Fuse where data and weight have one type (layer_norm.cpp)."""
     with beneath():
-        if _AUTOCAST_HAS_RMS_NORM and autocast.is_on():
+        if _autocast_has_rms_norm() and autocast.is_on():
             data, weight = autocast.in_float32(data), autocast.in_float32(weight)
         if not data.is_meta or (weight is not None and weight.dtype != data.dtype):
             return aten.rms_norm(data, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # likewise

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch.optim import lbfgs
-from torch.utils import _pytree as pytree  # torch 2.11 to 2.13 have no public one
 
 import autofit
 from autofit.memory.tracer import tensors_in
+from autofit.torch_private import pytree
 
 MOST_ELEMENTS = 2**23
 """Larger tensors are not followed, so that a dry run costs neither time nor memory."""

@@ -1,0 +1,260 @@
+"""The private names of torch that autofit uses, what needs each, and what is said when it is gone.
+
+Torch promises nothing of these, so a later version may lack one. They stand here and nowhere else
+(`tests/test_torch_private.py` reads the source): what `USES` lists is used in place, and what is
+needed while a module is imported comes from here. `import autofit` touches none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autofit.errors import CannotTell, Unsupported
+
+if TYPE_CHECKING:
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What uses some private names.
+
+    Attributes:
+        names: with the module, or the class or object, that has them.
+        lost: what cannot be done in a torch that lacks one.
+        optional: less is known without them, and nothing is refused.
+    """
+
+    names: tuple[str, ...]
+    lost: str
+    optional: bool = False
+
+
+USES = {
+    "tensors": Use(
+        (
+            "torch.utils._pytree",  # torch 2.11 to 2.13 have no public one
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type",
+            "torch.nn.modules.batchnorm._NormBase",
+            "torch.nn.modules.instancenorm._InstanceNorm",
+            "torch.nn.Module._apply",
+            "torch.nn.Identity()._buffers",
+            "torch.nn.Identity()._forward_hooks",
+            "torch.nn.Identity()._forward_pre_hooks",
+            "torch.nn.Identity()._modules",
+            "torch.nn.Identity()._parameters",
+            "torch.Tensor._indices",
+            "torch.Tensor._values",
+            "torch.UntypedStorage._cdata",
+        ),
+        "nothing can be trained, measured or predicted",
+    ),
+    "dry run": Use(
+        (
+            "torch._C.DispatchKey",
+            "torch._C.DisableTorchFunction",
+            "torch._C.DispatchKeySet",
+            "torch._C._ExcludeDispatchKeyGuard",
+            "torch._C._IncludeDispatchKeyGuard",
+            "torch._C._current_graph_task_id",
+            "torch._C._dispatch_get_all_op_names",
+            "torch._C._dispatch_has_kernel_for_dispatch_key",
+            "torch._C._get_sdp_priority_order",
+            "torch._prims_common.suggest_memory_format",
+            "torch.utils._device",
+            "torch.utils._foreach_utils",
+            "torch.utils._foreach_utils._get_foreach_kernels_supported_devices",
+            "torch.utils._foreach_utils._get_fused_kernels_supported_devices",
+            "torch.optim.optimizer._get_capturable_supported_devices",
+            "torch.autograd._engine_run_backward",
+            "torch.overrides._get_current_function_mode_stack",
+            "torch.cuda._lazy_init",
+            "torch.amp.grad_scaler.GradScaler._maybe_opt_step",
+            "torch.Tensor._is_view",
+            "torch.ops.aten._cudnn_rnn",
+            "torch.ops.aten._scaled_dot_product_attention_math",
+            "torch.ops.aten._scaled_dot_product_cudnn_attention",
+            "torch.ops.aten._scaled_dot_product_efficient_attention",
+            "torch.ops.aten._scaled_dot_product_flash_attention",
+            "torch.ops.aten._thnn_fused_gru_cell",
+            "torch.ops.aten._thnn_fused_lstm_cell",
+            "torch.ops.aten.add.Tensor._overloadname",
+            "torch.ops.aten.add.Tensor._overloadpacket",
+            "torch.ops.aten.add.Tensor._schema",
+        ),
+        "memory cannot be predicted; probes do not depend on this",
+    ),
+    "gradients in place": Use(
+        (
+            "torch.Tensor._use_count",
+            "torch._C._current_autograd_node",
+            "torch._C._storage_Use_Count",
+        ),
+        "gradients that meet are predicted in memory of their own, which errs on the high side",
+        optional=True,
+    ),
+    "dry run of several ranks": Use(
+        (
+            "torch.testing._internal.distributed.fake_pg.FakeStore",
+            *(
+                f"{_FSDP}.{module}._get_device_handle"
+                for module in (
+                    "_fsdp_collectives",
+                    "_fsdp_init",
+                    "_fsdp_param_group",
+                    "_fsdp_state",
+                )
+            ),
+            f"{_FSDP}._fully_shard._get_device_from_mesh",
+            f"{_FSDP}._fsdp_init._move_states_to_device",
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params",
+            "torch.distributed.Reducer._rebuild_buckets",
+            "torch.distributed.Logger",
+            "torch.distributed.Logger.set_runtime_stats_and_log",
+            "torch.distributed.optim.ZeroRedundancyOptimizer._partition_parameters",
+            "torch.nn.parallel.distributed.DistributedDataParallel.forward",
+            "torch.nn.parallel.distributed._verify_param_shape_across_processes",
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook",
+        ),
+        "several ranks cannot be predicted; measure on the ranks themselves",
+    ),
+    "modules with parametrizations, sent to a worker": Use(
+        (
+            "torch.nn.utils.parametrize._inject_new_class",
+            "torch.nn.utils.parametrize._inject_property",
+        ),
+        "a live model with parametrizations cannot be sent to a worker; give a function that "
+        "builds it",
+    ),
+    "compiled code on the CPU device": Use(
+        (
+            "torch._C._dynamo",
+            "torch._C._dynamo.guards._empty_strided_cpu",
+            "torch._inductor.codecache",
+        ),
+        "the memory of compiled code cannot be counted on the CPU; leave compilation out",
+    ),
+    "CUDA device": Use(
+        ("torch._C._cuda_clearCublasWorkspaces",),
+        "the workspaces of cuBLAS cannot be returned between probes",
+    ),
+    "faults of the compiler": Use(
+        (
+            "torch._dynamo",
+            "torch._dynamo.exc.TorchDynamoException",
+            "torch._inductor.exc.CppCompileError",
+            "torch._inductor.exc.InductorError",
+            "torch._inductor.exc.InvalidCxxCompiler",
+        ),
+        "an error of the compiler counts as the user's",
+        optional=True,
+    ),
+    "flags": Use(
+        ("torch.distributions.Distribution._validate_args",),
+        "this flag is left as user code leaves it",
+        optional=True,
+    ),
+    "built-in strategies": Use(
+        (
+            "torch._C._autograd",
+            "torch._C._autograd._saved_tensors_hooks_is_enabled",
+            "torch._dynamo.utils.counters",
+            "torch._dynamo.utils.get_compilation_metrics",
+            "torch._functorch.config",
+            "torch._inductor.cudagraph_trees",
+            "torch.Tensor._version",
+            "torch.nn.Module._call_impl",
+        ),
+        "the strategy that uses it is left out, with a note",
+        optional=True,
+    ),
+}
+_AT_IMPORT = {
+    "InstanceNorm": ("tensors", "torch.nn.modules.instancenorm._InstanceNorm"),
+    "NormBase": ("tensors", "torch.nn.modules.batchnorm._NormBase"),
+    "TorchDispatchMode": ("tensors", "torch.utils._python_dispatch.TorchDispatchMode"),
+    "pytree": ("tensors", "torch.utils._pytree"),
+    "suggest_memory_format": ("dry run", "torch._prims_common.suggest_memory_format"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what modules need while they are imported.
+
+    Raises:
+        Unsupported: this torch lacks it.
+    """
+    if name not in _AT_IMPORT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    need, path = _AT_IMPORT[name]
+    try:
+        return find(path)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(_words(path, need, error)) from error
+
+
+def check(need: str) -> None:
+    """Refuse what needs names that this torch lacks.
+
+    Raises:
+        CannotTell: one is gone; the message names it, and what cannot be done without it.
+    """
+    if (gone := missing(need)) is not None:
+        raise CannotTell(gone)
+
+
+def missing(need: str) -> str | None:
+    """Return which name of a use is gone and what cannot be done without it; None: all are here."""
+    for path in USES[need].names:
+        try:
+            find(path)
+        except (ImportError, AttributeError) as error:
+            return _words(path, need, error)
+    return None
+
+
+def find(path: str) -> Any:
+    """Return what a name of the table stands for.
+
+    Raises:
+        ImportError, AttributeError: it is gone.
+    """
+    first, *others = path.split(".")
+    found: Any = import_module(first)
+    reached = first
+    for part in others:
+        name = part.removesuffix("()")
+        reached = f"{reached}.{name}"
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            if type(found) is not type(import_module("torch")):
+                raise
+            found = _module(reached, found, name)
+        if name != part:
+            make: Callable[[], Any] = found
+            found = make()
+    return found
+
+
+def _module(path: str, parent: Any, name: str) -> Any:
+    """Return a module that nobody has imported yet."""
+    try:
+        return import_module(path)
+    except ModuleNotFoundError:
+        return getattr(parent, name)  # raises the AttributeError
+
+
+def _words(path: str, need: str, error: Exception) -> str:
+    version = import_module("torch").__version__
+    return (
+        f"with torch {version} {USES[need].lost}: it has no {path} ({error}), a private name that "
+        f"autofit needs ({need})"
+    )

@@ -1,0 +1,199 @@
+"""Private names of torch stand in one table: the source uses no other, and each is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import autofit
+from autofit import torch_private
+from autofit.errors import CannotTell, Unsupported
+
+ROOT = Path(__file__).parents[1]
+TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
+NOT_OF_TORCH = {
+    "_exit",  # of os
+    "_getframe",  # of sys
+    "_class_setstate",  # of cloudpickle
+    "_dataloaders",  # of accelerate
+    "_reset_state",  # likewise
+    "_train_batch_size",  # of transformers
+    "_make",  # of namedtuple
+}
+OWN = ("self", "cls", "super")
+HAS_SUCH_NAMES_ITSELF = {"_opt_called": "set on an optimizer by a scheduler, and copied if present"}
+
+
+def sources() -> list[Path]:
+    core = [path for path in (ROOT / "autofit").rglob("*.py") if "emulation" not in path.parts]
+    return sorted(set(core) | set((ROOT / "strategies").rglob("*.py")))
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """Return the private names that the project gives to attributes, functions and fields."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        ):
+            found.add(node.attr)
+    return found
+
+
+def dotted(node: ast.expr) -> str | None:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+def imported_from_torch(tree: ast.Module) -> Iterator[tuple[str, str, ast.stmt]]:
+    """Yield (the name here, the name in torch, the statement)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    whole = alias.asname is not None
+                    yield alias.asname or "torch", alias.name if whole else "torch", node
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}", node
+
+
+def private_uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str, ast.AST]]:
+    """Yield (line, a private name of torch, its node): with its path where that shows."""
+    bound = {}
+    for here, there, statement in imported_from_torch(tree):
+        bound[here] = there
+        if any(map(is_private, there.split("."))):
+            yield statement.lineno, there, statement
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        first, _, rest = (dotted(node) or "").partition(".")
+        if first in bound:
+            name = f"{bound[first]}.{rest}"
+            if any(map(is_private, name.split("."))):
+                yield node.lineno, name, node
+        elif is_private(node.attr) and not (first in OWN or node.attr in own | NOT_OF_TORCH):
+            yield node.lineno, node.attr, node
+
+
+def is_in_table(name: str) -> bool:
+    """Return whether the table has a name, what has it, or what it has; of some: how it ends."""
+    if "." not in name:
+        return any(known.endswith(f".{name}") for known in TABLE)
+    return any(
+        f"{name}.".startswith(f"{known}.") or known.startswith(f"{name}.") for known in TABLE
+    )
+
+
+def test_the_source_uses_no_private_name_of_torch_but_those_of_the_table() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    own = own_names(list(trees.values())) - {known.rpartition(".")[2] for known in TABLE}
+    unknown = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, tree in trees.items()
+        if path.name != "torch_private.py"
+        for line, name, _ in private_uses(tree, own | set(HAS_SUCH_NAMES_ITSELF))
+        if not is_in_table(name)
+    ]
+    assert unknown == []
+
+
+def at_import(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes that run when the module is imported."""
+    found: set[ast.AST] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            checked = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            if not inner and not checked:
+                found.add(child)
+                visit(child)
+
+    visit(tree)
+    return found
+
+
+def test_the_core_touches_none_while_it_is_imported() -> None:
+    """What a class or a constant needs then comes from the table, which has words for its end."""
+    touched = []
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        nodes = at_import(tree)
+        touched += [
+            f"{path.relative_to(ROOT)}:{line}: {name}"
+            for line, name, node in private_uses(tree, set())
+            if node in nodes and "." in name and path.is_relative_to(ROOT / "autofit")
+        ]
+    assert touched == []
+
+
+def test_each_name_of_the_table_is_used() -> None:
+    text = "\n".join(path.read_text() for path in sources() if path.name != "torch_private.py")
+    unused = {
+        name
+        for name in TABLE - {path for _, path in torch_private._AT_IMPORT.values()}
+        if not re.search(rf"\b{re.escape(name.rpartition('.')[2].removesuffix('()'))}\b", text)
+    }
+    assert unused == set()
+
+
+@pytest.mark.parametrize("need", torch_private.USES)
+def test_this_torch_has_them(need: str) -> None:
+    import torch
+
+    if need == "CUDA device" and not torch.cuda.is_available():
+        assert "_cuda_clearCublasWorkspaces" in str(torch_private.missing(need))
+        return
+    assert torch_private.missing(need) is None
+
+
+def test_what_is_gone_is_said_with_what_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = torch_private.USES["dry run"]
+    gone = torch_private.Use((*use.names, "torch.cuda._no_such_name"), use.lost)
+    monkeypatch.setitem(torch_private.USES, "dry run", gone)
+    with pytest.raises(CannotTell, match=r"cannot be predicted.*torch\.cuda\._no_such_name"):
+        torch_private.check("dry run")
+
+
+def test_a_module_that_needs_one_to_be_imported_says_so(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    said = run_python(
+        "-c",
+        "import torch.utils._python_dispatch as d; del d.TorchDispatchMode\n"
+        "from autofit import torch_private\n"
+        "try: print(torch_private.TorchDispatchMode)\n"
+        "except torch_private.Unsupported as error: print(error)\n",
+    )
+    assert re.search(r"with torch .*TorchDispatchMode", said.stdout), said.stderr
+
+
+def test_importing_autofit_touches_none() -> None:
+    code = "import autofit, sys; print('torch' in sys.modules, autofit.__name__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stdout.split() == ["False", autofit.__name__]
+    assert issubclass(Unsupported, autofit.AutofitError)
