@@ -88,6 +88,13 @@ class _Asked:
     environment: Mapping[str, str]
 
 
+def _no_answer(given: object) -> WorkerFailed:
+    return WorkerFailed(
+        f"the executor gave {str(given)[:80]} for what the function returns that it was given: "
+        "see docs/distributed.md for what it must do"
+    )
+
+
 class _Gone(Exception):
     """The process that had a request went away."""
 
@@ -136,7 +143,10 @@ class ExecutorChannel:
                 answer = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at))
             except NoReply as lost:
                 raise WorkerFailed(lost.detail) from None
-            self._device = DeviceFacts(**answer["device"])
+            try:
+                self._device = DeviceFacts(**answer["device"])
+            except (KeyError, TypeError) as error:
+                raise _no_answer(answer) from error
         return self._device
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
@@ -186,10 +196,7 @@ class ExecutorChannel:
         if answer is None:  # the process lacks the workload
             answer = self._submitted(self._opening, asked, deadline)
         if not isinstance(answer, dict):
-            raise WorkerFailed(
-                f"the executor gave {kind_of(answer)} for what the function returns that it was "
-                "given: see docs/distributed.md for what it must do"
-            )
+            raise _no_answer(kind_of(answer))
         return answer
 
     def _submitted(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
@@ -201,13 +208,20 @@ class ExecutorChannel:
         seconds = deadline.ends_at + _SLACK_S - time.monotonic()
         try:
             return self._asked.result(seconds if math.isfinite(seconds) else None)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not _ended_with(self._asked, error):
+                raise  # Ctrl-C in this process
             if isinstance(error, TimeoutError) and not self._asked.done():
                 self._asked.cancel()
                 raise SearchTimedOut("the time of the search is over") from None
             raise _Gone(f"{type(error).__name__}: {error}") from error
         finally:
             self._asked = None
+
+
+def _ended_with(future: Future[Any], error: BaseException) -> bool:
+    """Return whether a job ended with this exception; else it arose here while it was awaited."""
+    return future.done() and not future.cancelled() and future.exception() is error
 
 
 def _payload_of(workload: Workload, strategies: Sequence[Strategy]) -> bytes:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -58,12 +58,12 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     steps = _Steps()
     with ExitStack() as applied:
         with device.accounting():
-            began = time.perf_counter()
+            began = perf_counter()
             training = applied.enter_context(builder.training(workload, request.resolved))
             for _ in warm_up(training):
                 steps.loss = float(_step(training, device, batch)[0])
                 steps.end_bytes.append(device.allocated_bytes())
-            steps.warm_up_s = time.perf_counter() - began
+            steps.warm_up_s = perf_counter() - began
             steps.warm_up_steps = len(steps.end_bytes)
             del steps.end_bytes[:-WARM_UP_STEPS]
             before = device.read()

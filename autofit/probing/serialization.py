@@ -10,6 +10,7 @@ ones by name. cloudpickle writes, with the additions below; plain pickle reads.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib
 import io
@@ -342,6 +343,7 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
 
     Raises:
         InvalidRequest: something in it cannot be unpickled here; the message names the ways out.
+        WorkerFailed: this process has too many open files.
     """
 
     payload: Payload = _read(path, "workload", device)
@@ -361,6 +363,11 @@ def _read(path: Path, what: str, device: torch.device | None = None) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise WorkerFailed(
+                f"a worker process has too many open files to read the {what}: close what your "
+                "code opens in each forward, or raise the limit (ulimit -n)"
+            ) from error
         raise InvalidRequest(
             f"the {what} cannot be read in the worker process ({_words(error)}). {_WAYS_OUT[what]}"
         ) from error

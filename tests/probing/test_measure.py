@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,24 @@ def test_a_plan_that_runs_says_what_it_held_and_how_long_its_steps_took() -> Non
     assert measured.loss is not None
     assert FEWEST_TIMED_STEPS <= len(measured.step_times_s) <= MOST_TIMED_STEPS
     assert all(seconds > 0 for seconds in measured.step_times_s)
+
+
+def test_the_clock_is_the_machines_whatever_the_users_code_does_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+        return model(batch).square().mean()  # type: ignore[no-any-return]
+
+    measured = _measured(_plain(loss_fn=loss), Plan(16))
+    assert measured.ok
+    assert all(seconds > 0 for seconds in measured.step_times_s)
+
+
+def test_a_default_device_of_the_users_code_is_no_fault_of_the_device() -> None:
+    device = CpuDevice()
+    with torch.device("meta"):
+        device.check_health()
 
 
 def test_peaks_grow_with_the_micro_batch_and_repeat_exactly() -> None:

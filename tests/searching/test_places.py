@@ -172,13 +172,22 @@ class _Answering(Executor):
         future: Future[Any] = Future()
         if isinstance(self.answer, Exception):
             raise self.answer
-        if self.answer is not None:
+        if isinstance(self.answer, BaseException):
+            future.set_exception(self.answer)
+        elif self.answer is not None:
             future.set_result(self.answer)
         return future
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [("an answer", "str.*distributed"), (KeyError("full"), "full")]
+    ("answer", "words"),
+    [
+        ("an answer", "str.*distributed"),
+        ({"device": {"memory": -1}}, "memory.*distributed"),
+        (KeyError("full"), "full"),
+        (KeyboardInterrupt("there"), "went away.*KeyboardInterrupt"),
+        (SystemExit(0), "went away.*SystemExit"),
+    ],
 )
 def test_an_executor_that_runs_nothing_is_named(answer: Any, words: str) -> None:
     with pytest.raises(WorkerFailed, match=words):
