@@ -315,6 +315,10 @@ class Hint:
 _BY_VALUE = ("payloads", "hints", "trial_costs_s")
 
 
+MOST_VALUES = 1000
+"""Of a dimension: a search of 200,000 chose for minutes, past its timeout."""
+
+
 @dataclass(frozen=True)
 class Dimension:
     """The values one setting may take, and what is known about them.
@@ -359,6 +363,11 @@ class Dimension:
             )
         if not self.values:
             raise InvalidRequest("a dimension needs at least one value, the one of plain PyTorch")
+        if len(self.values) > MOST_VALUES:
+            raise InvalidRequest(
+                f"a dimension has at most {MOST_VALUES} values, got {len(self.values)}: each is a "
+                "plan to choose among, so offer some of them"
+            )
         if len(set(self.values)) != len(self.values):
             raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
         means = {value: _as_json(payload) for value, payload in self.payloads.items()}

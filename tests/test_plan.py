@@ -135,6 +135,8 @@ def test_values_of_a_dimension_differ_and_there_is_one() -> None:
         Dimension([])
     with pytest.raises(InvalidRequest, match="differ"):
         Dimension(["a", "a"])
+    with pytest.raises(InvalidRequest, match="at most 1000 values, got 200000"):
+        Dimension(range(200_000))  # a search of them did not end by its timeout
     with pytest.raises(InvalidRequest, match=r"hints.*'3'"):
         Dimension([1, 2], hints={3: Hint(0.5)})
 

@@ -302,8 +302,8 @@ def send(stream: IO[str], message: Mapping[str, Any]) -> None:
     stream.flush()
 
 
-def reply_to(number: int, line: str) -> dict[str, Any] | None:
-    """Return the message in a line if it answers the request of that number, else None."""
+def reply_to(number: str, line: str) -> dict[str, Any] | None:
+    """Return the message in a line if it answers that request, else None."""
     try:
         message = json.loads(line)
     except ValueError:  # code that writes to every descriptor it finds

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,7 +43,8 @@ def _exit_at_end_of(lifeline_fd: int) -> None:
 # was started with another environment is not.
 
 _NAME = "AUTOFIT_WORKER"
-_MOST_ROUNDS = 5  # a process that is being killed may just have started another
+_MOST_ROUNDS = 20  # a process that is being killed may just have started another
+_PAUSE_S = 0.005  # a process that just starts another program shows no environment meanwhile
 
 
 def new_mark() -> dict[str, str]:
@@ -53,9 +55,13 @@ def new_mark() -> dict[str, str]:
 def kill_marked(mark: dict[str, str]) -> None:
     """End every process that has the mark in its environment."""
     entry = "=".join(*mark.items()).encode()
+    empty_rounds = 0
     for _ in range(_MOST_ROUNDS):
-        if not sum(_killed(pid, entry) for pid in _processes()):
+        found = sum(_killed(pid, entry) for pid in _processes())
+        empty_rounds = 0 if found else empty_rounds + 1
+        if empty_rounds == 2:
             return
+        time.sleep(_PAUSE_S)
 
 
 def _processes() -> Iterator[int]:

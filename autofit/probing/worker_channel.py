@@ -11,6 +11,7 @@ import json
 import math
 import os
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -297,7 +298,7 @@ class WorkerProcess:
                 os.close(descriptor)
         self._requests = os.fdopen(requests_write, "w")
         self._answers = os.fdopen(replies_read, errors="replace")
-        self._asked = 0
+        self._asked = ""
         self._ending = threading.Lock()
         self._replies: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._tail = b""
@@ -313,7 +314,7 @@ class WorkerProcess:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send what no reply is waited for."""
-        self._asked += 1
+        self._asked = secrets.token_hex(8)  # which nothing that writes to every pipe can guess
         self._outbox.put(json.dumps({**message, "number": self._asked}))
 
     def ask(

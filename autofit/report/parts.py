@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autofit.plan import ResolvedPlan, Scalar, Settings, unlike
@@ -32,10 +32,17 @@ def parts_of(resolved: ResolvedPlan, plain: Settings) -> tuple[Part, ...]:
         plain: every setting at its first value.
     """
     return tuple(
-        Part(changed, strategy.describe(settings, payloads), terms_of(strategy, settings))
+        Part(changed, lines_of(strategy.describe(settings, payloads)), terms_of(strategy, settings))
         for strategy, settings, payloads in resolved.by_strategy()
         if (changed := unlike(settings, plain))
     )
+
+
+def lines_of(described: object) -> list[str]:
+    """Return what `describe` of a plug-in returned as lines, a whole text too."""
+    if isinstance(described, str):
+        return described.splitlines()
+    return [str(line) for line in described] if isinstance(described, Iterable) else []
 
 
 def terms_of(strategy: Strategy, settings: Settings) -> Mapping[str, Scalar]:

@@ -20,7 +20,7 @@ from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober
 from autofit.probing.survey import Survey
 from autofit.registry import resolve
-from autofit.report.parts import parts_of
+from autofit.report.parts import lines_of, parts_of
 from autofit.report.record import Record, SearchSummary, Skipped
 from autofit.searching.predicted_lines import learned
 from autofit.strategy import Strategy
@@ -230,7 +230,7 @@ def paste_lines(resolved: ResolvedPlan, *, has_loss_weight: bool = False) -> lis
     imports: dict[str, None] = {}
     indent = ""
     for strategy, settings, payloads in resolved.by_strategy():
-        lines = strategy.describe(settings, payloads)
+        lines = lines_of(strategy.describe(settings, payloads))
         own = [line for line in lines if line.startswith(("import ", "from "))]
         imports |= dict.fromkeys(own)
         code += [indent + line for line in lines if line not in own]

@@ -29,6 +29,7 @@ from autofit.training.optimizers import (
     check_steps_alone,
     holds_any,
 )
+from autofit.units import kind_of
 
 if TYPE_CHECKING:
     from autofit.training.ranks import Ranks
@@ -117,7 +118,13 @@ class Training(AbstractContextManager["Training"]):
                     self._make_ready(optimizer)
                 on_host = strategy.phase is Phase.MODEL and self._place_model is not None
                 with self.in_host_memory() if on_host else nullcontext():
-                    stack.enter_context(strategy.apply(self, settings, payloads))
+                    applying = strategy.apply(self, settings, payloads)
+                    if not isinstance(applying, AbstractContextManager):
+                        raise InvalidRequest(
+                            f"the strategy {strategy.name!r} must return a context manager from "
+                            f"apply, got {kind_of(applying)}"
+                        )
+                    stack.enter_context(applying)
             self._make_ready(optimizer)
             self._applied = stack.pop_all()
 

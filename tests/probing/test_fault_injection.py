@@ -96,10 +96,13 @@ def starts_strays(model: Any, output: torch.Tensor) -> None:
 
 
 def writes_to_every_pipe(model: Any, output: torch.Tensor) -> None:
+    answers = b"".join(
+        b'{"number": %d, "reply": "gASV", "exception": null}\n' % n for n in range(20)
+    )
     for descriptor in range(3, 64):
         with suppress(OSError):
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                os.write(descriptor, b"\xff no message\n[1]\n")
+                os.write(descriptor, b"\xff no message\n[1]\n" + answers)
 
 
 def forks(model: Any, output: torch.Tensor) -> None:

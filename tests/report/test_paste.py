@@ -11,6 +11,7 @@ import torch
 
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import load_strategies
+from autofit.report.parts import parts_of
 from autofit.searching.result import paste_lines
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -67,6 +68,23 @@ def test_a_strategy_is_given_its_own_settings_and_payloads_and_no_others() -> No
 def test_the_lines_are_python() -> None:
     plan = Plan.split(30, 8, {"folding.level": 1})
     compile("\n".join(paste_lines(ResolvedPlan(plan, {}, [Folding()]))), "pasted", "exec")
+
+
+class Careless(Folding):
+    """It describes its lines as one text."""
+
+    name = "careless"
+
+    def describe(self, settings: Any, payloads: Any) -> Any:
+        return "import os\nfold(model)"
+
+
+def test_a_text_of_a_strategy_is_taken_as_its_lines() -> None:
+    resolved = ResolvedPlan(Plan(8, settings={"careless.level": 1}), {}, [Careless()])
+    first, *_, last = paste_lines(resolved)
+    assert (first, last) == ("import os", "fold(model)")
+    (part,) = parts_of(resolved, {})
+    assert part.lines == ["import os", "fold(model)"]
 
 
 class Looping(Folding):

@@ -533,6 +533,17 @@ def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_back
         training.step(_classes(4))
 
 
+def test_a_strategy_that_returns_no_context_manager_is_named() -> None:
+    class Careless(_Recording):
+        def apply(self, training: Any, settings: Any, payloads: Any) -> Any:
+            return 5
+
+    strategies: Any = [Careless("early", 0, [])]
+    resolved = ResolvedPlan(Plan(4, settings={"early.y": 2}), {}, strategies)
+    with pytest.raises(InvalidRequest, match=r"'early'.*context manager.*int"):
+        Training(_mlp(), torch.optim.SGD(_mlp().parameters()), Recipe(), resolved, device=CPU)
+
+
 def test_strategies_already_applied_are_undone_where_a_later_one_raises() -> None:
     told: list[str] = []
 
