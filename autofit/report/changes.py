@@ -69,11 +69,10 @@ class Changes:
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (what, before, after) of each figure that changed, and of speed and memory."""
         before, after = _figures(self.before), _figures(self.after)
-        kept = ("throughput", "memory")
         return [
             (label, figure, after[label])
             for label, figure in before.items()
-            if figure != after[label] or label in kept
+            if figure != after[label] or label in ("throughput", "memory")
         ]
 
     def cautions(self) -> Iterator[str]:

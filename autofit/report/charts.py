@@ -58,7 +58,9 @@ def frontier_chart(record: Record) -> Chart:
     for x, y in edge[1:]:
         stairs += [(x, stairs[-1][1]), (x, y)]
     plot.line(stairs, "frontier")
-    plot.upright(_BUDGET_AT, "budget", f"VRAM budget {format_bytes(budget)}", is_left=True)
+    plot.upright(_BUDGET_AT, "budget")
+    arrow = "" if is_near else " \N{RIGHTWARDS ARROW}"
+    plot.text(_BUDGET_AT, -10, f"VRAM budget {format_bytes(budget)}{arrow}", "budget-words end")
     _draw_failed(plot, failed, record)
     _draw_plans(plot, fits, size, record)
     return Chart(
@@ -172,9 +174,10 @@ def _timeline(key: str, use: Mapping[str, Any], most: int) -> str:
     plot.areas({f"kind-{kind}": [each / size for each in own] for kind, own in held.items()})
     ends = [*(phase["first"] for phase in use["phases"]), moments][1:]
     for phase, end in zip(use["phases"], ends, strict=True):
-        is_wide = end - phase["first"] >= _LEAST_SHARE * moments
-        words = phase["name"] if is_wide else ""
-        plot.upright(plot.across(phase["first"]), "phase", words)
+        place = plot.across(phase["first"])
+        plot.upright(place, "phase")
+        if end - phase["first"] >= _LEAST_SHARE * moments:
+            plot.text(place, 12, phase["name"], "phase-words", dx=6)
     place = plot.across(min(use["peak"], moments - 1))
     plot.level(peak / size, "peak", f"peak {format_bytes(peak)}", place)
     return plot.drawn()

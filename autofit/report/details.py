@@ -179,23 +179,21 @@ def measured_faster(record: Record) -> Iterator[str]:
 def _why_not_best(plan: Plan, record: Record) -> str:
     """Return why the plan is not the best one although a trial of it measured faster."""
     blocks = [t for t in record.trials if t.plan == plan and t.role is Role.CONFIRMED]
-    failed = next((trial for trial in blocks if not trial.ok), None)
-    if failed is not None:
-        return f"{failed.measurement.outcome.value} when it ran again (trial {failed.number})"
+    for trial in blocks:
+        if not trial.ok:
+            return f"{trial.measurement.outcome.value} when it ran again (trial {trial.number})"
+    if not record.is_confirmed:
+        return "the final comparison, which would have decided, did not end"
     compared, speed = record.compared_speed(plan), record.speed_of(record.best) or 1.0
-    if record.is_confirmed and compared is not None:
-        gap = f"{100 * abs(compared / speed - 1):.1f} %"
-        if compared < speed:
-            return f"{gap} slower than the best plan in the final comparison"
-        return (
-            f"{gap} faster in the final comparison, which is a tie: it goes to a plan with "
-            "headroom, then to the baseline, then to exact arithmetic, fewer settings, less memory"
-        )
-    if (record.searched_speed(plan) or 0.0) <= (record.searched_speed(record.best.plan) or 0.0):
-        return "no faster than the best plan over all its probes of the search"
-    if record.is_confirmed:
+    if compared is None:
         return "measured in the search alone, not in the final comparison"
-    return "the final comparison, which would have decided, did not end"
+    gap = f"{100 * abs(compared / speed - 1):.1f} %"
+    if compared < speed:
+        return f"{gap} slower than the best plan in the final comparison"
+    return (
+        f"{gap} faster in the final comparison, which is a tie: it goes to a plan with headroom, "
+        "then to the baseline, then to exact arithmetic, fewer settings, less memory"
+    )
 
 
 def skipped_lines(record: Record) -> Iterator[str]:

@@ -24,6 +24,7 @@ from autofit.units import counted
 
 _NUMBERS = frozenset(("trial", "samples/s", "memory", "step"))
 _KINDS = {f"kind-{kind}": name for kind, name in KINDS.items()}
+_RANGE = re.compile(r"\([\d.]+-[\d.]+\)")
 _END_OF_PART = re.compile(r"([=_]|\.(?=[a-z]))")
 
 
@@ -113,7 +114,7 @@ def _answer(answer: Summary, record: Record) -> str:
 
 def _answer_row(row: Columns, record: Record) -> str:
     label, *cells = row
-    written = [_breakable(cell) for cell in cells]
+    written = [_RANGE.sub(r'<span class="whole">\g<0></span>', _breakable(c)) for c in cells]
     if label == "peak memory":
         held = record.best.measurement.held_bytes or 0
         share = min(100.0, 100 * held / record.vram_budget_bytes)

@@ -96,10 +96,11 @@ class Plot:
             y = self.down(value)
             self._parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
             self.text(0, y + 4, _number(value), "tick end", dx=-8)
-        for value in ticks(self._x_end) if x_ticks is None else x_ticks:
+        across = ticks(self._x_end) if x_ticks is None else x_ticks
+        for value in across:
             self.text(self.across(value), self.height + 18, _number(value), "tick middle")
         self.text(0, -10, y_title, "axis", dx=-44)
-        self.text(100, self.height + 34, x_title, "axis end")
+        self.text(100, self.height + (34 if across else 18), x_title, "axis end")
 
     def text(self, percent: float, y: float, words: str, kind: str, *, dx: float = 0) -> None:
         """Draw a text whose anchor is in that kind: "end", "middle" or the start."""
@@ -108,13 +109,10 @@ class Plot:
             f'<text class="{kind}" x="{percent:.2f}%" y="{y:.1f}"{shift}>{escape(words)}</text>'
         )
 
-    def upright(self, percent: float, kind: str, words: str = "", *, is_left: bool = False) -> None:
-        """Draw a line from top to bottom, with words beside its upper end."""
+    def upright(self, percent: float, kind: str) -> None:
+        """Draw a line from top to bottom."""
         x = f'x1="{percent:.2f}%" x2="{percent:.2f}%"'
         self._parts.append(f'<line class="{kind}" {x} y1="0" y2="{self.height}"/>')
-        if words:
-            side = f"{kind}-words end" if is_left else f"{kind}-words"
-            self.text(percent, 12, words, side, dx=-6 if is_left else 6)
 
     def level(self, y: float, kind: str, words: str, percent: float) -> None:
         """Draw a line across at a value, with words above it."""

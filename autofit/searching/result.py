@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 INTERRUPTED = "interrupted"
 """`stopped_because` of a search that Ctrl-C ended."""
 
-_COSTLY_TO_WATCH = "to watch it would take as long as its first trial"
+_COSTLY_TO_WATCH = "watching it would take as long as its first trial"
 
 _FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "train_step")
 """Arguments that are functions: a report names those that were given, and holds no code."""

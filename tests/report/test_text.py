@@ -115,7 +115,7 @@ def test_every_factor_has_its_range_which_noise_makes_wider(record: Record) -> N
         assert found is not None
         factor, least, most = map(float, found.groups())
         assert least < factor < most
-        assert words in page(noisy)
+        assert words in re.sub("<[^>]+>", "", page(noisy))
         widths.append(most - least)
     assert widths == sorted(widths)
 
@@ -344,7 +344,7 @@ def test_skipped_values_with_one_reason_are_one_line(record: Record) -> None:
     [
         ({"best": [270] * 2, "other": [280], "baseline": [400]}, r"Trial 5: \d\.\d % slower"),
         ({"best": [202] * 2, "other": [199, 201], "baseline": [400]}, "% faster .* a tie"),
-        ({"best": [270], "baseline": [400]}, "Trial 5: no faster"),
+        ({"best": [270], "baseline": [400]}, "Trial 5: measured in the search alone"),
     ],
 )
 def test_what_was_measured_faster_than_the_best_plan_is_explained(
@@ -355,10 +355,8 @@ def test_what_was_measured_faster_than_the_best_plan_is_explained(
     assert "Trial 5: " not in in_full(record)
 
 
-def test_a_faster_plan_that_was_not_compared_or_did_not_fit_again(record: Record) -> None:
+def test_a_faster_plan_that_did_not_fit_again(record: Record) -> None:
     slow = compared(record, best=[270], baseline=[400])
-    alone = replace(slow, trials=tuple(trial for trial in slow.trials if trial.number != 3))
-    assert "Trial 5: measured in the search alone" in in_full(alone)
     over = replace(slow.trials[5].measurement, outcome=Outcome.OVER_BUDGET)
     again = replace(slow.trials[5], number=8, role=Role.CONFIRMED, measurement=over)
     failed = in_full(replace(slow, trials=(*slow.trials, again)))
