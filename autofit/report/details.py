@@ -11,7 +11,14 @@ from autofit.measurement import ACT, Role, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.finding_words import findings_lines
 from autofit.report.record import Record
-from autofit.report.summary import Place, apply_line, pay_off, range_words, short_settings
+from autofit.report.summary import (
+    IN_PYTHON,
+    Place,
+    apply_line,
+    pay_off,
+    range_words,
+    short_settings,
+)
 from autofit.units import counted, format_bytes, format_seconds, rounded
 
 TRIAL_TITLES = ("trial", "kind", "plan", "settings", "outcome", "samples/s", "memory", "step")
@@ -40,7 +47,7 @@ class Section:
     is_code: bool = False
 
 
-def sections(record: Record, place: Place = Place()) -> Iterator[Section]:  # noqa: B008  # frozen
+def sections(record: Record, place: Place = IN_PYTHON) -> Iterator[Section]:
     """Yield the parts, those first that most readers want."""
     yield Section("Best plan and baseline", table=[("", "best", "baseline"), *figures(record)])
     yield Section("Train by the plan", list(training_lines(record, place)), is_code=True)

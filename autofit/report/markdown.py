@@ -9,12 +9,12 @@ from html import escape
 from autofit.measurement import ACT
 from autofit.report.details import Section, sections
 from autofit.report.record import Record
-from autofit.report.summary import Place, summary
+from autofit.report.summary import IN_PYTHON, Place, summary
 
 _SPECIAL = re.compile(r"([\\`*\[\]|])")
 
 
-def markdown(record: Record, place: Place = Place()) -> str:  # noqa: B008  # it is frozen
+def markdown(record: Record, place: Place = IN_PYTHON) -> str:
     """Return the report as GitHub's Markdown; what a name contains is shown as it is."""
     answer = summary(record, place)
     lines = [f"### {plain(answer.title)}", "", *table(answer.columns, answer.rows), ""]

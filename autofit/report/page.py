@@ -18,7 +18,7 @@ from autofit.measurement import Role, Trial
 from autofit.report.charts import KINDS, frontier_chart, legend, memory_charts, why_no_memory
 from autofit.report.details import ABOUT_TRIALS, TRIAL_TITLES, Section, sections, trial_cells
 from autofit.report.record import Record
-from autofit.report.summary import Columns, Place, Summary, is_sure, summary
+from autofit.report.summary import IN_PYTHON, Columns, Place, Summary, is_sure, summary
 from autofit.report.svg import Chart
 from autofit.units import counted
 
@@ -28,7 +28,7 @@ _RANGE = re.compile(r"\([\d.]+-[\d.]+\)")
 _END_OF_PART = re.compile(r"([=_]|\.(?=[a-z]))")
 
 
-def page(record: Record, place: Place = Place()) -> str:  # noqa: B008  # it is frozen
+def page(record: Record, place: Place = IN_PYTHON) -> str:
     """Return the report as an HTML document."""
     answer = summary(record, place)
     body = [

@@ -69,6 +69,10 @@ class Place:
         return f"{self.program} report {shlex.quote(self.path)} --out report.html"
 
 
+IN_PYTHON = Place()
+"""A report that was loaded, and is the variable `report`."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """The answer.
@@ -108,7 +112,7 @@ class Summary:
         return lines
 
 
-def summary(record: Record, place: Place = Place()) -> Summary:  # it is frozen
+def summary(record: Record, place: Place = IN_PYTHON) -> Summary:
     """Return the answer of a record as it is shown at that place."""
     beside = _beside(record)
     is_best = record.best.plan == record.baseline_beside_best.plan
@@ -130,8 +134,8 @@ def one_line(record: Record) -> str:
     """Return the best plan, its speed and how that compares, on one line."""
     best = record.best
     words = f"{describe(best.plan, record)}: {speed_words(best, record)}"
-    if best.plan == record.baseline_beside_best.plan:
-        return f"{words}, the baseline: no faster plan was found"
+    if best.plan == record.baseline_beside_best.plan and is_sure(record):
+        return f"{words}, the baseline"
     ratio = speedup_words(record)
     return f"{words}, {ratio} against the baseline" if ratio else words
 
@@ -328,8 +332,13 @@ def warnings_of(record: Record) -> Iterator[str]:
 def _remarks(record: Record) -> Iterator[str]:
     best, baseline = record.best, record.baseline_beside_best
     if best.plan == baseline.plan and record.search.is_decided:
-        plans = len({trial.plan for trial in probes_of(record.trials)})
-        yield f"No faster plan was found: {counted(plans, 'plan')} ran"
+        other = next_best(record)
+        speed = 0.0 if other is None else record.speed_of(other) or 0.0
+        if speed <= (record.speed_of(best) or 0.0):
+            plans = len({trial.plan for trial in probes_of(record.trials)})
+            yield f"No faster plan was found: {counted(plans, 'plan')} ran"
+        elif record.is_confirmed:
+            yield "The next best plan is faster by no more than a tie, which goes to the baseline"
     if (factor := record.factor) is not None and factor < 1 and best.plan != baseline.plan:
         less = (baseline.measurement.held_bytes or 0) - (best.measurement.held_bytes or 0)
         if less > 0:

@@ -14,7 +14,7 @@ from rich.text import Text
 from autofit.measurement import ACT
 from autofit.report.details import TRIAL_TITLES, Section, sections
 from autofit.report.record import Record
-from autofit.report.summary import MOST_LINES, Place, is_sure, summary
+from autofit.report.summary import IN_PYTHON, MOST_LINES, Place, is_sure, summary
 
 WIDTH = 100
 _LEAST_WIDTH = 20  # a terminal may say that it has one column, which takes no words
@@ -35,7 +35,7 @@ def render(
     *,
     verbose: bool = False,
     color: bool = False,
-    place: Place = Place(),  # noqa: B008  # it is frozen
+    place: Place = IN_PYTHON,
 ) -> str:
     """Return the report as text of at most `width` columns; only code and commands may be wider.
 

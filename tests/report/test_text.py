@@ -167,6 +167,12 @@ def test_the_baseline_as_the_best_plan_stands_beside_the_next_one(record: Record
     assert found["plan"] == ("4 x 8, defaults", "16 x 2, folding=1")
     assert re.fullmatch(r"0\.98x \(.*\)", found["speedup"][1])
     assert "No faster plan was found: 5 plans ran" in render(replace(final, best_number=6))
+    tied = replace(compared(record, baseline=[400, 400], best=[396, 396]), best_number=6)
+    assert "No faster plan" not in render(tied)
+    assert "goes to the baseline" in render(tied)
+    search = replace(record.search, comparison_ended=False)
+    cut = replace(record, search=search, trials=record.trials[:6], best_number=0)
+    assert "No faster plan" not in render(cut), "trial 3 measured faster"
     alone = replace(record, trials=record.trials[:1], best_number=0)
     assert "1 plan ran" in render(alone)
     assert "next best" not in render(alone)
