@@ -55,6 +55,7 @@ class Gpu:
         multiprocessors: their number, by which kernels size their scratch memory.
         context_bytes: bytes of a process outside the allocator.
         context_margin_bytes: how far off that may be; 0 where it was measured.
+        recorded: whether trainings were recorded on one, against which predictions were compared.
         rates: None where they are unknown, as of a size that stands for a GPU.
     """
 
@@ -64,6 +65,7 @@ class Gpu:
     multiprocessors: int
     context_bytes: int = MEASURED_CONTEXT_BYTES
     context_margin_bytes: int = CONTEXT_MARGIN_BYTES
+    recorded: bool = False
     rates: Rates | None = None
 
     @property
@@ -167,7 +169,7 @@ _TABLE = [
     Gpu("H100", _gib(79.1), (9, 0), 132),
     Gpu("H100-NVL", _gib(93.0), (9, 0), 132),
     Gpu("GH200", _gib(94.5), (9, 0), 132),
-    Gpu("H200", _gib(139.8), (9, 0), 132, context_margin_bytes=0),
+    Gpu("H200", _gib(139.8), (9, 0), 132, context_margin_bytes=0, recorded=True),
     Gpu("B200", _gib(178.4), (10, 0), 148),
     Gpu("RTX 5070", _gib(11.7), (12, 0), 48),
     Gpu("RTX 5080", _gib(15.5), (12, 0), 84),
@@ -306,5 +308,6 @@ def _of_size(total_bytes: int, given: object) -> Gpu:
         name=name,
         total_bytes=total_bytes,
         context_margin_bytes=CONTEXT_MARGIN_BYTES,
+        recorded=False,
         rates=None,
     )

@@ -35,11 +35,14 @@ class Recording:
         step_ends: for each recorded optimizer step, the number of events at its end.
         optional: purposes of dispensable allocations, by id. Once one is refused, its purpose goes
             without from then on, as PyTorch treats the workspaces of convolution algorithms.
+        uses_cudnn: whether it holds workspaces of cuDNN whose sizes are not documented: those of
+            convolutions and recurrent layers.
     """
 
     events: Sequence[Event]
     step_ends: Sequence[int]
     optional: Mapping[int, Hashable] = field(default_factory=dict)
+    uses_cudnn: bool = False
 
     @cached_property
     def replayed(self) -> list[Sequence[Event]]:

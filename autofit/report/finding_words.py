@@ -24,20 +24,12 @@ _IN_WORDS = {
 
 
 def findings_lines(record: Record) -> Iterator[str]:
-    """Yield a line about each finding: the loader, what bounds a step, the state, the allocator."""
+    """Yield a line about each finding: the loader, what bounds a step, the allocator."""
     found = record.findings
     if "loader" in found:
         yield loader_words(found["loader"])
     if "bounds" in found:
         yield bounds_words(record)
-    state = found.get("state", {})
-    if "failed" in state:
-        yield f"The size of the optimizer's state is unknown: {_line_of(state['failed'])}"
-    elif state.get("state_bytes"):
-        yield (
-            f"{state['optimizer']} keeps {format_bytes(state['state_bytes'])} of state for "
-            f"{format_bytes(state['parameter_bytes'])} of parameters"
-        )
     if "allocator" in found:
         yield from allocator_words(found["allocator"])
 

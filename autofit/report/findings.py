@@ -44,16 +44,6 @@ class _Bounds(TypedDict, total=False):
     baseline: dict[str, Number] | None
 
 
-class _State(TypedDict, total=False):
-    failed: str
-    optimizer: str
-    parameter_bytes: Amount
-    state_bytes: Amount
-    bytes_in_8_bits: Amount
-    adafactor_bytes: Amount
-    lion_bytes: Amount
-
-
 class _Allocator(TypedDict, total=False):
     failed: str
     setting: str
@@ -70,5 +60,4 @@ class Findings(TypedDict, total=False):
 
     loader: _Loader
     bounds: _Bounds
-    state: _State
     allocator: _Allocator

@@ -22,7 +22,7 @@ from autofit.report.record import Record
 from autofit.training.loader import Loader
 
 if TYPE_CHECKING:
-    from autofit.probing.session import Session
+    pass
 
 SHARE_FOR_LOADER = 0.15
 """Of the timeout, kept back for measuring a loader."""
@@ -56,17 +56,8 @@ def look_for_findings(
         found.look_at_loader(loader)
     if prober.has_workers or trace is not None:
         found.look_at_step(trace)
-    if prober.has_workers:
-        found.look_at_state()
     if prober.has_workers and probes_left != 0:
         found.look_at_allocator(probes_left)
-
-
-def _state_costs(session: Session) -> dict[str, Any]:
-    """Look in the process that holds the model; only that one imports prediction."""
-    from autofit.prediction.optimizer_state import state_costs
-
-    return state_costs(session)
 
 
 class _Findings:
@@ -112,12 +103,6 @@ class _Findings:
                 facts["baseline"] = facts["best"]
             elif baseline.ok:
                 facts["baseline"] = self._shares(baseline, None)
-
-    def look_at_state(self) -> None:
-        """Find what the optimizer's state takes, and what it would in other forms."""
-        with self._failure("state") as facts:
-            self._on_stage("looking at the optimizer's state")
-            facts |= self._prober.run(_state_costs, self._spec.vram_budget_bytes)
 
     def look_at_allocator(self, probes_left: int | None) -> None:
         """Try expandable segments where they may help and the probes suffice."""

@@ -114,13 +114,6 @@ def test_expandable_segments_are_recommended_only_where_they_help(record: Record
     assert "were not tried: the time" in text(record, allocator={"failed": "the time was over"})
 
 
-def test_what_the_state_of_the_optimizer_takes(record: Record) -> None:
-    found = {"optimizer": "AdamW", "parameter_bytes": 4 * MIB, "state_bytes": 8 * MIB}
-    assert "AdamW keeps 8.00 MiB of state for 4.00 MiB of parameters" in text(record, state=found)
-    assert "AdamW" not in text(record, state=found | {"state_bytes": 0})
-    assert "state is unknown: no time" in text(record, state={"failed": "no time"})
-
-
 @pytest.mark.parametrize(
     ("findings", "place"),
     [

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 from typing import Any, TypeAlias
@@ -156,7 +156,7 @@ def recording_on(gpu: Gpu, recording: Recording, by_card: Mapping[int, ByCard]) 
         )
         start = end
         ends.append(len(events))
-    return Recording(tuple(events), tuple(ends[:-1]), dict(recording.optional))
+    return replace(recording, events=tuple(events), step_ends=tuple(ends[:-1]))
 
 
 def of_reduction(tensor: torch.Tensor, dims: frozenset[int]) -> list[Size]:

@@ -53,6 +53,8 @@ CUBLASLT_WORKSPACE_BYTES = 1 * MIB
 _STAND_INS = {**operators.STAND_INS, **rnn.STAND_INS}
 _HOST = torch.device("cpu")
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
+_OF_CUDNN = frozenset({"convolution", "_cudnn_rnn"})
+"""Operators whose workspaces cuDNN chooses by heuristics that it does not document."""
 _ON_LISTS_IN_PLACE = re.compile(r"_(foreach|fused|amp_foreach)_\w+_")
 """Operators of foreach and fused optimizers and of gradient scaling that return nothing."""
 # fmt: off
@@ -94,6 +96,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         self.operations: list[Operation] | None = None
         self._shape_cache = ShapeCache()
         self._has_workspace: set[tuple[str, bool]] = set()
+        self._uses_cudnn = False
         self._order: list[int | torch.Tensor | None] = []
 
     @classmethod
@@ -177,6 +180,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
             order, self._order = self._order, []
             self.allocate_in_order(order)
         super().account(func, args, kwargs, result)
+        self._uses_cudnn = self._uses_cudnn or name in _OF_CUDNN
         sizes = self._account_scratch(name, args, result) if _on_device(result) else []
         if self.operations is not None:
             operation = operation_of(func, args, kwargs, result, sizes)
@@ -195,7 +199,7 @@ class CudaTracer(MemoryTracer):  # type: ignore[no-untyped-call]  # torch's own 
         first: dict[Hashable, int] = {}  # of a purpose, and its name where sizes are compared
         purposes = live.optional.items()
         optional = {number: first.setdefault(purpose, number) for number, purpose in purposes}
-        return Recording(events, live.step_ends, optional)
+        return Recording(events, live.step_ends, optional, self._uses_cudnn)
 
     @property
     def recording(self) -> Recording:
