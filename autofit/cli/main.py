@@ -296,10 +296,10 @@ def soak(
     searched = target or report.record.workload.get("target")
     if searched is None:
         raise InvalidRequest(f"{path} does not name its target: give TARGET")
-    if target is None and leads():
-        say(f"training {searched}, which the report names")
     with stdout_for_results_only():
         workload = load_target(searched, is_from_file=target is None)
+        if target is None and leads():
+            say(f"training {searched}, which the report names")
         result = report.soak(workload, steps=steps, device=device, isolation=isolation)
     if leads():
         print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
