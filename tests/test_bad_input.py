@@ -29,6 +29,12 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 8)
 
 
+def _holding_itself() -> list[Any]:
+    held: list[Any] = [batch()]
+    held.append(held)
+    return held
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -101,6 +107,7 @@ def batch() -> torch.Tensor:
         ),
         ({"model": model().to("meta"), "isolation": "process"}, r"model.*meta.*values"),
         ({"profile": "a\0.json"}, r"profile.*NUL"),
+        ({"sample_batch": _holding_itself()}, r"batch \(a list\) holds itself"),
         (
             {"sample_batch": (torch.zeros(1, 8), torch.zeros(1), torch.zeros(9))},
             r"2 of its 3 tensors.*n -> batch",

@@ -66,7 +66,8 @@ def markdown(name: str, verdict: Verdict, regression: Regression | None) -> str:
         "headroom": verdict.headroom_bytes,
         **(verdict.breakdown or {}),
     }
-    lines = [f"### autofit check: `{name}` {word}", "", str(verdict), ""]
+    shown = " ".join(name.split()).replace("`", "'")  # in one line of code, whatever it holds
+    lines = [f"### autofit check: `{shown}` {word}", "", str(verdict), ""]
     if regression is not None:
         lines += [f"Against the earlier one: {regression}", ""]
     lines += ["| | |", "|---|---:|"]

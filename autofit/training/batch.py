@@ -40,8 +40,18 @@ _ASK_FOR_MAKER = "pass a callable n -> batch of n samples as the sample batch in
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    """Every tensor in the batch, in the pytree's order."""
-    leaves = pytree.tree_leaves(_opened(batch))
+    """Every tensor in the batch, in the pytree's order.
+
+    Raises:
+        InvalidRequest: the batch holds itself, or is nested too deeply.
+    """
+    try:
+        leaves = pytree.tree_leaves(_opened(batch))
+    except RecursionError as error:
+        raise InvalidRequest(
+            f"the batch ({kind_of(batch)}) holds itself, or is nested too deeply: give one whose "
+            "tensors lie in a few nested lists, mappings or dataclasses"
+        ) from error
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

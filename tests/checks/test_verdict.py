@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from autofit.checks.ci_formats import markdown
 from autofit.checks.verdict import Verdict
 from autofit.plan import Plan
 from autofit.units import GIB
@@ -60,3 +61,10 @@ def test_json_can_be_read_back() -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, autofit.checks.verdict; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_name_of_a_file_stays_one_piece_of_code_in_markdown() -> None:
+    heading, *_ = markdown("a`|\n<img src=x>.py:make", FITS, None).splitlines()
+    _, name, after = heading.split("`")
+    assert name.endswith("<img src=x>.py:make")
+    assert after == " fits"
