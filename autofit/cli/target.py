@@ -47,6 +47,12 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
         raise InvalidRequest(
             f"{target!r} is not a target; write path/to/file.py:name or package.module:name"
         )
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # in which oneMKL ends the process
+        raise InvalidRequest(
+            "the current folder was deleted: change to one that exists, with cd"
+        ) from None
     if is_from_file:
         check_is_near(target)
     module = _import(place)
