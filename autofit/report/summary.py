@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from autofit.measurement import ACT, NOT_TRIED, Role, Trial, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
-from autofit.report.finding_words import allocator_words, loader_words
+from autofit.report.finding_words import loader_words
 from autofit.report.record import Record
 from autofit.space import Space
 from autofit.units import counted, format_bytes, format_rate, format_seconds, rounded
@@ -350,9 +350,6 @@ def _remarks(record: Record) -> Iterator[str]:
         from autofit.report.ranks import held_by_ranks
 
         yield f"Held by each rank: {held_by_ranks(ranks, record.vram_budget_bytes)}"
-    allocator = record.findings.get("allocator") or {}
-    if "setting" in allocator:
-        yield from allocator_words(allocator)
     tried = [note for note in record.notes if note.startswith(NOT_TRIED)]
     yield ". ".join([*validity(record), *tried])
 

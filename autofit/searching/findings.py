@@ -35,7 +35,6 @@ def look_for_findings(
     *,
     loader: Loader | None,
     trace: str | None,
-    probes_left: int | None,
     on_stage: OnStage,
     facts: dict[str, Any],
 ) -> None:
@@ -47,7 +46,6 @@ def look_for_findings(
         record: of its report, without findings.
         loader: the workload's.
         trace: file for a trace of the best plan; None: none.
-        probes_left: of those that the user allows; None: any number.
         on_stage: called with the name of each stage that begins.
         facts: filled with the findings as JSON data, by name.
     """
@@ -56,8 +54,6 @@ def look_for_findings(
         found.look_at_loader(loader)
     if prober.has_workers or trace is not None:
         found.look_at_step(trace)
-    if prober.has_workers and probes_left != 0:
-        found.look_at_allocator(probes_left)
 
 
 class _Findings:
@@ -74,22 +70,18 @@ class _Findings:
 
     def look_at_loader(self, loader: Loader) -> None:
         """Measure the workload's loader against the best plan."""
-        from autofit.searching.loader import LoaderTuner  # most searches have none
+        from autofit.searching.loader import measure_loader  # most searches have none
 
         best = self._record.best
-        tuner = LoaderTuner(
-            self._prober,
-            loader,
-            self._resolved(best),
-            self._record.speed_of(best) or 0.0,
-            self._record.environment["gpu"] is not None,
-            self._on_stage,
-        )
         with self._failure("loader") as facts:
-            try:
-                tuner.run()
-            finally:
-                facts |= tuner.facts()
+            measure_loader(
+                self._prober,
+                loader,
+                best.plan,
+                self._record.speed_of(best) or 0.0,
+                self._on_stage,
+                facts,
+            )
 
     def look_at_step(self, trace: str | None) -> None:
         """Find what bounds a step of the best plan and of the baseline."""
@@ -103,28 +95,6 @@ class _Findings:
                 facts["baseline"] = facts["best"]
             elif baseline.ok:
                 facts["baseline"] = self._shares(baseline, None)
-
-    def look_at_allocator(self, probes_left: int | None) -> None:
-        """Try expandable segments where they may help and the probes suffice."""
-        from autofit.searching import allocator  # a search of few probes has none for it
-
-        budget, trials = self._spec.vram_budget_bytes, self._record.trials
-        worth = allocator.candidates(self._record.best, trials, budget)
-        short = probes_left is not None and probes_left < worth.most_probes
-        if short or not worth.most_probes:
-            return
-        tried = (self._record.best, worth.flushing)
-        seconds = [trial.measurement.seconds or 0.0 for trial in tried if trial is not None]
-        with self._failure("allocator") as facts:
-            self._on_stage("trying expandable segments of the allocator")
-            flushing = None if worth.flushing is None else self._resolved(worth.flushing)
-            facts |= allocator.try_expandable_segments(
-                self._prober,
-                self._resolved(self._record.best),
-                flushing,
-                budget,
-                expected_seconds=max(seconds) or None,
-            )
 
     def _shares(self, trial: Trial, trace: str | None) -> Mapping[str, float] | None:
         function: Callable[[Any], StepProfile | None]

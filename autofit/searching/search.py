@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from autofit.measurement import Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
 from autofit.notebook import is_watched
 from autofit.planning.search_spec import Effort, SearchSpec
-from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober, Target, open_prober
 from autofit.probing.survey import Survey, check_weights_fit
 from autofit.probing.together import owned_by_rank_0, ranks_meant
@@ -29,7 +28,7 @@ from autofit.report.record import Record
 from autofit.report.report import Report
 from autofit.searching import events
 from autofit.searching.engine import run_search
-from autofit.searching.events import OnEvent
+from autofit.searching.events import Event, OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
 from autofit.searching.lanes import Places, open_runner
 from autofit.searching.limits import Allowance, check_search_arguments
@@ -43,6 +42,7 @@ from autofit.searching.result import (
     record_of,
     with_measured_need,
 )
+from autofit.searching.runner import Runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store
 from autofit.searching.wording import logged
@@ -198,168 +198,236 @@ def search(
     )
     places = Places.asked(device, options, isolation=isolation, ranks=size)
 
-    def lead(ranks: int) -> Record:
-        """Search, with several ranks or with one device."""
-        target = Target(places.devices[0], vram_budget, seed, isolation, places.threads, ranks)
-        kept_s = SHARE_FOR_LOADER * (timeout or 0.0) if workload.loader is not None else 0.0
-        trials: Callable[[], Sequence[Trial]] = tuple  # so far
-        record: Record | None = None
-        with interrupts_remembered(), showing(progress) as on_event:
-
-            def on_stage(stage: str) -> None:
-                on_event(events.StageStarted(stage, allowance.progress(trials())))
-
-            if study is not None:
-                check_opens(study)
-            ends_at = math.inf
-            if timeout is not None:
-                ends_at = allowance.began + timeout
-            try:
-                opened = partial(
-                    open_prober, workload, chosen, ends_at=ends_at, executor=places.executor
-                )
-                with opened(target, on_stage=on_stage) as prober:
-                    survey = prober.survey()
-                    if train_steps is None:
-                        survey = survey.without_costly(_named(strategies))
-                    check_weights_fit(survey)
-                    if survey.world_size > 1:
-                        survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
-                    if survey.busy is not None:
-                        on_event(events.MachineBusy(survey.busy, allowance.progress()))
-                    identity = _identity(
-                        survey, workload, chosen, level, vram_budget, max_micro_batch
-                    )
-                    with open_runner(
-                        prober,
-                        places,
-                        lambda name: opened(replace(target, device=name)),
-                        on_stage,
-                    ) as runner:
-                        survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
-                        with Store.open(study, identity, began=allowance.began) as store:
-                            spec = store.spec
-                            trials = partial(getattr, store, "trials")
-                            if spec is not None:
-                                on_stage(
-                                    f"resuming {store.name}, with {counted(len(trials()), 'trial')}"
-                                )
-                            else:
-                                space = survey.space(max_micro_batch)
-                                apart = partial(
-                                    open_prober, workload, chosen, Target("cpu"), ends_at=ends_at
-                                )
-                                lines, times, notes = predicted_lines(
-                                    prober, survey, space, apart if survey.world_size > 1 else None
-                                )
-                                survey = replace(survey, notes=(*survey.notes, *notes))
-                                budget = survey.vram_budget_bytes
-                                spec = SearchSpec(
-                                    space,
-                                    budget,
-                                    seed,
-                                    identity,
-                                    lines,
-                                    times,
-                                    numerics=_numerics_of(space, chosen),
-                                    segment_bytes=LARGE_SEGMENT_BYTES,
-                                )
-                            spec = replace(
-                                spec,
-                                effort=Effort(effort),
-                                train_samples=None
-                                if train_steps is None
-                                else train_steps * spec.space.baseline.samples_per_step,
-                            )
-                            try:
-                                result = run_search(
-                                    runner,
-                                    spec,
-                                    store=store,
-                                    sampler=sampler,
-                                    max_probes=max_probes,
-                                    timeout_s=timeout,
-                                    on_event=on_event,
-                                    began=allowance.began,
-                                    kept_s=kept_s,
-                                )
-                            except NoFeasiblePlan as error:
-                                if allowance.probes_left(trials()) == 0:
-                                    raise
-                                raise with_measured_need(error, prober, spec) from None
-                            sessions = store.session_seconds
-                            trials = partial(getattr, result, "trials")
-                        record = _record(
-                            result,
-                            survey,
-                            prober,
-                            workload,
-                            sessions,
-                            trace=None if profile is None else os.path.abspath(profile),
-                            probes_left=allowance.probes_left(result.trials),
-                            on_stage=on_stage,
-                            is_alone=ranks == 1,
-                        )
-                    on_stage("ending the worker")
-            except SearchTimedOut:
-                raise allowance.too_short() from None
-            except KeyboardInterrupt:
-                if record is None:
-                    raise
-                record = _interrupted(record)
-            on_stage("writing the report")
-            seconds = sum(sessions[:-1]) + allowance.elapsed_s
-            return replace(record, search=replace(record.search, seconds=seconds))
-
-    record = owned_by_rank_0(lead, ranks=options.ranks)
+    asked = _Asked(
+        workload,
+        chosen,
+        _named(strategies),
+        level,
+        vram_budget,
+        max_micro_batch,
+        train_steps,
+        Effort(effort),
+        study,
+        sampler,
+        seed,
+        isolation,
+        progress,
+        None if profile is None else os.path.abspath(profile),
+        places,
+        allowance,
+    )
+    record = owned_by_rank_0(partial(_lead, asked), ranks=options.ranks)
     return Report(record, strategies=chosen, workload=workload)
 
 
-def _record(
-    result: SearchResult,
-    survey: Survey,
-    prober: Prober,
-    workload: Workload,
-    sessions: Sequence[float],
-    *,
-    trace: str | None,
-    probes_left: int | None,
-    on_stage: OnStage,
-    is_alone: bool,
-) -> Record:
-    """Return the record of a result, with what is looked at after it."""
-    if survey.busy is None and survey.environment.gpu is None:
-        survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
-    difference: Mapping[str, Any] | None = None
-    memory: Mapping[str, Any] = {}
-    findings: dict[str, Any] = {}
-    try:
-        if result.may_probe:
-            on_stage("comparing the answer's gradients with the baseline's")
-        difference = difference_of(prober, result)
-        memory = memory_of(prober, result) if is_alone else {}
-    except KeyboardInterrupt:
-        result = replace(result, stopped_because=INTERRUPTED, may_probe=False)
-    chosen = tuple(prober.strategies)
-    record = record_of(survey, result, chosen, workload, difference, memory, sessions)
-    if not result.may_probe or not is_alone:
-        return record
-    try:
-        look_for_findings(
-            prober,
-            result.spec,
-            record,
-            loader=workload.loader,
-            trace=trace,
-            probes_left=probes_left,
-            on_stage=on_stage,
-            facts=findings,
-        )
-    except KeyboardInterrupt:
-        record = _interrupted(record)
-    tried = findings.get("allocator", {}).get("probes", 0)
-    summary = replace(record.search, probes=record.search.probes + tried)
-    return replace(record, findings=findings, search=summary)
+@dataclass(frozen=True)
+class _Asked:
+    """What a search was asked to do; fields without a word here are arguments of `search`.
+
+    Attributes:
+        strategies: that may be used.
+        named: the names of those that the caller named.
+        level: how far a plan may change the arithmetic.
+    """
+
+    workload: Workload
+    strategies: tuple[Strategy, ...]
+    named: set[str]
+    level: Numerics
+    vram_budget: str | float | None
+    max_micro_batch: int | None
+    train_steps: int | None
+    effort: Effort
+    study: str | os.PathLike[str] | None
+    sampler: BaseSampler | None
+    seed: int
+    isolation: str
+    progress: OnEvent | bool | None
+    profile: str | None
+    places: Places
+    allowance: Allowance
+
+    @property
+    def ends_at(self) -> float:
+        """When the timeout is over, by `time.monotonic`."""
+        timeout_s = self.allowance.timeout_s
+        return math.inf if timeout_s is None else self.allowance.began + timeout_s
+
+    def open_prober(self, target: Target, **given: Any) -> Prober:
+        """Open a prober of the workload, which ends with the timeout."""
+        return open_prober(self.workload, self.strategies, target, ends_at=self.ends_at, **given)
+
+
+def _lead(asked: _Asked, ranks: int) -> Record:
+    """Search, with several ranks or with one device."""
+    if asked.study is not None:
+        check_opens(asked.study)
+    with interrupts_remembered(), showing(asked.progress) as on_event:
+        course = _Course(asked, ranks, on_event)
+        try:
+            course.run()
+        except SearchTimedOut:
+            raise asked.allowance.too_short() from None
+        except KeyboardInterrupt:
+            if course.record is None:
+                raise
+            course.record = _interrupted(course.record)
+        return course.written()
+
+
+class _Course:
+    """The course of a search: inspect the workload, specify, explore, describe.
+
+    Attributes:
+        record: of the report; None until the search itself has ended.
+    """
+
+    def __init__(self, asked: _Asked, ranks: int, on_event: OnEvent) -> None:
+        self._asked, self._ranks, self._on_event = asked, ranks, on_event
+        self._trials: Sequence[Trial] = ()
+        self._earlier_s = 0.0
+        self.record: Record | None = None
+
+    def run(self) -> None:
+        """Search, and keep the record of it."""
+        asked = self._asked
+        place = partial(
+            Target, vram_budget=asked.vram_budget, seed=asked.seed, isolation=asked.isolation,
+            threads=asked.places.threads, ranks=self._ranks,
+        )  # fmt: skip
+        open_on = partial(asked.open_prober, executor=asked.places.executor)
+        first = place(asked.places.devices[0])
+        with open_on(first, on_stage=self._on_stage) as prober:
+            survey = self._inspect(prober)
+            identity = _identity(survey, asked)
+            with (
+                open_runner(
+                    prober, asked.places, lambda name: open_on(place(name)), self._on_stage
+                ) as runner,
+                Store.open(asked.study, identity, began=asked.allowance.began) as store,
+            ):
+                survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
+                survey, spec = self._specify(prober, survey, store, identity)
+                result = self._explore(runner, prober, spec, store)
+                sessions = store.session_seconds
+            self._earlier_s = sum(sessions[:-1])
+            self._describe(prober, survey, result, sessions)
+            self._on_stage("ending the worker")
+
+    def written(self) -> Record:
+        """Return the record, with the seconds of the whole search."""
+        assert self.record is not None, "run() comes first"
+        self._on_stage("writing the report")
+        seconds = self._earlier_s + self._asked.allowance.elapsed_s
+        return replace(self.record, search=replace(self.record.search, seconds=seconds))
+
+    def _inspect(self, prober: Prober) -> Survey:
+        """Return what a worker says of the workload and the device."""
+        survey = prober.survey()
+        if self._asked.train_steps is None:
+            survey = survey.without_costly(self._asked.named)
+        check_weights_fit(survey)
+        if survey.world_size > 1:
+            survey = replace(survey, notes=(*survey.notes, _OF_RANKS))
+        if survey.busy is not None:
+            self._on_event(events.MachineBusy(survey.busy, self._asked.allowance.progress()))
+        return survey
+
+    def _specify(
+        self, prober: Prober, survey: Survey, store: Store, identity: Mapping[str, str]
+    ) -> tuple[Survey, SearchSpec]:
+        """Return the survey with notes of prediction, and the study's specification or one."""
+        asked, spec = self._asked, store.spec
+        self._trials = store.trials
+        if spec is not None:
+            self._on_stage(f"resuming {store.name}, with {counted(len(self._trials), 'trial')}")
+        else:
+            space = survey.space(asked.max_micro_batch)
+            apart = partial(asked.open_prober, Target("cpu")) if survey.world_size > 1 else None
+            lines, times, notes = predicted_lines(prober, survey, space, apart)
+            survey = replace(survey, notes=(*survey.notes, *notes))
+            spec = SearchSpec(
+                space,
+                survey.vram_budget_bytes,
+                asked.seed,
+                identity,
+                lines,
+                times,
+                numerics=_numerics_of(space, asked.strategies),
+                segment_bytes=LARGE_SEGMENT_BYTES,
+            )
+        steps, samples = asked.train_steps, spec.space.baseline.samples_per_step
+        train_samples = None if steps is None else steps * samples
+        return survey, replace(spec, effort=asked.effort, train_samples=train_samples)
+
+    def _explore(
+        self, runner: Runner, prober: Prober, spec: SearchSpec, store: Store
+    ) -> SearchResult:
+        """Run plans, and return the result."""
+        asked, allowance = self._asked, self._asked.allowance
+        has_loader = asked.workload.loader is not None
+
+        def on_event(event: Event) -> None:
+            self._trials = store.trials
+            self._on_event(event)
+
+        try:
+            result = run_search(
+                runner,
+                spec,
+                store=store,
+                sampler=asked.sampler,
+                max_probes=allowance.max_probes,
+                timeout_s=allowance.timeout_s,
+                on_event=on_event,
+                began=allowance.began,
+                kept_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
+            )
+        except NoFeasiblePlan as error:
+            if allowance.probes_left(store.trials) == 0:
+                raise
+            raise with_measured_need(error, prober, spec) from None
+        self._trials = result.trials
+        return result
+
+    def _describe(
+        self, prober: Prober, survey: Survey, result: SearchResult, sessions: Sequence[float]
+    ) -> None:
+        """Keep the record of a result, and then what is found beside the answer."""
+        is_alone = self._ranks == 1
+        if survey.busy is None and survey.environment.gpu is None:
+            survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
+        difference: Mapping[str, Any] | None = None
+        memory: Mapping[str, Any] = {}
+        try:
+            if result.may_probe:
+                self._on_stage("comparing the answer's gradients with the baseline's")
+            difference = difference_of(prober, result)
+            memory = memory_of(prober, result) if is_alone else {}
+        except KeyboardInterrupt:
+            result = replace(result, stopped_because=INTERRUPTED, may_probe=False)
+        workload, strategies = self._asked.workload, tuple(prober.strategies)
+        record = record_of(survey, result, strategies, workload, difference, memory, sessions)
+        self.record = record
+        if result.may_probe and is_alone:
+            findings: dict[str, Any] = {}
+            try:
+                look_for_findings(
+                    prober,
+                    result.spec,
+                    record,
+                    loader=workload.loader,
+                    trace=self._asked.profile,
+                    on_stage=self._on_stage,
+                    facts=findings,
+                )
+            except KeyboardInterrupt:
+                record = _interrupted(record)
+            self.record = replace(record, findings=findings)
+
+    def _on_stage(self, stage: str) -> None:
+        progress = self._asked.allowance.progress(self._trials)
+        self._on_event(events.StageStarted(stage, progress))
 
 
 def _interrupted(record: Record) -> Record:
@@ -405,24 +473,18 @@ def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:
     return model
 
 
-def _identity(
-    survey: Survey,
-    workload: Workload,
-    strategies: tuple[Strategy, ...],
-    numerics: Numerics,
-    vram_budget: str | float | None,
-    max_micro_batch: int | None,
-) -> dict[str, str]:
+def _identity(survey: Survey, asked: _Asked) -> dict[str, str]:
     """Return the identity of a study; without a budget "free", since free memory changes."""
     costly = [name for name, dimension in survey.dimensions.items() if dimension.is_costly]
+    is_free = asked.vram_budget is None
     return {
         "workload": survey.fingerprint,
-        "allow_resplit": str(workload.allow_resplit),
-        "even_split": str(workload.even_split),
-        "strategies": ",".join(strategy.name for strategy in strategies),
-        "numerics": numerics.name.lower(),
-        "vram_budget": "free" if vram_budget is None else str(survey.vram_budget_bytes),
-        "max_micro_batch": str(max_micro_batch),
+        "allow_resplit": str(asked.workload.allow_resplit),
+        "even_split": str(asked.workload.even_split),
+        "strategies": ",".join(strategy.name for strategy in asked.strategies),
+        "numerics": asked.level.name.lower(),
+        "vram_budget": "free" if is_free else str(survey.vram_budget_bytes),
+        "max_micro_batch": str(asked.max_micro_batch),
         **({"ranks": str(survey.world_size)} if survey.world_size > 1 else {}),
         **({"costly settings": ",".join(costly)} if costly else {}),
     }

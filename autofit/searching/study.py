@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -139,9 +140,12 @@ class Store:
                 self.study.set_user_attr(_ENDED, None)
         self.spec = spec
 
-    @property
+    @cached_property
     def trials(self) -> tuple[Trial, ...]:
-        """Every finished trial, in order, but those in which the workload itself failed."""
+        """Every finished trial, in order, but those in which the workload itself failed.
+
+        Read once: this search is the study's only writer.
+        """
         with self._reading():
             trials = self.study.get_trials(deepcopy=False)
             compared_from = self.study.user_attrs.get(trial_codec.COMPARED_FROM, 0)
@@ -176,6 +180,7 @@ class Store:
             return trials
         with self._writing(), replaying(self.name):
             self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
+        self.__dict__.pop("trials", None)
         return self.trials
 
     def mark_ended(self, reason: str) -> None:
@@ -209,10 +214,16 @@ class Store:
             trial: the trial; its own number is not used.
         """
         assert self.spec is not None, "begin() comes before the first trial"
+        earlier = self.trials
         with self._writing(), replaying(self.name):
-            stored = trial_codec.record(self.study, asked, trial, self.spec)
+            written = trial_codec.record(self.study, asked, trial, self.spec)
             # With every trial, so that a killed session counts up to that.
             self.study.set_user_attr(_SESSIONS, list(self.session_seconds))
+        with decoding(self.name):
+            stored = trial_codec.trial_in(asked.number, written)
+        if not stored.blames_workload:
+            # Of several plans in flight the one that was asked for last may end first
+            self.trials = tuple(sorted((*earlier, stored), key=lambda each: each.number))
         return stored
 
     def close(self) -> None:

@@ -88,19 +88,22 @@ def plan_of(params: dict[str, Any], space: Space) -> Plan:
     return space.plan(params[MICRO_BATCH], settings)
 
 
-def record(study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec) -> Trial:
-    """Store a finished trial, tell Optuna its state, and return it with its number."""
+def record(
+    study: optuna.Study, asked: optuna.Trial, trial: Trial, spec: SearchSpec
+) -> dict[str, Any]:
+    """Store a finished trial, tell Optuna its state, and return what was written."""
+    written: dict[str, Any] = to_json(trial)
     asked.set_constraint(_CONSTRAINT, _excess(trial, spec))
-    asked.set_user_attr(_RECORD, to_json(trial))
+    asked.set_user_attr(_RECORD, written)
     study.tell(asked, *_value_and_state(trial))
-    return replace(trial, number=asked.number)
+    return written
 
 
 def end_of(unfinished: FrozenTrial) -> tuple[float | None, TrialState]:
     """Return the value and the state to end an abandoned trial with: FAIL if it has no record."""
     if _RECORD not in unfinished.user_attrs:
         return None, TrialState.FAIL
-    return _value_and_state(_trial(0, unfinished.user_attrs[_RECORD]))
+    return _value_and_state(trial_in(0, unfinished.user_attrs[_RECORD]))
 
 
 def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial, ...]:
@@ -113,7 +116,7 @@ def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial,
     compared_from = from_json(compared_from, Amount, "the first trial of the final comparison")
     finished = [t for t in frozen if t.state.is_finished()]
     recorded = [
-        _trial(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
+        trial_in(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
     ]
     return tuple(
         replace(trial, role=Role.SEARCH)
@@ -146,7 +149,7 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
     return max(excess, _LEAST_EXCESS)
 
 
-def _trial(number: int, data: dict[str, Any]) -> Trial:
+def trial_in(number: int, data: dict[str, Any]) -> Trial:
     """Return the trial of a record, which was written before Optuna had given its number."""
     trial = from_json(without_controls(data) | {"number": number}, Trial, "the trial")
     if trial.ok and trial.role is not Role.VETOED:

@@ -51,11 +51,6 @@ class LoaderSettings:
     pin_memory: bool = False
     prefetch_factor: int | None = None
 
-    @property
-    def batches_ahead(self) -> int:
-        """Batches that are loaded or being loaded while one is trained."""
-        return self.num_workers * (self.prefetch_factor or 0)
-
     def __str__(self) -> str:
         shown = {name: value for name, value in asdict(self).items() if value is not None}
         del shown["batch_size"]

@@ -15,16 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autofit.errors import InvalidRequest, WorkerFailed, release_exception
-from autofit.plan import Plan, ResolvedPlan
+from autofit.plan import Plan
 from autofit.probing import loader as measuring
-from autofit.probing.loader import Delivery, Feeding, deliver, feed
+from autofit.probing.loader import Delivery, deliver
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.training.loader import LoaderSettings
 from autofit.training.workload import Workload
 
 BATCH = 8
 ALONE = LoaderSettings(BATCH)
-PLAN = ResolvedPlan(Plan(BATCH))
+PLAN = Plan(BATCH)
 
 
 class Rows(Dataset[tuple[torch.Tensor, int]]):
@@ -76,11 +76,7 @@ def with_workers(workers: int) -> LoaderSettings:
 
 
 def delivered(prober: Prober, settings: LoaderSettings = ALONE) -> Delivery:
-    return prober.run(functools.partial(deliver, settings=settings))
-
-
-def feeding(prober: Prober, settings: LoaderSettings = ALONE) -> Feeding:
-    return prober.run(functools.partial(feed, resolved=PLAN, settings=settings))
+    return prober.run(functools.partial(deliver, settings=settings, plan=PLAN))
 
 
 def is_running(pid: int) -> bool:
@@ -106,23 +102,17 @@ def none_left(folder: Path) -> bool:
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; a worker measures as long as a user's does."""
     monkeypatch.setattr(measuring, "DELIVERY_S", 0.3)
-    monkeypatch.setattr(measuring, "FEEDING_S", 0.3)
 
 
 def test_users_code_runs_in_the_worker_and_the_loaders_processes_end(tmp_path: Path) -> None:
     with prober_for(functools.partial(DataLoader, Rows(tmp_path, tired))) as prober:
         alone, four = delivered(prober), delivered(prober, with_workers(4))
         assert four.samples_per_second > 2 * alone.samples_per_second  # they wait, not compute
-        assert alone.worker_bytes == 0
-        assert four.worker_bytes
         assert four.batch_bytes == BATCH * (4 * 4 + 8)
-        trained = feeding(prober, with_workers(4))
-        assert trained.samples_per_second > 2 * alone.samples_per_second
-        assert trained.waiting > 0.5
-        assert not trained.warnings
+        assert not four.warnings
         pids = {int(path.name) for path in tmp_path.iterdir()}
         assert os.getpid() not in pids
-        assert len(pids) == 1 + 4 + 4  # the worker; each loader's
+        assert len(pids) == 1 + 4  # the worker; the loader's
         assert {pid for pid in pids if is_running(pid)} <= {prober.worker_pid}
     assert none_left(tmp_path)
 
@@ -137,7 +127,7 @@ def test_in_this_process_no_process_is_left_and_the_users_state_is_as_before(
     with open_prober(trained, (), Target("cpu", "64MiB", isolation="inprocess")) as prober:
         assert delivered(prober, with_workers(2)).samples_per_second > 0
         assert none_left(tmp_path)
-        assert feeding(prober).samples_per_second > 0
+        assert delivered(prober).samples_per_second > 0
     after = generator.get_state(), torch.get_rng_state()
     assert all(map(torch.equal, before, after))
 
@@ -150,7 +140,6 @@ def test_a_generator_that_a_function_holds_is_put_back(tmp_path: Path) -> None:
     before = generator.get_state()
     with prober_for(function, "inprocess") as prober:
         delivered(prober)
-        feeding(prober)
     assert torch.equal(generator.get_state(), before)
 
 
@@ -266,6 +255,6 @@ def test_batches_that_the_search_did_not_see_are_told(tmp_path: Path) -> None:
     batch = (torch.ones(BATCH, 4), torch.arange(BATCH) % 3)
     trained = Workload(nn.Linear(4, 3), batch, loss_fn=any_width, loader=loader)
     with open_prober(trained, (), Target("cpu", "64MiB", isolation="inprocess")) as prober:
-        (warning,) = feeding(prober).warnings
+        (warning,) = delivered(prober).warnings
     assert "float32[8, 6]" in warning
     assert "float32[8, 4]" in warning
