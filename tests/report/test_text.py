@@ -287,19 +287,17 @@ def test_a_start_is_seen_against_the_fastest_plan_even_where_that_was_not_compar
 
 
 def test_a_bottleneck_of_the_loader_is_to_be_acted_on(record: Record) -> None:
-    settings = {"batch_size": 4, "num_workers": 2, "prefetch_factor": 2, "pin_memory": False}
     loader = {
-        "settings": settings,
-        "own_settings": settings,
-        "bottleneck": "loader",
+        "own_workers": 0,
         "consumed_samples_per_second": 168.0,
-        "host_bytes": None,
-        "most_workers": 2,
-        "delivered": [],
-        "end_to_end": [{"settings": settings, "samples_per_second": 60.0, "warnings": []}],
+        "delivered": [{"num_workers": 2, "samples_per_second": 60.0}],
+        "num_workers": 2,
+        "bottleneck": "loader",
+        "keeps_workers": False,
+        "warnings": [],
     }
     text = render(replace(record, findings={"loader": loader}), 200)
-    assert "! The loader is slower than the device: 60.0 samples/s with num_workers=2" in text
+    assert "! The loader is slower than the device, and fastest with num_workers=2" in text
     kept = replace(record, findings={"loader": {**loader, "bottleneck": "device"}})
     assert "loader" not in render(kept, 200)
 
