@@ -37,7 +37,10 @@ def shown(
 
 def is_watched() -> bool:
     """Return whether a person sees standard error as it is written: a terminal or a notebook."""
-    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+    try:
+        return in_notebook() or sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, it can only be written to, or is closed
+        return False
 
 
 def in_notebook() -> bool:

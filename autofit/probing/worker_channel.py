@@ -244,6 +244,10 @@ def _added_paths(environment: Mapping[str, str]) -> list[str]:
     return [path for path in asked if path and path not in sys.path]
 
 
+def _is_text(path: Any) -> bool:
+    return isinstance(path, str)  # Python ignores all else on its path
+
+
 def _pipe() -> tuple[int, int]:
     read, write = os.pipe()
     return beyond_standard(read), beyond_standard(write)
@@ -274,13 +278,18 @@ class WorkerProcess:
         files: Sequence[int] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        if not sys.executable:
+            raise WorkerFailed(
+                "sys.executable does not name the Python to start a worker with, as where Python "
+                "is embedded in another program: set it"
+            )
         requests_read, requests_write = _pipe()
         replies_read, replies_write = _pipe()
         lifeline_read, self._lifeline = _pipe()
         inherited = (requests_read, replies_write, lifeline_read)
         given = {
             # For imports by name to mean the same in the worker
-            "sys_path": [*_added_paths(environment), *sys.path],
+            "sys_path": [*_added_paths(environment), *filter(_is_text, sys.path)],
             "argv0": sys.argv[0] if sys.argv else "",
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],

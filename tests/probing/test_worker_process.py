@@ -75,6 +75,21 @@ def test_a_request_to_a_worker_that_does_not_read_obeys_its_deadline() -> None:
     assert lost.value.outcome is Outcome.TIMEOUT
 
 
+@pytest.mark.parametrize("executable", [None, ""])
+def test_a_python_without_a_program_is_said(
+    executable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(WorkerFailed, match=r"sys\.executable"):
+        WorkerProcess()
+
+
+def test_what_is_no_text_on_the_path_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("modules"), 5])
+    worker = WorkerProcess()
+    worker.kill()
+
+
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     assert "signal 40" in words_of_death(-40, "")
     assert "SIGKILL" in words_of_death(-signal.SIGKILL, "")
