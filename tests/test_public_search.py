@@ -379,15 +379,16 @@ def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[s
     assert shown.out == ""
 
 
-def test_a_resumed_search_says_so_and_counts_the_seconds_of_all_sessions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_search_says_so_and_counts_the_seconds_of_all_sessions(tmp_path: Path) -> None:
     study = tmp_path / "search.log"
-    first = search_here(max_probes=2, study=study, progress=True)
-    assert "resuming" not in capsys.readouterr().err
+    seen: list[Event] = []
+    first = search_here(max_probes=2, study=study, progress=seen.append)
+    assert not any(isinstance(e, StageStarted) and "resuming" in e.stage for e in seen)
     assert "sessions" not in first.to_text(verbose=True)
-    second = search_here(max_probes=3, study=study, progress=True)
-    assert re.search(r"resuming .*search\.log, with 2 trials", capsys.readouterr().err)
+    seen.clear()
+    second = search_here(max_probes=3, study=study, progress=seen.append)
+    stages = [event.stage for event in seen if isinstance(event, StageStarted)]
+    assert any(re.search(r"resuming .*search\.log, with 2 trials", stage) for stage in stages)
     assert "in 2 sessions" in second.to_text(verbose=True)
     summary = second.to_dict()["search"]
     assert summary["sessions"] == 2

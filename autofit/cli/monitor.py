@@ -243,7 +243,7 @@ def _page(timeline: Timeline) -> str:
 
     return page_of_charts(
         timeline.what,
-        f"monitor, {timeline.began}, {format_clock(timeline.seconds)}",
+        f"{timeline.began}, {format_clock(timeline.seconds)}",
         timeline.numbers(),
         list(timeline.charts()),
         version("torch-autofit"),

@@ -303,8 +303,8 @@ def _with_padding(
         found = _tried(builder, batch, _targets_ignored)
         if found is not None and not found.equal:
             note = (
-                f"{ACT}Padded targets (-100) would change the gradients by {found.by()} when "
-                "accumulating: pass loss_weight= (the count of valid targets)"
+                f"{ACT}Padded targets (-100) would change gradients by {found.by()} when "
+                "accumulating: pass loss_weight="
             )
             return Resplit(True, comparison, (note,))
     return Resplit(True, comparison)

@@ -149,7 +149,7 @@ def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -
     survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens)
     assert survey.may_resplit
     (note,) = survey.notes
-    differs = re.search(r"targets .*change the gradients by ([\d.]+)%", note)
+    differs = re.search(r"targets .*change gradients by ([\d.]+)%", note)
     assert differs is not None
     assert float(differs[1]) > 1
     assert "loss_weight" in note
