@@ -114,11 +114,28 @@ def is_users(error: BaseException) -> bool:
     return "_raised_by_users_code" in vars(error)
 
 
+class WorkerTraceback(Exception):
+    """The traceback of an exception that was raised in the worker, as text.
+
+    Attributes:
+        tried: what autofit tried meanwhile, which is said before the traceback; None: unknown.
+    """
+
+    tried: str | None = None
+
+    def __str__(self) -> str:
+        first = f"your code raised this while autofit was {self.tried}:" if self.tried else ""
+        return f"{first}\n{self.args[0]}"
+
+
 def note_tried(error: BaseException, tried: str) -> None:
     """Note what autofit tried when the user's code raised it; what was noted first stays."""
     if not isinstance(error, AutofitError) and "_tried" not in vars(error):
         vars(error)["_tried"] = tried
-        error.add_note(f"raised while autofit was {tried}")
+        if isinstance(error.__cause__, WorkerTraceback):
+            error.__cause__.tried = tried
+        else:
+            error.add_note(f"raised while autofit was {tried}")
 
 
 def tried_when(error: BaseException) -> str | None:

@@ -27,6 +27,7 @@ from autofit.errors import (
     AutofitError,
     InvalidRequest,
     Unsupported,
+    WorkerTraceback,
     is_users,
     mark_users,
     traceback_text,
@@ -371,15 +372,13 @@ def _is_open(descriptor: int) -> bool:
 
 def _show_traceback(error: BaseException) -> None:
     """Show the traceback of the user's code alone, and that of a fault of autofit's in full."""
-    from autofit.probing.messages import WorkerTraceback
-
     if is_users(error):
         tried = tried_when(error) or "loading the workload"
         _print_error(f"autofit: your code raised {type(error).__name__} while {tried}:")
     if not is_users(error):
         _print_error("".join(traceback.format_exception(error)).rstrip())
     elif isinstance(error.__cause__, WorkerTraceback):
-        _print_error(str(error.__cause__).strip())
+        _print_error(str(error.__cause__.args[0]).strip())
     else:
         _leave_out_callers(error)
         _print_error(traceback_text(error).strip())

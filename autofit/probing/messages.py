@@ -23,6 +23,7 @@ import cloudpickle
 from autofit.errors import (
     AutofitError,
     DeviceUnavailable,
+    WorkerTraceback,
     WorkloadFailed,
     is_users,
     mark_users,
@@ -363,13 +364,6 @@ def _encoded(data: bytes) -> str:
 
 
 # Exceptions by value.
-
-
-class WorkerTraceback(Exception):
-    """The traceback of an exception that was raised in the worker, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[str, Any]:

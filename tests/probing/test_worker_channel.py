@@ -153,6 +153,15 @@ def test_the_users_error_arrives_with_type_attributes_and_traceback(live: Live) 
     assert Path(__file__).name in str(raised.__cause__)
 
 
+def test_the_users_error_begins_with_what_was_tried(live: Live) -> None:
+    raised = live.probe(77).user_exception
+    assert raised is not None
+    said = "".join(traceback.format_exception(raised))
+    before, found, _ = said.partition("Traceback (most recent call last)")
+    assert found
+    assert "autofit was probing 77 x 1" in before
+
+
 def test_an_exit_is_the_users_error_too_and_the_worker_stays(live: Live) -> None:
     worker = live.prober.worker_pid
     assert isinstance(live.probe(78).user_exception, SystemExit)
