@@ -69,16 +69,16 @@ def steps_for(global_batch: int, micro_batch: int, world_size: int = 1) -> int:
 def _check_shared(global_batch: int, world_size: int) -> None:
     if global_batch < world_size:
         raise InvalidRequest(
-            f"a global batch of {global_batch} samples cannot be shared by {world_size} ranks: "
-            "give a larger global_batch, or fewer ranks"
+            f"a global batch of {global_batch} samples is too small for {world_size} "
+            "ranks: use a larger global_batch or fewer ranks"
         )
 
 
 def _even_share(global_batch: int, world_size: int) -> int:
     if global_batch % world_size:
         raise InvalidRequest(
-            f"a global batch of {global_batch} samples has no even split over {world_size} ranks: "
-            f"give a multiple of {world_size}"
+            f"a global batch of {global_batch} samples cannot be split evenly over "
+            f"{world_size} ranks: use a multiple of {world_size}"
         )
     return global_batch // world_size
 
@@ -100,7 +100,7 @@ def check_count(name: str, value: Any) -> int:
     except TypeError:
         count = 0
     if count < 1:
-        raise InvalidRequest(f"{name} must be a whole number from 1, got {value!r}")
+        raise InvalidRequest(f"{name} must be a whole number of at least 1, got {value!r}")
     return count
 
 
@@ -137,11 +137,12 @@ class Plan:
         for name in ("micro_batch", "accumulation_steps", "world_size"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.world_size > MOST_RANKS:
-            raise InvalidRequest(f"world_size is at most {MOST_RANKS}, got {self.world_size}")
+            raise InvalidRequest(f"world_size can be at most {MOST_RANKS}, got {self.world_size}")
         if self.accumulation_steps > MOST_ACCUMULATION_STEPS:
             raise InvalidRequest(
-                f"accumulation_steps is at most {MOST_ACCUMULATION_STEPS}, got "
-                f"{self.accumulation_steps}: give a larger micro_batch, or a smaller global_batch"
+                f"accumulation_steps can be at most {MOST_ACCUMULATION_STEPS}, got "
+                f"{self.accumulation_steps}: use a larger micro_batch or a smaller "
+                "global_batch"
             )
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
         if self.global_batch is not None:
@@ -155,9 +156,9 @@ class Plan:
         if share < steps or largest != self.micro_batch:
             ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
             raise InvalidRequest(
-                f"a global batch of {global_batch} in {steps} micro-batches{ranks} has "
-                f"micro-batches of {largest}, not {self.micro_batch}: give a micro_batch of "
-                f"{largest}, or leave global_batch out"
+                f"a global batch of {global_batch} in {steps} micro-batches{ranks} means "
+                f"micro-batches of {largest}, not {self.micro_batch}: use micro_batch={largest}, "
+                "or leave global_batch out"
             )
 
     @classmethod
@@ -359,17 +360,18 @@ class Dimension:
         object.__setattr__(self, "addresses", tuple(self.addresses))
         if strange := set(self.addresses) - set(BOUNDS):
             raise InvalidRequest(
-                f"a dimension addresses some of {', '.join(BOUNDS)}, got {sorted(strange)}"
+                f"a dimension's `addresses` must be among {', '.join(BOUNDS)}, got "
+                f"{sorted(strange)}"
             )
         if not self.values:
-            raise InvalidRequest("a dimension needs at least one value, the one of plain PyTorch")
+            raise InvalidRequest("a dimension needs at least one value, the default")
         if len(self.values) > MOST_VALUES:
             raise InvalidRequest(
                 f"a dimension has at most {MOST_VALUES} values, got {len(self.values)}: each is a "
                 "plan to choose among, so offer some of them"
             )
         if len(set(self.values)) != len(self.values):
-            raise InvalidRequest(f"a dimension's values must differ, got {list(self.values)}")
+            raise InvalidRequest(f"a dimension's values must be distinct, got {list(self.values)}")
         means = {value: _as_json(payload) for value, payload in self.payloads.items()}
         means = {value: payload for value, payload in means.items() if payload is not None}
         object.__setattr__(self, "payloads", means)
@@ -379,7 +381,7 @@ class Dimension:
             unknown = set(given) - set(self.values)
             if unknown:
                 raise InvalidRequest(
-                    f"{name} are given for values the dimension lacks: {sorted(map(str, unknown))}"
+                    f"{name} has values that the dimension does not: {sorted(map(str, unknown))}"
                 )
 
     def __reduce__(self) -> tuple[Callable[..., Dimension], tuple[()]]:

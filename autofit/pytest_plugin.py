@@ -69,7 +69,9 @@ def autofit_check() -> Checker:
         }
         beside = [f"{name}=" for name, value in parts.items() if value is not None]
         if plan is not None and beside:
-            raise InvalidRequest(f"plan= sets the whole plan: leave {' and '.join(beside)} out")
+            raise InvalidRequest(
+                f"plan= sets the whole plan: do not pass {' and '.join(beside)} with it"
+            )
         verdict = check(
             workload,
             plan=plan or workload.plan(**parts),

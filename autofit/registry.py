@@ -47,9 +47,9 @@ def check_installed(name: str) -> None:
     """
     installed = installed_names()
     if name not in installed:
-        known = ", ".join(installed) or "none: install torch-autofit first"
+        known = ", ".join(installed) or "none (is torch-autofit installed?)"
         raise InvalidRequest(
-            f"there is no strategy {name!r}; installed are: {known}. Pass another one as an object"
+            f"unknown strategy {name!r}; installed: {known}. To use your own, pass the object"
         )
 
 
@@ -103,10 +103,10 @@ def load_strategies(
     for place, strategy in enumerate(chosen):
         if (narrowed := _within(strategy, allowed)) is None:
             raise InvalidRequest(
-                f"the strategy {strategy.name!r} has numerics="
-                f"{strategy.numerics.name.lower()!r}, which goes further than the allowed "
-                f"numerics={allowed.name.lower()!r}: leave the strategy out, or allow "
-                f"numerics={strategy.numerics.name.lower()!r}"
+                f"the strategy {strategy.name!r} needs "
+                f"numerics={strategy.numerics.name.lower()!r}, "
+                f"but only numerics={allowed.name.lower()!r} is allowed: drop the "
+                f"strategy, or pass numerics={strategy.numerics.name.lower()!r}"
             )
         chosen[place] = narrowed
     return _in_order(chosen)
@@ -183,8 +183,8 @@ def _check_payloads(resolved: ResolvedPlan, given: Mapping[str, Any]) -> None:
                 strategy.describe(settings, payloads)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise InvalidRequest(
-                f"the payload of {', '.join(own)} cannot be read ({type(error).__name__}: {error}):"
-                " give it as a report or a plan file has it"
+                f"cannot read the payload of {', '.join(own)} ({type(error).__name__}: "
+                f"{error}): pass it as it appears in a report or plan file"
             ) from error
 
 
@@ -230,8 +230,8 @@ def _installed(*groups: str) -> dict[str, EntryPoint]:
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise InvalidRequest(
-                f"two installed strategies are called {entry.name!r}: {_origin(other)} and "
-                f"{_origin(entry)}; uninstall one of them"
+                f"two installed strategies are named {entry.name!r}: {_origin(other)} and "
+                f"{_origin(entry)}. Uninstall one of them"
             )
     return found
 
@@ -247,15 +247,14 @@ def _load(entry: EntryPoint) -> Strategy:
         strategy = loaded() if isinstance(loaded, type) else loaded
     except Exception as error:
         raise InvalidRequest(
-            f"the strategy plug-in {_origin(entry)} cannot be loaded "
-            f"({type(error).__name__}: {error}): repair or uninstall it, or name the strategies "
-            f"to use"
+            f"cannot load the strategy plug-in {_origin(entry)} ({type(error).__name__}: "
+            f"{error}): fix or uninstall it, or name the strategies to use"
         ) from error
     checked = _checked(strategy, _origin(entry))
     if checked.name != entry.name:
         raise InvalidRequest(
-            f"the strategy plug-in {_origin(entry)} has the name {checked.name!r}: the name of the "
-            f"entry point and `name` must be the same"
+            f"the strategy plug-in {_origin(entry)} is named {checked.name!r}: its "
+            "entry point and its `name` must match"
         )
     return checked
 
@@ -264,17 +263,21 @@ def _checked(strategy: object, origin: str | None = None) -> Strategy:
     """Return the object after checking those parts of the contract that need no run."""
     who = f"the strategy plug-in {origin or repr(strategy)}"
     if isinstance(strategy, type):
-        raise InvalidRequest(f"{who} is a class: pass an object of it")
+        raise InvalidRequest(f"{who} is a class: pass an instance")
     if not isinstance(strategy, Strategy):
         wanted = ("name", "phase", "numerics", "dimensions", "apply", "describe")
         lacking = ", ".join(name for name in wanted if not hasattr(strategy, name))
-        raise InvalidRequest(f"{who} is not a Strategy: it lacks {lacking}")
+        raise InvalidRequest(f"{who} is not a Strategy: it has no {lacking}")
     if not isinstance(strategy.name, str) or not strategy.name.isidentifier():
-        raise InvalidRequest(f"{who} needs a name that is an identifier, got {strategy.name!r}")
+        raise InvalidRequest(
+            f"{who} needs a name that is a valid identifier, got {strategy.name!r}"
+        )
     if not isinstance(strategy.phase, Phase):
-        raise InvalidRequest(f"{who} needs a phase of autofit.Phase, got {strategy.phase!r}")
+        raise InvalidRequest(f"{who} needs a phase from autofit.Phase, got {strategy.phase!r}")
     if not isinstance(strategy.numerics, Numerics):
-        raise InvalidRequest(f"{who} needs numerics of autofit.Numerics, got {strategy.numerics!r}")
+        raise InvalidRequest(
+            f"{who} needs numerics from autofit.Numerics, got {strategy.numerics!r}"
+        )
     return strategy
 
 
@@ -290,7 +293,7 @@ def _in_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
     ordered = sorted(strategies, key=lambda strategy: (strategy.phase, strategy.name))
     for one, other in pairwise(ordered):
         if one.name == other.name:
-            raise InvalidRequest(f"the strategy {one.name!r} was given twice; give it once")
+            raise InvalidRequest(f"the strategy {one.name!r} was passed twice")
     return tuple(ordered)
 
 
@@ -301,7 +304,7 @@ def _check_dimensions(strategy: Strategy, offered: object) -> None:
     for name, dimension in offered.items():
         if not isinstance(name, str) or not name.startswith(f"{strategy.name}."):
             raise InvalidRequest(
-                f"{who} offers a setting {name!r}: its settings must begin with '{strategy.name}.'"
+                f"{who} offers the setting {name!r}, which must begin with '{strategy.name}.'"
             )
         if not isinstance(dimension, Dimension):
             raise InvalidRequest(f"{who} offers {name} as {dimension!r}, which is not a Dimension")

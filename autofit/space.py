@@ -52,9 +52,9 @@ class Space:
         largest, baseline = self.max_micro_batch, self._baseline_micro_batch()
         if largest is not None and baseline > largest:
             raise InvalidRequest(
-                f"max_micro_batch={largest} leaves out the baseline, which the sample batch gives "
-                f"a micro-batch of {baseline}: every plan is compared with it. Give a sample batch "
-                f"of at most {largest} samples, or a larger max_micro_batch"
+                f"max_micro_batch={largest} rules out the baseline, whose micro-batch of "
+                f"{baseline} is the size of the sample batch. Use a sample batch of at "
+                f"most {largest} samples, or a larger max_micro_batch"
             )
 
     @property
@@ -160,11 +160,13 @@ class Space:
         values_of |= {name: dimension.values for name, dimension in self.dimensions.items()}
         for name, value in settings.items():
             if name not in values_of:
-                known = ", ".join(values_of) or "none for this model and device"
-                raise InvalidRequest(f"there is no setting {name!r} here; there are: {known}")
+                known = ", ".join(values_of) or "none (this model and device have no settings)"
+                raise InvalidRequest(f"unknown setting {name!r}; available: {known}")
             if value not in values_of[name]:
                 values = list(values_of[name])
-                raise InvalidRequest(f"{name} cannot be {value!r} here; it can be one of {values}")
+                raise InvalidRequest(
+                    f"{name} cannot be {value!r} on this device; choose one of {values}"
+                )
         return {**self.plain_settings, **settings}
 
     def trial_cost_s(self, settings: Settings) -> float:

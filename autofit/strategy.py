@@ -105,7 +105,7 @@ class World:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise InvalidRequest(
-                f"rank {self.rank} is not one of {self.size} ranks, which count from 0"
+                f"rank must be between 0 and size - 1, got rank {self.rank} of {self.size}"
             )
 
 

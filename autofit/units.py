@@ -28,7 +28,9 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match["prefix"] and not match["form"]):
-        raise InvalidRequest(f"cannot read {text!r} as a size: write it like 24GiB, 512MiB or 80GB")
+        raise InvalidRequest(
+            f"cannot read {text!r} as a size; use a form such as 24GiB, 512MiB or 80GB"
+        )
     prefix = match["prefix"].lower()
     table = _BINARY if match["form"].lower() == "ib" else _DECIMAL
     read = float(match["number"]) * (table[prefix] if prefix else 1)
@@ -36,7 +38,7 @@ def parse_bytes(text: str) -> int:
         raise InvalidRequest(f"no device has as much memory as {text[:40]!r}")
     size = int(read)
     if size <= 0:
-        raise InvalidRequest(f"a size must be above zero, got {text!r}")
+        raise InvalidRequest(f"a size must be positive, got {text!r}")
     return size
 
 
@@ -55,7 +57,7 @@ def check_size(size: int, written: object) -> int:
     if size >= MIB:
         return size
     is_bare = re.fullmatch(r"[1-9]\d{0,2}", str(written).strip())
-    meant = f"did you mean '{written}GiB'?" if is_bare else "write 1MiB or more, such as '24GiB'"
+    meant = f"did you mean '{written}GiB'?" if is_bare else "write at least 1MiB, such as '24GiB'"
     raise InvalidRequest(f"{written!r} is {size} bytes: {meant}")
 
 

@@ -25,9 +25,9 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
         size_alone = environment.get("WORLD_SIZE", "1").strip()
         if size_alone.isdecimal() and int(size_alone) > 1:
             raise InvalidRequest(
-                f"WORLD_SIZE={size_alone} says that there are {size_alone} ranks, and "
-                f"{' and '.join(missing)} not which this is: start the ranks with torchrun, which "
-                "sets all of these, or unset WORLD_SIZE to use one device alone"
+                f"WORLD_SIZE={size_alone} is set, but {' and '.join(missing)} is not: "
+                "start the ranks with torchrun, which sets all of them, or unset "
+                "WORLD_SIZE to use one device"
             )
         return ALONE
     try:
@@ -35,7 +35,7 @@ def world_of_environment(environment: Mapping[str, str] = os.environ) -> World:
     except ValueError:
         given = ", ".join(f"{name}={environment[name]!r}" for name in _VARIABLES)
         raise InvalidRequest(
-            f"{given} are not whole numbers: start the ranks with torchrun, or unset these"
+            f"{given} must be whole numbers: start the ranks with torchrun, or unset them"
         ) from None
     return World(rank, local_rank, size)
 
@@ -48,9 +48,9 @@ def check_ranks(world_size: int, world: World) -> None:
     """
     if world_size == world.size:
         return
-    whose = f"one of {world_size} ranks" if world_size > 1 else "one of a single device"
-    here = f"are {world.size}" if world.size > 1 else "is one"
-    start = "start as many with torchrun" if world_size > 1 else "start it without torchrun"
+    whose = f"{world_size} ranks" if world_size > 1 else "a single device"
+    here = f"{world.size} ranks" if world.size > 1 else "a single device"
+    start = "start that many with torchrun" if world_size > 1 else "run it without torchrun"
     raise InvalidRequest(
-        f"the plan is {whose}, and here {here}: {start}, or search with those that there are"
+        f"the plan is for {whose}, but this is {here}: {start}, or search again here"
     )

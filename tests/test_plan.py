@@ -203,9 +203,9 @@ def test_more_micro_batches_than_any_training_has_are_refused() -> None:
 
 
 def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidRequest, match="6 samples cannot be shared by 8 ranks"):
+    with pytest.raises(InvalidRequest, match=r"6 samples .* 8 ranks"):
         Plan.split(6, 1, world_size=8)
-    with pytest.raises(InvalidRequest, match="7 samples has no even split over 2 ranks"):
+    with pytest.raises(InvalidRequest, match=r"7 samples .* 2 ranks"):
         Plan.split(7, 1, world_size=2, even=True)
 
 

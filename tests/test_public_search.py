@@ -134,7 +134,7 @@ def own_train_step() -> autofit.Report:
         (live_model_with_loss_fn, "loss_fn", 4),
         (factory_with_criterion, "criterion", 4),
         (mapping_and_output_loss, "the model's own loss", 4),
-        (tensor_without_a_loss, "the mean of the model's floating outputs", 4),
+        (tensor_without_a_loss, "the mean of the model's outputs", 4),
         (workload_alone, "loss_fn", 4),
         (function_that_makes_batches, "loss_fn", 2),
         (live_optimizer, "criterion", 4),
@@ -149,7 +149,7 @@ def test_every_way_to_say_what_is_trained(
     assert report.baseline.plan.micro_batch == n
     assert report.baseline.samples_per_second
     assert report.record.workload["loss"].startswith(loss)
-    assert report.record.lacks_loss == ("standing in" in report.record.workload["loss"])
+    assert report.record.lacks_loss == ("stands in" in report.record.workload["loss"])
     assert report.record.search.stopped_because == "max_probes=1 was reached"
 
 

@@ -59,7 +59,7 @@ def test_with_one_the_baseline_is_the_split_nearest_below_it(
 def test_a_bound_below_the_sample_batch_is_refused_and_renames_no_baseline(
     global_batch: int | None,
 ) -> None:
-    with pytest.raises(InvalidRequest, match="max_micro_batch=6 leaves out the baseline"):
+    with pytest.raises(InvalidRequest, match=r"max_micro_batch=6 .* baseline"):
         Space({}, 9, global_batch=global_batch, max_micro_batch=6)
     assert Space({}, 9, global_batch=5, max_micro_batch=6).baseline == Plan.split(5, 5)
 

@@ -24,7 +24,7 @@ def test_where_nothing_tells_of_other_ranks_a_process_is_alone(told: dict[str, s
 def test_a_process_that_does_not_know_its_place_among_ranks_does_not_go_on_alone(
     told: dict[str, str], missing: str
 ) -> None:
-    words = f"^WORLD_SIZE=4 .* and {missing} not which .* torchrun.* unset WORLD_SIZE"
+    words = f"^WORLD_SIZE=4 .* {missing} .* torchrun.* unset WORLD_SIZE"
     with pytest.raises(InvalidRequest, match=words):
         world_of_environment({**told, "WORLD_SIZE": "4"})
 
@@ -38,9 +38,9 @@ def test_a_rank_that_is_none_is_refused(rank: str) -> None:
 @pytest.mark.parametrize(
     ("of_plan", "here", "words"),
     [
-        (2, 1, "one of 2 ranks, and here is one: start as many with torchrun"),
-        (2, 3, "one of 2 ranks, and here are 3: start as many with torchrun"),
-        (1, 2, "one of a single device, and here are 2: start it without torchrun"),
+        (2, 1, "2 ranks, .*single device.* with torchrun"),
+        (2, 3, "2 ranks, .*3 ranks.* with torchrun"),
+        (1, 2, "single device, .*2 ranks.* without torchrun"),
     ],
 )
 def test_a_plan_of_another_number_of_ranks_is_refused(of_plan: int, here: int, words: str) -> None:

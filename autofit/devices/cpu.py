@@ -157,7 +157,7 @@ class CpuDevice(TracedDevice):
         """Sum a small tensor."""
         total = float(torch.ones(1024, dtype=torch.float32, device="cpu").sum())
         if total != 1024.0:
-            raise DeviceUnavailable(f"the CPU added 1024 ones up to {total}")
+            raise DeviceUnavailable(f"the CPU computed {total} as the sum of 1024 ones")
 
 
 BUSY = 0.5

@@ -33,7 +33,7 @@ _FULL_BYTES = 64 * 2**20  # with so little left, what runs out of memory may be 
 
 def why_none() -> str:
     """Return why torch finds no CUDA device: no CUDA build, no driver, one that is too old, ..."""
-    text = "the driver counts none"
+    text = "the driver reports no device"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch
     except Exception as error:  # it raises an AssertionError, a RuntimeError or one of its own
@@ -47,18 +47,18 @@ def _check_allocator() -> None:
     name = "PYTORCH_NO_CUDA_MEMORY_CACHING"
     if name in os.environ:  # torch asks whether it is set, to whatever
         raise DeviceUnavailable(
-            f"{name} is set ({os.environ[name]!r}): without its caching allocator torch neither "
-            "counts memory nor holds it to a budget. Unset it"
+            f"{name}={os.environ[name]!r} disables torch's caching allocator, so "
+            "memory cannot be counted or limited: unset it"
         )
 
 
 def _no_kernel(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return (
-        f"{device} ({torch.cuda.get_device_name(device)}) has compute capability {major}.{minor}, "
-        f"and torch {torch.__version__} has no kernels for it, but for "
-        f"{', '.join(torch.cuda.get_arch_list())}: install a build of torch that supports it, or "
-        "choose another device"
+        f"{device} ({torch.cuda.get_device_name(device)}) has compute capability "
+        f"{major}.{minor}, but torch {torch.__version__} only has kernels for "
+        f"{', '.join(torch.cuda.get_arch_list())}: install a torch build that "
+        "supports it, or choose another device"
     )
 
 
@@ -80,8 +80,9 @@ class CudaDevice:
     def __init__(self, name: str = "cuda", *, owns_process: bool | None = None) -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailable(
-                f"{name} was asked for, and torch finds no CUDA device here ({why_none()}): give "
-                'device="cpu", or see that a GPU is visible, and that driver and torch build agree'
+                f"{name} was requested, but torch finds no CUDA device ({why_none()}): use "
+                'device="cpu", or check that a GPU is visible and that the driver '
+                "matches the torch build"
             )
         _check_allocator()
         self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
@@ -91,7 +92,7 @@ class CudaDevice:
         index = self._current_before if index is None else index
         if index >= torch.cuda.device_count():
             raise DeviceUnavailable(
-                f"{name} was asked for, and torch sees {torch.cuda.device_count()} CUDA device(s)"
+                f"{name} was requested, but torch sees {torch.cuda.device_count()} CUDA device(s)"
             )
         self.torch_device = torch.device("cuda", index)
         self.exclusive_key: str | None = device_uuid(index)
@@ -230,7 +231,9 @@ class CudaDevice:
         total = torch.ones(1024, device=self.torch_device).sum()
         self.synchronize()
         if total.item() != 1024.0 and os.environ.get(_VALUES) != "0":
-            raise DeviceUnavailable(f"{self.torch_device} added 1024 ones up to {total.item()}")
+            raise DeviceUnavailable(
+                f"{self.torch_device} computed {total.item()} as the sum of 1024 ones"
+            )
 
     def _use_first(self) -> None:
         """Check the device's health, and say what a failure that is no fault of a plan means."""
@@ -242,9 +245,10 @@ class CudaDevice:
                 raise DeviceUnavailable(_no_kernel(self.torch_device)) from error
             if code == _OUT_OF_MEMORY and (free := self._free_bytes()) > _FULL_BYTES:
                 raise DeviceUnavailable(
-                    f"{self.torch_device} has {format_bytes(free)} free, and the driver gives no "
-                    "pinned host memory, which every copy to the host needs: free memory of the "
-                    "host, or raise the limit of the container or of locked memory (ulimit -l)"
+                    f"{self.torch_device} has {format_bytes(free)} free, but the driver cannot "
+                    "allocate pinned host memory, which every copy to the host needs: free "
+                    "host memory, or raise the limit of the container or of locked memory "
+                    "(ulimit -l)"
                 ) from error
             raise
 
@@ -259,7 +263,7 @@ class CudaDevice:
     def busy(self) -> str | None:
         """Return how much other processes hold and compute on the GPU, if it is much."""
         percent, held = self._nvml.busy_percent() or 0, self.foreign_bytes() or 0
-        parts = [f"kernels of other processes ran for {percent} % of the time"] * (percent >= _BUSY)
+        parts = [f"other processes ran kernels for {percent} % of the time"] * (percent >= _BUSY)
         parts += [f"other processes hold {format_bytes(held)}"] * (
             held > _CROWDED * self.total_bytes
         )

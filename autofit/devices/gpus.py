@@ -290,7 +290,7 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
         return _of_size(parse_bytes(gpu), gpu)
     known = ", ".join(entry.name for entry in _TABLE)
     raise InvalidRequest(
-        f'no GPU called {gpu!r} is known; give its memory, such as "24GiB", or one of: {known}'
+        f'unknown GPU {gpu!r}; pass its memory, such as "24GiB", or one of: {known}'
     )
 
 
@@ -298,9 +298,9 @@ def _of_size(total_bytes: int, given: object) -> Gpu:
     check_size(total_bytes, given)
     if total_bytes <= MEASURED_CONTEXT_BYTES:
         raise InvalidRequest(
-            f"gpu={given!r} is too little memory: a CUDA context alone takes "
-            f"{format_bytes(MEASURED_CONTEXT_BYTES)}. Give a name such as "
-            '"L4", or a size such as "24GiB"'
+            f"gpu={given!r} is too small: the CUDA context alone takes "
+            f'{format_bytes(MEASURED_CONTEXT_BYTES)}. Pass a name such as "L4", or a '
+            'size such as "24GiB"'
         )
     name = f"GPU of {format_bytes(total_bytes)}"
     return replace(

@@ -49,11 +49,12 @@ class DeviceLock(AbstractContextManager["DeviceLock"]):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             signed = re.match(rb"process \d+", os.pread(self._file, 100, 0))
-            holder = signed[0].decode() if signed else "of another user"
+            holder = signed[0].decode() if signed else "another user's"
             os.close(self._file)
             raise DeviceUnavailable(
-                f"another search ({holder}) is using the device {key}. Two at once would distort "
-                "each other's memory and times: wait for it to end, or choose another device"
+                f"another search ({holder}) is using the device {key}, and two at once "
+                "would distort each other's memory and times: wait for it, or choose "
+                "another device"
             ) from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file), os.stat(self._path)):
@@ -95,10 +96,8 @@ def _open(path: Path) -> int:
                 os.fchmod(file, 0o644)  # whatever the umask: else a kill locks all others out
             return file
         os.close(file)
-        raise _unusable(path, "not a regular file of its own")
+        raise _unusable(path, "not a regular file")
 
 
 def _unusable(path: Path, why: str | None) -> DeviceUnavailable:
-    return DeviceUnavailable(
-        f"the lock file of the device, {path}, cannot be used: {why}. Have it removed"
-    )
+    return DeviceUnavailable(f"cannot use the device's lock file {path}: {why}. Remove it")

@@ -38,7 +38,7 @@ def notes_on_choice(name: str | torch.device | None) -> tuple[str, ...]:
     """Return a note where nobody named the CPU, and a GPU that is here cannot be used."""
     if name is not None or torch.cuda.is_available() or (why := why_none()).startswith(_NO_GPU):
         return ()
-    return (f"this ran on the CPU, because torch cannot use the GPU that is here: {why}",)
+    return (f"this ran on the CPU, because torch cannot use this machine's GPU: {why}",)
 
 
 def device_meant(name: str | torch.device | None, model: torch.nn.Module | None) -> str | None:

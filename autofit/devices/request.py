@@ -29,8 +29,8 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
     budget = _read_budget(vram_budget, total_bytes)
     if budget > total_bytes:
         raise InvalidRequest(
-            f"a VRAM budget of {format_bytes(budget)} is larger than the device, "
-            f"which has {format_bytes(total_bytes)}"
+            f"a VRAM budget of {format_bytes(budget)} is more than the device has "
+            f"({format_bytes(total_bytes)})"
         )
     return budget
 
@@ -50,16 +50,17 @@ def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
         return check_size(parse_bytes(vram_budget), vram_budget)
     if isinstance(vram_budget, bool) or not isinstance(vram_budget, (int, float)):
         raise InvalidRequest(
-            f'vram_budget must be like "24GiB", bytes or a fraction: {vram_budget!r}'
+            'vram_budget must be a size such as "24GiB", a number of bytes, or a '
+            f"fraction, got {vram_budget!r}"
         )
     if isinstance(vram_budget, float):
         if not 0 < vram_budget <= 1:
             raise InvalidRequest(
-                f"a VRAM budget as a fraction must be in (0, 1], got {vram_budget}"
+                f"a VRAM budget given as a fraction must be in (0, 1], got {vram_budget}"
             )
         return check_size(int(vram_budget * total_bytes), vram_budget)
     if vram_budget <= 0:
-        raise InvalidRequest(f"a VRAM budget must be above zero bytes, got {vram_budget}")
+        raise InvalidRequest(f"a VRAM budget must be positive, got {vram_budget}")
     return check_size(vram_budget, vram_budget)
 
 
@@ -85,7 +86,7 @@ def device_names(device: Any) -> list[str | None]:
     names = [None if name is None else str(name) for name in given]
     if not names:
         raise InvalidRequest(
-            "device names no device: give one such as cpu; all is every GPU that torch sees here"
+            "device is empty: pass one such as cpu, or all for every GPU that torch sees"
         )
     if len(names) > 1:
         _check_several(names)
@@ -99,12 +100,12 @@ def _check_several(names: Sequence[str | None]) -> None:
     unnumbered = [name for name in names if name is None or not name.startswith("cuda:")]
     if unnumbered:
         raise InvalidRequest(
-            f"several devices are GPUs with their numbers, such as cuda:0,cuda:1, or all cpu; got "
-            f"{', '.join(map(str, names))}"
+            "several devices must be numbered GPUs, such as cuda:0,cuda:1, or all "
+            f"cpu; got {', '.join(map(str, names))}"
         )
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
-        raise InvalidRequest(f"device names {twice[0]} twice: give each GPU once")
+        raise InvalidRequest(f"device lists {twice[0]} twice")
 
 
 def check_device_name(name: object) -> None:

@@ -36,7 +36,7 @@ BatchMaker: TypeAlias = Callable[[int], Batch]
 """n -> a batch of n samples."""
 
 _CAN_BE_CUT = (torch.strided, torch.sparse_coo)
-_ASK_FOR_MAKER = "pass a callable n -> batch of n samples as the sample batch instead"
+_ASK_FOR_MAKER = "pass a function n -> batch of n samples as the sample batch instead"
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
@@ -84,15 +84,16 @@ def check_batched_dimension(batch: Batch) -> None:
         if tensor.is_nested or tensor.layout not in _CAN_BE_CUT:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise InvalidRequest(
-                f"the sample batch has a {kind} tensor, which torch cannot pick samples out of: "
-                f"give it as a plain or a sparse_coo tensor, or {_ASK_FOR_MAKER}"
+                f"the sample batch has a {kind} tensor, from which torch cannot select "
+                f"samples: pass a dense or sparse_coo tensor, or {_ASK_FOR_MAKER}"
             )
     sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0]
     if batch_size(batch) == 1 and 1 < sizes.count(1) < len(sizes):
         raise InvalidRequest(
-            f"the sample batch has one sample, and {sizes.count(1)} of its {len(sizes)} tensors "
-            "have size 1 in dimension 0, so which of them hold samples cannot be told: give a "
-            f"batch of two or more samples, or {_ASK_FOR_MAKER}"
+            f"the sample batch has one sample, and {sizes.count(1)} of its "
+            f"{len(sizes)} tensors have size 1 in dimension 0, so it is ambiguous "
+            "which of them hold samples: pass a batch of two or more samples, or "
+            f"{_ASK_FOR_MAKER}"
         )
 
 
@@ -109,9 +110,9 @@ def check_target(batch: Batch) -> None:
     sizes = [tensor.shape[0] for tensor in tensors_of(batch[1]) if tensor.dim() > 0]
     if sizes and not {samples, 1} & set(sizes):
         raise InvalidRequest(
-            f"with criterion the batch is (input, target), and dimension 0 is {samples} in the "
-            f"input and {sizes[0]} in the target, which cannot be cut into micro-batches with it: "
-            f"give a target for each sample, or {_ASK_FOR_MAKER}"
+            "with criterion= the batch is (input, target), but dimension 0 is "
+            f"{samples} in the input and {sizes[0]} in the target, so they cannot be "
+            f"split together: pass one target for each sample, or {_ASK_FOR_MAKER}"
         )
 
 
@@ -172,17 +173,18 @@ class Samples:
         named = _named(batch)
         if strangers := {name for name, _ in named} - self.batched - self.whole:
             raise InvalidRequest(
-                f"the batch has {', '.join(sorted(strangers))}, which the sample batch lacked, so "
-                "whether it holds samples is unknown: train on batches with the tensors of the "
-                f"sample batch ({', '.join(sorted(self.batched | self.whole))}), or search again "
-                "with such a batch"
+                f"the batch has {', '.join(sorted(strangers))}, which the sample batch did "
+                "not have, so it is unknown whether it holds samples: train on batches "
+                "with the tensors of the sample batch "
+                f"({', '.join(sorted(self.batched | self.whole))}), "
+                "or search again with such a batch"
             )
         sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
         if len(set(sizes.values())) != 1 or () in sizes.values():
             told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise InvalidRequest(
-                "the tensors that hold samples must have equally many, in dimension 0, and in this "
-                f"batch there are {told or 'none of them'}"
+                "the tensors that hold samples must agree in dimension 0, but this batch "
+                f"has {told or 'none'}"
             )
         return next(iter(sizes.values()))[0]
 
@@ -310,9 +312,9 @@ class BatchWatch:
         steps = steps_for(samples, self._plan.micro_batch)
         if self._keeps_split and steps > self._plan.accumulation_steps:
             raise InvalidRequest(
-                f"{self._about_size(samples)}; the search split no batch, since that changes this "
-                "model's gradients or could not be compared: give batches of that size, or search "
-                "again with allow_resplit=True"
+                f"{self._about_size(samples)}; the search did not split batches, because "
+                "that changes this model's gradients or could not be compared: train on "
+                "batches of that size, or search again with allow_resplit=True"
             )
         if self._looks_left and (unequal := self._ignored_unequally(batch, samples, gathered)):
             self._looks_left = 0
@@ -331,9 +333,9 @@ class BatchWatch:
         plan = self._plan
         steps, meant = steps_for(samples, plan.micro_batch), plan.samples_per_step
         return (
-            f"a training step got {samples} samples where the plan ({plan}) has {meant}: it runs "
-            f"them as {counted(steps, 'micro-batch')}, and the global batch is {samples} "
-            f"instead of {meant}"
+            f"a training step got {samples} samples, but the plan ({plan}) has {meant}: "
+            f"it runs as {counted(steps, 'micro-batch')}, with a global batch of "
+            f"{samples} instead of {meant}"
         )
 
     def _ignored_unequally(
@@ -360,10 +362,11 @@ class BatchWatch:
         if most - least <= 1e-9:
             return None
         return (
-            f"{name} of a training step has {least:.0%} targets to ignore ({IGNORED}) in one "
-            f"micro-batch and {most:.0%} in another{'' if gathered is None else ' of all ranks'}: "
-            "weighted by their samples, they do not add up to a mean over the valid targets. Give "
-            "loss_weight, which counts those of a batch, to the search or to apply"
+            f"{name} of a training step has {least:.0%} ignored targets ({IGNORED}) in "
+            f"one micro-batch and {most:.0%} in "
+            f"another{'' if gathered is None else ' of all ranks'}, "
+            "so weighting by samples does not give the mean over valid targets. Pass "
+            "loss_weight=batch -> number of valid targets to the search or to apply"
         )
 
     def _longer(self, batch: Batch, samples: int) -> str | None:
@@ -377,9 +380,9 @@ class BatchWatch:
                 one > other for one, other in zip(ours[first:], theirs[first:], strict=True)
             ):
                 return (
-                    f"{name} of a training step is {now}, and the sample batch of the search had "
-                    f"{sample}: the plan may not fit samples that are longer, nor be the fastest; "
-                    "search again with the longest ones"
+                    f"{name} of a training step is {now}, but was {sample} in the sample "
+                    "batch: the plan may not fit longer samples, or may not be the fastest "
+                    "for them. Search again with the longest samples"
                 )
         return None
 

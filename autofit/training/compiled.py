@@ -15,7 +15,7 @@ def compiled_part(model: torch.nn.Module) -> str | None:
         is_wrapped = type(module).__name__ == "OptimizedModule"
         if is_script or is_wrapped or vars(module).get(COMPILED_CALL) is not None:
             compiler = "torch.jit" if is_script else "torch.compile"
-            return f"{name or 'the model'} is compiled already, by {compiler}"
+            return f"{name or 'the model'} is already compiled, by {compiler}"
     return None
 
 

@@ -71,25 +71,26 @@ def check_loader(loader: object) -> None:
     if isinstance(loader, DataLoader):
         if type(loader) is not DataLoader:
             raise InvalidRequest(
-                f"loader is a {kind_of(loader)}, and only torch's own DataLoader can be made again "
-                f"with other numbers of workers: {_ASK_FOR_FUNCTION}"
+                f"loader is a {kind_of(loader)}; only torch's own DataLoader can be "
+                f"rebuilt with another number of workers: {_ASK_FOR_FUNCTION}"
             )
         return
     if not callable(loader):
         raise InvalidRequest(
-            f"loader must be a function that makes a DataLoader, or a DataLoader, "
-            f"got {kind_of(loader)}: {_ASK_FOR_FUNCTION}"
+            "loader must be a DataLoader or a function that makes one, got "
+            f"{kind_of(loader)}: {_ASK_FOR_FUNCTION}"
         )
     missing = [name for name in _NEEDED if name not in settings_taken(loader)]
     if missing:
         raise InvalidRequest(
-            f"the loader function does not take {' and '.join(missing)}: {_ASK_FOR_FUNCTION}"
+            f"the loader function must accept {' and '.join(missing)}: {_ASK_FOR_FUNCTION}"
         )
 
 
 _ASK_FOR_FUNCTION = (
-    "pass a function of batch_size, num_workers, pin_memory and prefetch_factor that returns one, "
-    "such as functools.partial(DataLoader, dataset, shuffle=True)"
+    "pass a function of batch_size, num_workers, pin_memory and "
+    "prefetch_factor that returns one, such as functools.partial(DataLoader, "
+    "dataset, shuffle=True)"
 )
 
 
@@ -129,7 +130,7 @@ def make_loader(loader: Loader, settings: LoaderSettings) -> Iterable[Batch]:
     with users_code():
         made = loader(**given)
     if not isinstance(made, Iterable):
-        raise InvalidRequest(f"the loader function returned {kind_of(made)}, no DataLoader")
+        raise InvalidRequest(f"the loader function must return a DataLoader, got {kind_of(made)}")
     return made
 
 
@@ -163,14 +164,14 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
                 batch = next(epoch, end)
         if not has_any and epochs:
             raise InvalidRequest(
-                "the loader can be iterated only once, as a generator can: return a DataLoader, or "
-                "what makes its batches anew each time that it is iterated"
+                "the loader can only be iterated once, like a generator: return a "
+                "DataLoader, or something that makes its batches anew on each iteration"
             )
         epochs += 1
         if not has_any:
             raise InvalidRequest(
-                "the loader delivers no batch: its dataset may have fewer samples than one batch "
-                "and drop_last=True"
+                "the loader yields no batch: does its dataset have fewer samples than one "
+                "batch, with drop_last=True?"
             )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _UNPACKED = (
-    "the batch was passed as model(*batch): one that is (input, target) wants "
+    "the batch was passed as model(*batch): if it is (input, target), pass "
     "criterion=(output, target) -> loss, or loss_fn=(model, batch) -> loss"
 )
 
@@ -34,13 +34,14 @@ class LossSource(StrEnum):
     LOSS_FN = "loss_fn"
     CRITERION = "criterion"
     MODEL = "the model's own loss"
-    STAND_IN = "the mean of the model's floating outputs, standing in for a loss"
+    STAND_IN = "the mean of the model's outputs stands in for a loss"
     TRAIN_STEP = "train_step"
 
 
 STOOD_IN = (
-    f"the workload has no loss: {LossSource.STAND_IN}, and a real one may take more memory. Give "
-    "criterion= or loss_fn=, or a batch with the labels that the model's own loss takes"
+    f"the workload has no loss: {LossSource.STAND_IN}, and a real loss may "
+    "take more memory. Pass criterion= or loss_fn=, or a batch with the "
+    "labels that the model's own loss needs"
 )
 """What every answer about a workload without a loss says."""
 
@@ -68,7 +69,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:
-            raise InvalidRequest("give loss_fn or criterion, not both: each says what the loss is")
+            raise InvalidRequest("pass loss_fn or criterion, not both")
         for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
             function = getattr(self, name)
             if function is not None and not callable(function):
@@ -76,7 +77,7 @@ class Recipe:
         norm = self.clip_grad_norm
         number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
         if norm is not None and not (number and 0 < norm < math.inf):
-            raise InvalidRequest(f"clip_grad_norm must be a number above zero, got {norm!r}")
+            raise InvalidRequest(f"clip_grad_norm must be a positive number, got {norm!r}")
 
     def weight(self, batch: Batch, samples: int) -> float:
         """Return the number of items that the loss of this batch of samples is a mean over.
@@ -89,8 +90,8 @@ class Recipe:
         weight = float(self.loss_weight(batch))
         if not 0 <= weight < math.inf:
             raise InvalidRequest(
-                f"loss_weight must return how much the loss of a batch is a mean over, such as its "
-                f"valid tokens: 0 or more, got {weight}"
+                "loss_weight must return the number of items that the batch's loss is a "
+                f"mean over, such as its valid tokens: 0 or more, got {weight}"
             )
         return weight
 
@@ -135,10 +136,10 @@ def call_model(model: torch.nn.Module, batch: Batch) -> Any:
 
 
 def _no_forward(model: torch.nn.Module) -> str:
-    asked = "give loss_fn=(model, batch) -> loss"
+    asked = "pass loss_fn=(model, batch) -> loss"
     if hasattr(model, "training_step"):  # of a LightningModule
         asked += ", such as loss_fn=lambda model, batch: model.training_step(batch, 0)"
-    return f"the model ({kind_of(model)}) has no forward to call with the batch: {asked}"
+    return f"the model ({kind_of(model)}) has no forward() to call: {asked}"
 
 
 def scalar(loss: Any, name: str) -> torch.Tensor:
@@ -149,7 +150,7 @@ def scalar(loss: Any, name: str) -> torch.Tensor:
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise InvalidRequest(f"{name} must return one number as a tensor, got {got}")
+        raise InvalidRequest(f"{name} must return a scalar tensor, got {got}")
     return loss.reshape(())
 
 
@@ -157,8 +158,8 @@ def _input_and_target(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise InvalidRequest(
-        f"with criterion the batch must be (input, target), got {kind_of(batch)}; "
-        "for anything else give loss_fn=(model, batch) -> loss"
+        f"with criterion= the batch must be (input, target), got {kind_of(batch)}; "
+        "for any other batch pass loss_fn=(model, batch) -> loss"
     )
 
 
@@ -171,7 +172,8 @@ def _own_loss(output: Any) -> tuple[torch.Tensor, LossSource]:
     floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not floating:
         raise InvalidRequest(
-            f"the model returned {kind_of(output)} with no loss and no floating tensor to "
-            "average: give loss_fn=(model, batch) -> loss, or criterion=(output, target) -> loss"
+            f"the model returned {kind_of(output)}, with neither a loss nor a "
+            "floating-point tensor to average: pass loss_fn=(model, batch) -> loss, "
+            "or criterion=(output, target) -> loss"
         )
     return torch.stack([tensor.float().mean() for tensor in floating]).mean(), LossSource.STAND_IN

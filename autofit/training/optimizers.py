@@ -37,8 +37,8 @@ def check_has_train_step(chosen: object, *, has_train_step: bool) -> None:
     """
     if isinstance(chosen, Mapping) and not has_train_step:
         raise InvalidRequest(
-            "a mapping of optimizers needs train_step=(training, batch) -> loss, which says when "
-            "each of them steps"
+            "a mapping of optimizers needs train_step=(training, batch) -> loss, "
+            "which decides when each one steps"
         )
 
 
@@ -54,8 +54,8 @@ def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> N
             check_trains(entry, model)
         elif not callable(entry):
             raise InvalidRequest(
-                "optimizer must be a function of parameters, such as torch.optim.AdamW, or a live "
-                f"Optimizer, got {entry!r}"
+                "optimizer must be a function of the parameters, such as "
+                f"torch.optim.AdamW, or a live Optimizer, got {entry!r}"
             )
 
 
@@ -69,11 +69,10 @@ def check_is_factory(chosen: object, *, has_train_step: bool) -> None:
     for entry in by_name(chosen).values():
         if not callable(entry):
             raise InvalidRequest(
-                "a plan of several ranks makes the optimizer itself, of the parameters that "
-                "sharding leaves: give apply a function of parameters, such as torch.optim.AdamW "
-                "or functools.partial(torch.optim.AdamW, lr=3e-4), not one that is live, as this "
-                f"{type(entry).__name__}. What state it is to have is loaded into "
-                "training.optimizer"
+                "a plan for several ranks creates the optimizer itself, from the sharded "
+                "parameters: pass apply a function such as torch.optim.AdamW or "
+                "functools.partial(torch.optim.AdamW, lr=3e-4), not a live "
+                f"{type(entry).__name__}. Load optimizer state into training.optimizer"
             )
 
 
@@ -113,8 +112,9 @@ def check_steps_alone(optimizer: Optimizers) -> None:
         closure = inspect.signature(entry.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise InvalidRequest(
-                f"{type(entry).__name__} steps by calling a closure that runs the model: give "
-                "train_step=(training, batch) -> loss, and call its step(closure) there"
+                f"{type(entry).__name__} steps by calling a closure that runs the model: "
+                "pass train_step=(training, batch) -> loss, and call its step(closure) "
+                "there"
             )
 
 
@@ -126,13 +126,14 @@ def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidRequest(
-            "a live optimizer belongs to the parameters of a live model, and this model is built "
-            "by a function: give optimizer=parameters -> Optimizer"
+            "a live optimizer belongs to a live model's parameters, but this model is "
+            "built by a function: pass optimizer=parameters -> Optimizer"
         )
     if not holds_any(optimizer, model):
         raise InvalidRequest(
-            f"the live optimizer ({type(optimizer).__name__}) holds not one of the model's "
-            "parameters: make it from this model's parameters, after any change that replaces them"
+            f"the live optimizer ({type(optimizer).__name__}) holds none of the "
+            "model's parameters: create it from this model's parameters, after any "
+            "change that replaces them"
         )
 
 
@@ -153,8 +154,9 @@ def _submodule(
     except AttributeError:
         children = [child for child, _ in model.named_children()]
         raise InvalidRequest(
-            f"optimizer[{name!r}] is a function, so its key must name the submodule whose "
-            f"parameters it takes; the model has {children}. Or give live optimizers."
+            f"optimizer[{name!r}] is a function, so its key must name the submodule "
+            f"whose parameters it gets; the model has {children}. Or pass live "
+            "optimizers."
         ) from None
 
 
@@ -167,7 +169,7 @@ def _optimizer_for(
     if isinstance(entry, torch.optim.Optimizer):
         if wrappers:
             raise Unsupported(
-                "the plan deals the parameters out to ranks, so it must make the optimizers: pass "
+                "the plan shards the parameters, so it must create the optimizers: pass "
                 "optimizer= as a function of the parameters"
             )
         if place is not None:
@@ -178,9 +180,7 @@ def _optimizer_for(
     with users_code():
         built = entry(list(model.parameters()))
     if not isinstance(built, torch.optim.Optimizer):
-        raise InvalidRequest(
-            f"optimizer must make a torch.optim.Optimizer of parameters, got {kind_of(built)}"
-        )
+        raise InvalidRequest(f"optimizer must return a torch.optim.Optimizer, got {kind_of(built)}")
     return built
 
 

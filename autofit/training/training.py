@@ -142,8 +142,8 @@ class Training(AbstractContextManager["Training"]):
             self.optimizer = self._made(optimizer)
             if not any(holds_any(each, self.plain_model) for each in self._optimizers(None)):
                 raise Unsupported(
-                    "the plan replaces the model's parameters, so the optimizer must be made after "
-                    "it: pass optimizer= as a function of the parameters"
+                    "the plan replaces the model's parameters, so the optimizer must be "
+                    "created afterwards: pass optimizer= as a function of the parameters"
                 )
 
     def _made(self, optimizer: Optimizers | Callable[..., Optimizers]) -> Optimizers:
@@ -237,7 +237,7 @@ class Training(AbstractContextManager["Training"]):
                 targets and are weighted by their samples.
         """
         if self._ended:
-            raise InvalidRequest("this training has ended: make another with report.apply(...)")
+            raise InvalidRequest("this training has ended: call report.apply(...) again")
         self._look(batch)
         self.zero_grad()
         if self.recipe.train_step is not None:
@@ -374,8 +374,9 @@ class Training(AbstractContextManager["Training"]):
         """
         if not loss.requires_grad:
             raise InvalidRequest(
-                "the loss does not depend on any parameter that requires gradients: is the whole "
-                "model frozen, or was the loss detached or computed under torch.no_grad()?"
+                "the loss does not depend on any parameter that requires gradients: is "
+                "the whole model frozen, or was the loss detached or computed under "
+                "torch.no_grad()?"
             )
         if not weight:  # 0 * nan would be nan
             loss, weight = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0), 1.0
@@ -448,7 +449,7 @@ class Training(AbstractContextManager["Training"]):
             loss = scalar(train_step(self, map_tensors(self._place, batch)), "train_step")
         if self.scaler is not None and not self._loss_scale.was_used:
             raise InvalidRequest(
-                "train_step never used the gradient scaler that float16 needs: call "
+                "train_step did not use the gradient scaler that float16 needs: call "
                 "training.backward(loss) and training.optimizer_step() in it"
             )
         self._loss_scale.adapt(self._optimizers(None))

@@ -138,7 +138,7 @@ class Workload:
             made = self.sample_batch(samples)
         if batch_size(made) != samples:
             raise InvalidRequest(
-                f"the sample batch function was asked for {samples} samples and returned "
+                f"the sample batch function was asked for {samples} samples but returned "
                 f"{batch_size(made)} (dimension 0 of its first tensor)"
             )
         return made
@@ -181,8 +181,8 @@ class Workload:
             return Plan(size, settings=settings or {}, world_size=world_size)
         if micro_batch is not None and micro_batch > samples:
             raise InvalidRequest(
-                f"a micro-batch of {micro_batch} is larger than the global batch of {samples}: "
-                "give a smaller micro_batch, or a larger global_batch"
+                f"a micro-batch of {micro_batch} is larger than the global batch of "
+                f"{samples}: use a smaller micro_batch or a larger global_batch"
             )
         _check_steps(samples, size)
         size = min(size, -(-samples // world_size))
@@ -190,9 +190,10 @@ class Workload:
         if micro_batch is not None and plan.micro_batch != micro_batch:
             steps = plan.accumulation_steps
             raise InvalidRequest(
-                f"no even split of a global batch of {samples} has a micro-batch of {micro_batch}: "
-                f"in {steps} micro-batches it has {plan.micro_batch}; give a micro_batch of "
-                f"{plan.micro_batch}, or a global_batch of {steps * world_size * micro_batch}"
+                f"a global batch of {samples} cannot be split evenly into micro-batches of "
+                f"{micro_batch}: {steps} micro-batches have {plan.micro_batch} samples. "
+                f"Use micro_batch={plan.micro_batch}, or "
+                f"global_batch={steps * world_size * micro_batch}"
             )
         return plan
 
@@ -208,7 +209,9 @@ class Workload:
         with users_code():
             built = self.model()
         if not isinstance(built, torch.nn.Module):
-            raise InvalidRequest(f"the model function returned {kind_of(built)}, no nn.Module")
+            raise InvalidRequest(
+                f"the model function must return an nn.Module, got {kind_of(built)}"
+            )
         return _on_one_device(_with_shapes(built))
 
     def build_optimizer(
@@ -231,14 +234,14 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
         if wrapper is not None:
             raise InvalidRequest(
-                f"{name or 'the model'} is a {wrapper}: autofit trains on one device. Give the "
-                "plain model, before it is wrapped"
+                f"{name or 'the model'} is already wrapped in {wrapper}: pass the plain "
+                "model, before it is wrapped"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise InvalidRequest(
-                f"{name} is a DTensor, so the model is distributed over devices already: autofit "
-                "trains on one device. Give the plain model, before it is sharded"
+                f"{name} is a DTensor, so the model is already distributed: pass the plain "
+                "model, before it is sharded"
             )
     return model
 
@@ -248,9 +251,9 @@ def _check_steps(global_batch: int, micro_batch: int) -> None:
     steps = steps_for(global_batch, micro_batch)
     if steps > MOST_ACCUMULATION_STEPS:
         raise InvalidRequest(
-            f"a global batch of {global_batch} samples is {steps} micro-batches of {micro_batch} "
-            f"in one optimizer step, and autofit tries at most {MOST_ACCUMULATION_STEPS}: give a "
-            "smaller global_batch, or a larger sample batch"
+            f"a global batch of {global_batch} samples needs {steps} micro-batches of "
+            f"{micro_batch}, but autofit tries at most {MOST_ACCUMULATION_STEPS}: use "
+            "a smaller global_batch, or a larger sample batch"
         )
 
 
@@ -259,9 +262,10 @@ def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise InvalidRequest(
-            f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} no shape yet, "
-            "as lazy modules do before their first forward: run one batch through the model "
-            "before you hand it over (in the function, where a function builds it)"
+            f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} "
+            "no shape yet, as in lazy modules before their first forward: run one "
+            "batch through the model first (inside the function, if a function builds "
+            "it)"
         )
     return model
 
@@ -274,8 +278,8 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
     """
     if not isinstance(workload, Workload):
         raise InvalidRequest(
-            f"workload must be an autofit.Workload, got {_kind(workload)}: "
-            f"make one with {_makes_workload(workload)}"
+            f"workload must be an autofit.Workload, got {_kind(workload)}: create one "
+            f"with {_makes_workload(workload)}"
         )
     if plan is not None and not isinstance(plan, Plan):
         raise InvalidRequest(
@@ -284,8 +288,8 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
         )
     if payloads is not None and not isinstance(payloads, Mapping):
         raise InvalidRequest(
-            "payloads must be a mapping from settings to what they mean, as in a report's "
-            f"dimensions, got {_kind(payloads)}"
+            "payloads must be a mapping from settings to their payloads, as in a "
+            f"report's dimensions, got {_kind(payloads)}"
         )
 
 

@@ -91,7 +91,7 @@ def test_a_script_soaks_on_every_rank_alike(folder: Path) -> None:
 def test_a_report_of_another_number_of_ranks_is_refused(folder: Path, command: list[str]) -> None:
     output, errors, _ = run(folder, *command, ranks=3)
     assert output == ""
-    refused = "the plan is one of 2 ranks, and here are 3: start as many with torchrun"
+    refused = "the plan is for 2 ranks, but this is 3 ranks"
     assert errors.count(refused) == 1
     assert exit_codes(errors) == {2}
 

@@ -329,7 +329,7 @@ def test_the_largest_micro_batch_fits_with_room_for_nccl() -> None:
         ({"world_size": 4, "plan": Plan(4, world_size=2)}, "the plan is of 2 ranks"),
         (
             {"world_size": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
-            "a global batch of 6 samples cannot be shared by 8 ranks",
+            "a global batch of 6 samples .* 8 ranks",
         ),
         ({"plan": Plan(4, settings={"parallel.mode": "ddp"})}, "parallel.mode"),
     ],

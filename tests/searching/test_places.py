@@ -62,9 +62,9 @@ def test_two_devices_run_plans_of_one_search(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"device": ["cuda:0", "cuda:0"]}, "cuda:0 twice"),
-        ({"device": ["cuda", "cuda:1"]}, "with their numbers"),
-        ({"device": "cpu,cuda:0"}, "with their numbers"),
-        ({"device": []}, "names no device"),
+        ({"device": ["cuda", "cuda:1"]}, "numbered"),
+        ({"device": "cpu,cuda:0"}, "numbered"),
+        ({"device": []}, "device is empty"),
         ({"device": ["cpu", "tpu"]}, "tpu"),
         ({"device": ["cpu", "cpu"], "isolation": "inprocess"}, "one at a time"),
     ],

@@ -173,7 +173,7 @@ def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
 
 def test_a_target_of_other_samples_is_refused() -> None:
     inputs, targets = torch.zeros(8, 3), torch.zeros(6)
-    with pytest.raises(InvalidRequest, match=r"8 in the input and 6 in the target.*callable n"):
+    with pytest.raises(InvalidRequest, match=r"8 in the input and 6 in the target.*function n"):
         Workload(nn.Linear(3, 1), (inputs, targets), criterion=nn.MSELoss())
     Workload(nn.Linear(3, 1), (inputs, targets), loss_fn=lambda model, batch: model(batch[0]).sum())
     for fits in (torch.zeros(8), torch.tensor(0.0), torch.zeros(1), {"a": inputs, "b": targets}):

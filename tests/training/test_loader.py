@@ -148,7 +148,7 @@ class OwnLoader(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (ROWS, "loader must be a function.*TensorDataset.*functools.partial"),
+        (ROWS, "loader must be .*TensorDataset.*functools.partial"),
         (lambda: 0, "does not take batch_size and num_workers"),
         (lambda batch_size, workers: 0, "does not take num_workers"),
         (OwnLoader(ROWS), "an OwnLoader.*pass a function"),
@@ -160,7 +160,7 @@ def test_what_no_loader_can_be_made_of_is_refused(loader: Any, words: str) -> No
 
 
 def test_a_function_that_makes_no_loader_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="returned an int, no DataLoader"):
+    with pytest.raises(InvalidRequest, match="got an int"):
         make_loader(lambda batch_size, num_workers: 3, LoaderSettings(2))  # type: ignore[arg-type, return-value]  # that is the fault
 
 
@@ -177,7 +177,7 @@ def test_a_loader_without_batches_does_not_go_on_for_ever() -> None:
 def test_a_generator_ends_after_its_only_epoch_and_is_named() -> None:
     batches = batches_without_end(torch.arange(n + 1) for n in range(2))
     assert [len(next(batches)) for _ in range(2)] == [1, 2]
-    with pytest.raises(InvalidRequest, match="only once, as a generator"):
+    with pytest.raises(InvalidRequest, match="only be iterated once"):
         next(batches)
 
 
