@@ -50,14 +50,14 @@ class AdamState:
         """Return what the installed libraries can step this optimizer with."""
         plain = {SETTING: Dimension(["as_is"])}
         if context.device.type == "meta":
-            context.note(f"{SETTING}: left out, since what a library needs takes a run to find")
+            context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")
             return plain
         if not _installed():
-            context.note(f"{SETTING}: left out: {_MISSING}")
+            context.note(f"{SETTING} skipped: {_MISSING}")
             return plain
         found = context.profile(_found, 1)
         for value, why in found["left_out"].items():
-            context.note(f"{SETTING}={value}: left out: {why}")
+            context.note(f"{SETTING}={value} skipped: {why}")
         values = found["names"]
         if not values:
             return plain
@@ -168,7 +168,7 @@ def _why_not(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return f"{type(optimizer).__name__} is neither Adam nor AdamW of torch"
     if optimizer.state:
-        return "the optimizer has stepped before, and its state would be lost: make it anew"
+        return "the optimizer has already stepped, and its state would be lost: create a new one"
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):

@@ -59,8 +59,8 @@ class Offload:
         moved: int = context.profile(partial(_moved_bytes, samples / looked_at), looked_at)
         if not moved:
             context.note(
-                f"{SETTING}: left out, since a forward of {samples} samples saves no tensor of "
-                f"{LEAST_BYTES // 2**10} KiB that is not a parameter"
+                f"{SETTING} skipped: a forward of {samples} samples saves no activation of "
+                f"{LEAST_BYTES // 2**10} KiB or more"
             )
             return {SETTING: Dimension([False])}
         return {
@@ -196,9 +196,9 @@ class _Saved:
         if self.counter is not None and self.counter._version != self.version:
             value = self.value.copy if isinstance(self.value, _Moved) else self.value
             raise RuntimeError(
-                f"a tensor that backward needs was changed in place after forward saved it: "
-                f"{value.dtype} {list(value.shape)} is at version {self.counter._version} and was "
-                f"at {self.version}"
+                "a tensor that the backward needs was modified in place after the forward "
+                f"saved it: {value.dtype} {list(value.shape)} is at version "
+                f"{self.counter._version}, expected {self.version}"
             )
 
 
@@ -359,8 +359,8 @@ class _Host:
         self._held_bytes += tensor.nbytes
         if self._held_bytes > self._most_bytes:
             raise MemoryError(
-                f"{SETTING}: the step saves more than {self._most_bytes / 2**30:.2g} GiB, "
-                f"{HOST_SHARE:.0%} of the host's available memory"
+                f"{SETTING}: the step saves more than {self._most_bytes / 2**30:.2g} "
+                f"GiB, {HOST_SHARE:.0%} of the host's available memory"
             )
         on_gpu = tensor.device.type == "cuda"
         device = torch.device("cpu") if on_gpu else tensor.device

@@ -67,11 +67,11 @@ class OptimizerImplementation:
             with suppress(torch.OutOfMemoryError):
                 found, raised = context.profile(partial(_worth_it, found, micro_batches), samples)
             for value, why in raised.items():
-                context.note(f"{SETTING}: {value} left out, since a step with it raised {why}")
+                context.note(f"{SETTING}={value} skipped: a step with it raised {why}")
             if left_out := [value for value in tried if value not in found and value not in raised]:
                 context.note(
-                    f"{SETTING}: {', '.join(left_out)} left out, for less than {WORTH:.0%} of an "
-                    "optimizer step's time is saved by it"
+                    f"{SETTING}: {', '.join(left_out)} skipped: saves less than {WORTH:.0%} of "
+                    "a step"
                 )
         return {
             SETTING: Dimension(

@@ -98,8 +98,8 @@ class NoiseFloor:
             difference = _total_difference(first.values(), second.values(), names)
             if not difference <= most:
                 raise NotRepeatable(
-                    f"two plain steps from the same state differ, their {what} by "
-                    f"{difference:.2g} of their size"
+                    f"two identical steps from the same state differ: their {what} by "
+                    f"{difference:.2g} (relative)"
                 )
             self.tolerance = max(self.tolerance, ROOM * difference)
         ours, theirs = first.values(), second.values()

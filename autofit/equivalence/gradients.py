@@ -45,7 +45,7 @@ def compare_plans(
         Exception: whatever the model or the device raises.
     """
     if builder.fresh_workload().train_step is not None:
-        raise InvalidRequest("train_step hides its gradients: plans cannot be compared")
+        raise InvalidRequest("train_step hides its gradients, so plans cannot be compared")
     batch = builder.fresh_workload().batch(samples)  # once: a function may make another each time
     return compare_passes(builder, ((first, builder.seed), (second, builder.seed)), batch)
 

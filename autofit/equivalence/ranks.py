@@ -127,7 +127,7 @@ def compare_ranks(
     ranks = Ranks(world, builder.device.torch_device)
     batch, missing = _batch_of_first(ranks, workload, samples)
     if batch is None:
-        return NotCompared(f"there is no batch of {samples} samples: {missing}")
+        return NotCompared(f"cannot make a batch of {samples} samples: {missing}")
     alone, calm, why = _alone(builder, batch, samples)
     told: list[tuple[bool, str | None]] = ranks.objects((calm, why))
     for rank, (_, reason) in enumerate(told):
@@ -143,7 +143,8 @@ def compare_ranks(
     noise = max(ranks.objects(_noise_alone(builder, batch, alone, samples, calm=calm)))
     if noise:
         return NotCompared(
-            f"the model draws random numbers that move those of the same samples by {noise:.1%}"
+            "the model draws random numbers that change the gradients of the same "
+            f"samples by {noise:.1%}"
         )
     return worst
 
@@ -217,7 +218,7 @@ def without_unequal(
     """
     checked, notes = dict(dimensions), []
     if builder.fresh_workload().train_step is not None:
-        notes.append("train_step hides its gradients: those of several ranks were not compared")
+        notes.append("train_step hides its gradients, so those of several ranks were not compared")
         return checked, notes
     for strategy in strategies:
         own = settings_of(strategy.name, dimensions)
@@ -243,7 +244,7 @@ def without_unequal(
             left = [value for value in own[name].values if value not in refused]
             if not left:
                 first = next(iter(refused.values()))
-                raise InvalidRequest(f"no value of {name} trains what one process does: {first}")
+                raise InvalidRequest(f"no {name} gives the gradients of one process: {first}")
             own[name] = checked[name] = _with_values(own[name], left)
     return checked, notes
 
@@ -251,9 +252,10 @@ def without_unequal(
 def _why_raised(named: str, text: str | None, notes: list[str]) -> str | None:
     """Return why a value under which this was raised is set aside; None, with a note: it is not."""
     if text is not None:
-        return f"was set aside: {text}"
+        return f"was skipped: {text}"
     notes.append(
-        f"{named}: gradients of several ranks were not compared with one process's: memory ran out"
+        f"{named}: memory ran out, so the gradients of several ranks were not "
+        "compared with one process's"
     )
     return None
 
@@ -273,7 +275,7 @@ def _why_not(
         found = compare_ranks(builder, settings, payloads, strategy)
     except Unsupported as error:  # on every rank
         release_exception(error)
-        return f"was set aside: {error}"
+        return f"was skipped: {error}"
     finally:
         builder.reclaim_or_not()
     if isinstance(found, NotCompared):
@@ -284,10 +286,10 @@ def _why_not(
         return None
     where = f", most of all in {', '.join(found.modules)}" if found.modules else ""
     return (
-        f"was set aside: the gradients of the ranks differ from one process's by "
-        f"{found.gradient:.1%}{where}. Is every module called through the model that the loss is "
-        "given, and is no parameter replaced? Where the loss is a mean over something other than "
-        "samples, give loss_weight"
+        "was skipped: the gradients of the ranks differ from one process's by "
+        f"{found.gradient:.1%}{where}. Is every module called through the model "
+        "that the loss gets, and is no parameter replaced? If the loss is a mean "
+        "over something other than samples, pass loss_weight"
     )
 
 
@@ -302,11 +304,14 @@ def normalizing_apart(model: torch.nn.Module) -> list[str]:
         return []
     first = f"{', '.join(names[:3])}{' and others' * (len(names) > 3)}"
     return [
-        f"{first} normalize over the micro-batch of their own rank, so that several ranks train "
-        "otherwise than one process would. Their running statistics are of rank 0's samples alone "
-        "under DistributedDataParallel, which sends its buffers to all ranks before each optimizer "
-        "step, and of each rank's own under fully_shard, which sends none: save rank 0's. "
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) has the ranks share them, on GPUs"
+        (
+            f"{first} normalize over their own rank's micro-batch, so several ranks "
+            "train differently from one process. Under DistributedDataParallel the "
+            "running statistics are those of rank 0, whose buffers are sent to all "
+            "ranks before each optimizer step; under fully_shard each rank keeps its "
+            "own, so save rank 0's. On GPUs, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
+        )
     ]
 
 

@@ -92,10 +92,7 @@ class StrategyContext:
 
     def _check_allowed(self, micro_batch: int) -> None:
         if self.most_samples is not None and micro_batch > self.most_samples:
-            raise Unsupported(
-                f"it was to run {micro_batch} samples, and {self.most_samples} are the most that "
-                "may be run here"
-            )
+            raise Unsupported(f"cannot run {micro_batch} samples here: at most {self.most_samples}")
         self.samples_run = max(self.samples_run, micro_batch)
 
     def compare(

@@ -80,8 +80,8 @@ def applied(
     """
     if accelerator.num_processes > 1:
         raise InvalidRequest(
-            f"this Accelerator has {accelerator.num_processes} processes, and a plan is for one "
-            "device: start it in one process"
+            f"this Accelerator has {accelerator.num_processes} processes, but the plan "
+            "is for one device: start a single process"
         )
     has = accelerator.mixed_precision
     division = divide(
@@ -91,8 +91,8 @@ def applied(
     steps, before = division.plan.accumulation_steps, accelerator.gradient_accumulation_steps
     lines = [
         f"gradient_accumulation_steps={steps} (was {before})",
-        f"micro-batches have {division.plan.micro_batch} samples: give the DataLoader that "
-        "batch_size" + f"; {division.whole_steps}" * (steps > 1),
+        f"the DataLoader should have batch_size={division.plan.micro_batch}"
+        + f"; {division.whole_steps}" * (steps > 1),
         *division.lines("an Accelerator"),
     ]
     with ExitStack() as stack:
@@ -130,12 +130,15 @@ def _check_precision(division: Division, has: str) -> None:
     """Refuse or warn of mixed precision that is not the plan's."""
     if "autocast" in division.terms_of_rest:
         raise InvalidRequest(
-            f"this Accelerator has mixed_precision={has!r}, and the plan another: make it with "
+            f"this Accelerator has mixed_precision={has!r}, but the plan needs "
+            "another: create it with "
             "Accelerator(**autofit.integrations.accelerate.arguments(report))"
         )
     if has != "no" and "autocast" not in division.arguments:
         warnings.warn(
-            f"this Accelerator has mixed_precision={has!r}, and the plan was measured without, "
-            "unless the loss of the search had it",
+            (
+                f"this Accelerator has mixed_precision={has!r}, but the plan was measured "
+                "without, unless the loss of the search had it"
+            ),
             stacklevel=5,
         )

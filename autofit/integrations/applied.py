@@ -75,8 +75,9 @@ class Division:
         found = []
         if micro_batches < plan.accumulation_steps:
             found.append(
-                f"a step of {counted(micro_batches, 'micro-batch')}, after which the loader ended, "
-                f"has {micro_batches}/{plan.accumulation_steps} of the gradients of their mean"
+                "when the loader ends within a step of "
+                f"{counted(micro_batches, 'micro-batch')}, its gradients are "
+                f"{micro_batches}/{plan.accumulation_steps} of their mean"
             )
         if micro_batches > 1 and 0 < last_samples < plan.micro_batch:
             found.append(
@@ -89,15 +90,19 @@ class Division:
     def whole_steps(self) -> str:
         """What to do so that each step has all its micro-batches, in words."""
         return (
-            f"leave samples out until their number divides by {self.plan.samples_per_step} "
-            "(drop_last=True leaves a short micro-batch out), or train by "
-            "report.apply(model, optimizer), which weighs by samples"
+            "drop samples until their number is a multiple of "
+            f"{self.plan.samples_per_step} (drop_last=True leaves a short micro-batch "
+            "out), or train with report.apply(model, optimizer), which weights by "
+            "samples"
         )
 
     def lines(self, stack: str) -> list[str]:
         """Say which settings are applied to the model, as this stack has no argument for them."""
         return [
-            f"{name}={value} is applied to model and optimizer, since {stack} cannot express it"
+            (
+                f"{name}={value} is applied to model and optimizer, because {stack} has no "
+                "argument for it"
+            )
             for _, settings, _ in self.rest.by_strategy()
             for name, value in unlike(settings, self.plain).items()
         ]
@@ -129,9 +134,9 @@ def divide(
     is_weighed = plan.accumulation_steps > 1 and "loss_weight" in record.functions_given
     if is_weighed and not weighs_losses:
         raise InvalidRequest(
-            f"the search weighed the {plan.accumulation_steps} micro-batches of a step by "
-            "loss_weight, and this trainer takes the mean of their losses, which has other "
-            "gradients: train by report.apply(model, optimizer), which weighs them"
+            f"the search weighted the {plan.accumulation_steps} micro-batches of a "
+            "step by loss_weight, but this trainer averages their losses, which gives "
+            "other gradients: train with report.apply(model, optimizer)"
         )
     resolved = record.resolve_best(strategies, report.strategies)
     arguments: dict[str, Scalar] = {}
@@ -157,9 +162,9 @@ def check_even(plan: Plan) -> None:
     if len(set(plan.micro_batch_sizes)) > 1:
         sizes = " + ".join(map(str, plan.micro_batch_sizes))
         raise InvalidRequest(
-            f"the plan splits {plan.samples_per_step} samples into {sizes}, and a trainer makes "
-            "micro-batches of one size only: search again with even_split=True, or train by "
-            "report.apply(model, optimizer), which runs this plan as it was measured"
+            f"the plan splits {plan.samples_per_step} samples into {sizes}, but a "
+            "trainer makes micro-batches of one size: search again with "
+            "even_split=True, or train with report.apply(model, optimizer)"
         )
 
 
@@ -232,7 +237,7 @@ class _ForeignTraining:
         raise self._refused("makes the optimizer")
 
     def before_micro_batch(self, notify: Callable[[bool], None]) -> Callable[[], None]:
-        raise self._refused("is told of each micro-batch")
+        raise self._refused("hooks into each micro-batch")
 
     @property
     def optimizer(self) -> Any:
@@ -282,8 +287,9 @@ class _ForeignTraining:
 
     def _refused(self, what: str) -> InvalidRequest:
         return InvalidRequest(
-            f"the plan's strategy {self.strategy!r} {what}, which cannot be done inside another "
-            "library's loop: train by report.apply(model, optimizer), or search again without it"
+            f"the plan's strategy {self.strategy!r} {what}, which is not possible "
+            "inside another library's loop: train with report.apply(model, "
+            "optimizer), or search again without that strategy"
         )
 
 
@@ -331,5 +337,5 @@ def library(*names: str) -> Any:
                 raise  # it is installed, and lacks something
     extra = names[0].partition(".")[0]
     raise InvalidRequest(
-        f"{extra} is not installed here: pip install {extra}, or torch-autofit[{extra}]"
+        f"{extra} is not installed: pip install {extra}, or torch-autofit[{extra}]"
     )

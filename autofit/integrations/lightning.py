@@ -82,8 +82,9 @@ def workload(
     """
     if not getattr(module, "automatic_optimization", True):
         raise InvalidRequest(
-            f"{kind_of(module)} steps its optimizers itself (automatic_optimization=False): write "
-            "that as train_step=(training, batch) -> loss for autofit.search"
+            f"{kind_of(module)} steps its own optimizers "
+            "(automatic_optimization=False): write that as train_step=(training, "
+            "batch) -> loss for autofit.search"
         )
     if sample_batch is None:
         sample_batch = longest_batch(_loader(data, trainer), examine, progress=progress)
@@ -210,7 +211,7 @@ class ModuleLoss:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise InvalidRequest(
-                f"training_step of {kind_of(module)} returned {kind_of(output)} and no loss"
+                f"training_step of {kind_of(module)} returned {kind_of(output)}, not a loss"
             )
         return loss
 
@@ -221,7 +222,7 @@ def _loader(data: Any, trainer: Any) -> Any:
     It is a copy of the DataModule that is set up: it keeps its data in attributes of its own.
     """
     if data is None:
-        raise InvalidRequest("give a DataModule or a DataLoader as data, or sample_batch=")
+        raise InvalidRequest("pass a DataModule or a DataLoader as data, or sample_batch=")
     if not hasattr(data, "train_dataloader"):
         return data
     data = copy.copy(data)
@@ -241,15 +242,15 @@ def _own_precision(trainer: Any) -> str | None:
         return None
     if trainer.world_size > 1:
         raise InvalidRequest(
-            f"this Trainer uses {trainer.world_size} devices, and autofit searches for one: make "
-            "it with devices=1"
+            f"this Trainer uses {trainer.world_size} devices, but autofit searches for "
+            "one: pass devices=1"
         )
     kept = {mixed: dtype for dtype, mixed in _MIXED.items()} | {"32-true": None}
     if trainer.precision not in kept:
         raise InvalidRequest(
-            f"this Trainer has precision={trainer.precision!r}, and autofit knows "
-            f"{', '.join(kept)}: for another make the module's weights of that type, and give no "
-            "trainer"
+            f"this Trainer has precision={trainer.precision!r}, but autofit only "
+            f"supports {', '.join(kept)}: for another precision convert the module's "
+            "weights, and pass no trainer"
         )
     return kept[trainer.precision]
 
@@ -275,8 +276,8 @@ def _optimizer(module: Any) -> Any:
         if "not attached to a `Trainer`" not in str(error):
             raise
         raise InvalidRequest(
-            f"configure_optimizers of {kind_of(module)} asks for its Trainer, and there is none "
-            "in a search: give optimizer=parameters -> Optimizer"
+            f"configure_optimizers of {kind_of(module)} needs its Trainer, which a "
+            "search does not have: pass optimizer=parameters -> Optimizer"
         ) from error
     if isinstance(made, Mapping):
         made = made["optimizer"]
@@ -287,9 +288,9 @@ def _optimizer(module: Any) -> Any:
         made = made.get("optimizer") if isinstance(made, Mapping) else made
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidRequest(
-            f"configure_optimizers of {kind_of(module)} returned {kind_of(made)}, and a search "
-            "needs one optimizer: give optimizer=parameters -> Optimizer, or for several "
-            "train_step= to autofit.search"
+            f"configure_optimizers of {kind_of(module)} returned {kind_of(made)}, but "
+            "a search needs one optimizer: pass optimizer=parameters -> Optimizer, or "
+            "use autofit.search with train_step= for several"
         )
     return made
 
@@ -327,9 +328,11 @@ def _callback(division: Division) -> Any:
                     warnings.warn(words, stacklevel=2)
             if batch_idx == 0 and found != meant:
                 warnings.warn(
-                    f"the training loader makes micro-batches of {found} samples and the plan has "
-                    f"{meant}, so an optimizer step has {steps * found} samples instead of "
-                    f"{steps * meant}: give the DataLoader batch_size={meant}",
+                    (
+                        f"the training loader makes micro-batches of {found} samples, but the plan "
+                        f"has {meant}, so an optimizer step has {steps * found} samples instead of "
+                        f"{steps * meant}: give the DataLoader batch_size={meant}"
+                    ),
                     stacklevel=2,
                 )
 

@@ -37,7 +37,7 @@ from autofit.training.workload import Workload
 
 _APPLY = (
     "from autofit.integrations import transformers as tuning",
-    "print(tuning.apply(report, trainer))  # sets its arguments, and says what was there",
+    "print(tuning.apply(report, trainer))  # sets its arguments",
     "trainer.train()",
 )
 
@@ -171,7 +171,7 @@ def apply(
     if words := _last_misweighed(trainer, division):
         warnings.warn(words, stacklevel=2)
     said = (*lines, *division.lines("TrainingArguments"))
-    return Applied(said or ("nothing to set: TrainingArguments are the plan's already",), undo)
+    return Applied(said or ("nothing to change: TrainingArguments already match the plan",), undo)
 
 
 def _last_misweighed(trainer: Any, division: Division) -> str | None:
@@ -196,13 +196,13 @@ def _check_one_device(trainer: Any) -> None:
     args = trainer.args
     if args.world_size > 1 or args.n_gpu > 1:
         raise InvalidRequest(
-            f"this Trainer uses {max(args.world_size, args.n_gpu)} devices, and autofit searches "
-            "for one: start it in one process with CUDA_VISIBLE_DEVICES=0"
+            f"this Trainer uses {max(args.world_size, args.n_gpu)} devices, but "
+            "autofit searches for one: start one process with CUDA_VISIBLE_DEVICES=0"
         )
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         raise InvalidRequest(
-            "this Trainer uses DeepSpeed or FSDP, which shard the model, and autofit searches for "
-            "one device without: leave deepspeed= and fsdp= out of its arguments"
+            "this Trainer uses DeepSpeed or FSDP, which shard the model, but autofit "
+            "searches for one device: remove deepspeed= and fsdp= from its arguments"
         )
 
 
@@ -210,8 +210,8 @@ def _longest_batch(trainer: Any, examine: int, progress: OnEvent | bool | None) 
     """Return a micro-batch of the Trainer's longest samples, as its collator makes it."""
     if trainer.train_dataset is None:
         raise InvalidRequest(
-            "this Trainer has no train_dataset to take the longest batch of: give one to the "
-            "Trainer, or sample_batch= as its collator makes it"
+            "this Trainer has no train_dataset to take the longest samples from: pass "
+            "one to the Trainer, or pass sample_batch="
         )
     known = len(trainer.accelerator._dataloaders)
     loader = copy.copy(trainer).get_train_dataloader()  # it may keep what it finds out
@@ -231,14 +231,14 @@ def _optimizer(trainer: Any) -> Any:
 def _notes(args: Any, own: str | None) -> Iterator[str]:
     if own:
         name = next(name for name, dtype in AMP.items() if dtype == own)
-        yield precision_note(own, f"{name}=True of TrainingArguments")
+        yield precision_note(own, f"{name}=True in TrainingArguments")
     if _checkpoints(args):
         yield (
-            "no plan ran with the activation checkpointing of TrainingArguments: placements are "
-            "searched in its place, and applying a plan turns it off"
+            "gradient_checkpointing=True of TrainingArguments was not used: "
+            "placements are searched instead, and applying a plan turns it off"
         )
     if args.torch_compile:
-        yield "no plan ran with torch_compile=True of TrainingArguments"
+        yield "torch_compile=True of TrainingArguments was not used in any plan"
 
 
 def _checkpoints(args: Any) -> bool:

@@ -101,12 +101,12 @@ def _longest(
         batches = islice(iter(loader), _BATCHES)
         found = heapq.nlargest(1, _measured(batches, _BATCHES, seconds, on_examined))
         if not found:
-            raise InvalidRequest("the training data delivered no batch: give sample_batch=")
+            raise InvalidRequest("the training data yielded no batch: pass sample_batch=")
         return found[0][-1]
     whole: Any = dataset
     count = min(len(whole), examine)
     if count == 0:
-        raise InvalidRequest("the training data set is empty: give sample_batch=")
+        raise InvalidRequest("the training dataset is empty: pass sample_batch=")
     places = [place * len(whole) // count for place in range(count)]
     random.Random(0).shuffle(places)  # so that those seen within the time are spread, too
     measured = _measured((whole[place] for place in places), count, seconds, on_examined)
@@ -126,8 +126,11 @@ def _measured(
         on_examined(done, count)
         if done < count and time.monotonic() > ends_at:
             warnings.warn(
-                f"{done} of {count} were looked at for the longest sample in {seconds:.0f} s: "
-                "where others are longer give sample_batch=, or a smaller examine= to look at less",
+                (
+                    f"{done} of {count} samples were examined for the longest one in "
+                    f"{seconds:.0f} s: if others are longer, pass sample_batch=, or a smaller "
+                    "examine="
+                ),
                 stacklevel=2,
             )
             return
@@ -213,10 +216,10 @@ def search_as_is(
 
 def precision_note(precision: str, source: str) -> str:
     """Return what a report says of a precision that was kept; `source` is what asks for it."""
-    scaling = ", though without float16's scaling of the loss" if precision == "float16" else ""
+    scaling = "; float16's loss scaling was left out" if precision == "float16" else ""
     return (
-        f"every plan ran under autocast in {precision}, since {source} asks for it{scaling}; "
-        "without it other types are tried as well"
+        f"every plan ran under autocast in {precision}, because {source} asks for "
+        f"it{scaling}; without it, other precisions are searched too"
     )
 
 

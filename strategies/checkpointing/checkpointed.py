@@ -108,8 +108,8 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
         owner = None
     if owner is None or name not in owner._buffers:
         raise InvalidRequest(
-            f"the model has no buffer {state!r} to put back before a recomputation: the plan was "
-            "made for another model, or by a version that put attributes back; search again"
+            f"the model has no buffer {state!r} to restore before recomputation: the "
+            "plan was made for another model or by another version; search again"
         )
     return owner
 
@@ -117,8 +117,9 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
 def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any, around: _Around) -> None:
     if _FORWARD in holder.__dict__:
         raise InvalidRequest(
-            f"the model's {type(holder).__name__} is checkpointed by another training that has not "
-            "ended: leave that first, by its `with` block or its undo()"
+            f"the model's {type(holder).__name__} is already checkpointed by another "
+            "training: end that one first, by leaving its `with` block or calling its "
+            "undo()"
         )
     plain = holder.forward
     holder.__dict__[_FORWARD] = plain
@@ -202,8 +203,11 @@ def _hooks_allowed() -> bool:
     if autograd._saved_tensors_hooks_is_enabled():
         return True
     warnings.warn(
-        "activation checkpointing is off inside torch.func transforms: they do not allow saved "
-        "tensors to be recomputed, so this pass keeps all its activations",
+        (
+            "activation checkpointing is off inside torch.func transforms, which do "
+            "not allow saved tensors to be recomputed: this pass keeps all its "
+            "activations"
+        ),
         stacklevel=3,
     )
     return False

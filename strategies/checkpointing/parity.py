@@ -26,7 +26,7 @@ MOST_COMPARISONS = 60
 ENOUGH_OF_A_KIND = 3
 """Units of one kind that differ, and none that does not, for the rest to be left out untried."""
 
-_NEVER_RUN = "not tried: no step on a few samples ran it, or anything like it that may run twice"
+_NEVER_RUN = "not tried: no step on a few samples ran it, nor a module like it"
 _TOO_LARGE = "not tried: without it a step does not fit into memory"
 
 
@@ -180,7 +180,7 @@ class _Gate:
     def _difference(self, units: Sequence[str]) -> str | None:
         """Return how a step with these units checkpointed differs; None: it does not."""
         if self._comparisons >= MOST_COMPARISONS:
-            return "not tried: too many parts of this model differ when they run twice"
+            return "not tried: too many parts of this model differ when recomputed"
         try:
             found = self._compare(units)
         except torch.OutOfMemoryError:
@@ -191,7 +191,7 @@ class _Gate:
             return None
         first = next(iter(found.differences), "loss or gradients")
         raises = first.startswith("it raises")
-        return f"it cannot run twice ({first})" if raises else f"it changes {first}"
+        return f"it cannot be recomputed ({first})" if raises else f"it changes {first}"
 
     def _compare(self, units: Collection[str]) -> Comparison:
         """Compare a step with these units checkpointed, or left out of those that always are.

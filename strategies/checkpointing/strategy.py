@@ -54,12 +54,13 @@ _DETAILS = re.compile(r"\[[^\]]*\]?|[\w.]*\d[\w.]*")
 """What reasons of one kind differ in: shapes, and words with a number in them."""
 
 _NOTHING_WORTH_IT = (
-    "no checkpoint levels: no part of the model gives back much of what it keeps for the backward "
-    "pass; what the loss or code outside of submodules keeps cannot be recomputed"
+    "no checkpoint levels: no part of the model would free much of the memory "
+    "it keeps for the backward pass; memory kept by the loss or by code "
+    "outside of submodules cannot be recomputed"
 )
 _NOTHING_LOWERS_THE_PEAK = (
-    "no checkpoint levels: recomputing parts of the model would not lower its peak, which lies in "
-    "a part that cannot be recomputed in pieces"
+    "no checkpoint levels: recomputation would not lower the peak, which is "
+    "in a part that cannot be recomputed piece by piece"
 )
 
 _PLAIN = Dimension([0])
@@ -79,7 +80,9 @@ class Checkpointing:
         can be measured or compared, not at all.
         """
         if context.device.type == "meta":
-            context.note("checkpoint levels are found by running the model on a real device")
+            context.note(
+                "checkpoint levels can only be found by running the model on a real device"
+            )
             return {SETTING: _PLAIN}
         return {SETTING: self._levels(context)}
 
@@ -88,14 +91,14 @@ class Checkpointing:
             small = profile_step(context, SMALL)
         except (torch.OutOfMemoryError, NeedsSavedTensors):
             why = f"a step of {SMALL} samples does not fit into memory"
-            context.note(f"checkpointing left out: {why}")
+            context.note(f"checkpointing skipped: {why}")
             return _PLAIN
         except Exception as error:  # of the user's code, or of watching it
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             small = None
         if small is None:
             run_step(context, SMALL)  # raises what the user's code raises by itself
-            context.note(f"checkpointing left out: a step cannot be watched ({why})")
+            context.note(f"checkpointing skipped: a step cannot be traced ({why})")
             return _PLAIN
         large, timed_batch = _long_enough(context, small)
         found = find_candidates(
@@ -109,7 +112,9 @@ class Checkpointing:
             seeds = SEEDS if small.draws else SEEDS[:1]
             parity = self.check_parity(context, layers(found.timeline), seeds)
         except torch.OutOfMemoryError:
-            context.note("checkpointing left out: there is no memory to compare a step with it")
+            context.note(
+                "checkpointing skipped: there is not enough memory to compare a step with it"
+            )
             return _PLAIN
         left_out = found.left_out | parity.left_out
         for note in _notes(left_out):

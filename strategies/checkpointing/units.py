@@ -27,11 +27,12 @@ SHORTEST_SEQUENTIAL = 4
 MOST_UNITS = 1000
 
 CHECKPOINTS_ITSELF = (
-    "its code checkpoints a part of it already; to have placements compared, turn that off (in "
-    "transformers: model.gradient_checkpointing_disable()) and search again"
+    "its own code already checkpoints a part of it; to compare placements, "
+    "turn that off (in transformers: model.gradient_checkpointing_disable()) "
+    "and search again"
 )
 
-OVERWRITTEN = "an input is changed in place, so that nothing can be recomputed from it"
+OVERWRITTEN = "an input is modified in place, so nothing can be recomputed from it"
 
 _SEGMENT = re.compile(r"(?P<module>.*)\[(?P<start>\d+):(?P<stop>\d+)\]")
 

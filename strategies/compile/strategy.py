@@ -94,10 +94,10 @@ class Compile:
         """Return the modes where a compiler is found and the step calls the model."""
         off = {MODE: Dimension([OFF])}
         if context.device.type == "meta":
-            context.note(f"{MODE}: left out, since what a compiler makes takes a run to find")
+            context.note(f"{MODE} skipped: a compiled step can only be measured, not predicted")
             return off
         if (lacking := _lacks(context.device.type)) is not None:
-            context.note(f"{MODE}: left out: {lacking}")
+            context.note(f"{MODE} skipped: {lacking}")
             return off
         if any(map(_is_compiled, context.model.modules())):  # which the survey notes
             return off
@@ -105,7 +105,7 @@ class Compile:
 
         step: PlainStep = context.profile(observed, min(_SAMPLES, context.samples_per_step))
         if not step.calls_model:
-            context.note(f"{MODE}: left out, since the step does not call the model")
+            context.note(f"{MODE} skipped: the training step does not call the model")
             return off
         return {
             MODE: Dimension(
@@ -201,9 +201,9 @@ def _budgets(context: Context, step: PlainStep) -> Dimension:
     """Return the memory budgets; none where random numbers would be drawn anew to recompute."""
     if step.draws:
         context.note(
-            f"{BUDGET}: left out, since the step draws random numbers ({', '.join(step.draws)}): "
-            "torch's partitioner may draw others when it computes again, and so the gradients are "
-            "wrong (pytorch issue 190758)"
+            f"{BUDGET} skipped: the step draws random numbers ({', '.join(step.draws)}), "
+            "and torch's partitioner may draw others on recomputation, which makes "
+            "gradients wrong (pytorch issue 190758)"
         )
         return Dimension([1.0])
     return Dimension(
@@ -337,18 +337,20 @@ class _Notes:
         now = _counted()
         graphs = now.graphs - self._before.graphs
         if not graphs:
-            yield "compile: nothing was compiled: every call ran as it is"
+            yield "compile: nothing was compiled, every call ran eagerly"
             return
         breaks = _added(self._before.breaks, now.breaks)
         again = now.recompilations[len(self._before.recompilations) :]
         words = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
         yield f"{words}, {len(again)} recompilations"
         if self._mode == GRAPHS and (left_out := now.without_graphs - self._before.without_graphs):
-            yield f"compile: {left_out} graphs could not become CUDA graphs, and run as they are"
+            yield (
+                f"compile: {left_out} graphs could not be captured as CUDA graphs and run without"
+            )
         for reason, times in list(breaks.items())[:_MOST_REASONS]:
             yield f"compile: graph break ({times} x): {_line(reason)}"
         for reason, times in _causes(again)[:_MOST_REASONS]:
-            yield f"compile: compiled again ({times} x) since {_line(reason)}"
+            yield f"compile: recompiled ({times} x): {_line(reason)}"
 
 
 @dataclass(frozen=True)
@@ -399,15 +401,15 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 def _lacks(device_type: str) -> str | None:
     """Return what is missing to compile for such a device; None: nothing."""
     if device_type not in ("cpu", "cuda"):
-        return f"nothing is compiled for the device {device_type!r}"
+        return f"the device {device_type!r} is not supported"
     name = "CC" if device_type == "cuda" else "CXX"
     given = os.environ.get(name, "")
     usual = ("gcc", "clang") if device_type == "cuda" else ("g++",)
     if not any(shutil.which(compiler) for compiler in ([given] if given else usual)):
         kind = "C" if device_type == "cuda" else "C++"
-        return f"no {kind} compiler was found ({given or ' or '.join(usual)})"
+        return f"no {kind} compiler found ({given or ' or '.join(usual)})"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Python's headers (Python.h) were not found"
+        return "Python's headers (Python.h) not found"
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None

@@ -70,12 +70,13 @@ class Parallel:
         left = [mode for mode in allowed if mode in SHARDED or not unused]
         if not left:
             raise InvalidRequest(
-                f"no value of {MODE} can train this: {why_not_replicated(unused)}. With "
-                'numerics="rounding" there are modes that shard the model and need no such gradient'
+                f"no {MODE} can train this model: {why_not_replicated(unused)}. With "
+                'numerics="rounding", modes that shard the model are searched, and '
+                "these need no such gradient"
             )
         if left_out := [mode for mode in allowed if mode not in left]:
             why = why_not_replicated(unused)
-            context.note(f"{MODE}: {', '.join(left_out)} set aside: {why}")
+            context.note(f"{MODE}: {', '.join(left_out)} skipped: {why}")
         return left
 
     def apply(
@@ -87,7 +88,7 @@ class Parallel:
             Unsupported: one device trains alone.
         """
         if training.world.size == 1:
-            raise Unsupported(f"{MODE} needs two ranks or more: start them with torchrun")
+            raise Unsupported(f"{MODE} needs at least two ranks: start them with torchrun")
         return _applied(training, settings, payloads)
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:

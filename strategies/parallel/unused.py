@@ -28,20 +28,22 @@ def check_used_alike(unused: Unused, ranks: int) -> None:
         return
     lacking = frozenset[int]().union(*uneven.values())
     raise InvalidRequest(
-        f"no value of parallel.mode can train this: {_said(lacking)} no gradient for "
-        f"{named(uneven)}, and other ranks do. A rank waits for ever for gradients that another "
-        "one does not have. Have every rank use the parameters in each forward (to add 0 times "
-        "their sum to the loss is enough), or freeze them (requires_grad_(False)); "
-        "find_unused_parameters=True of DistributedDataParallel is not set here"
+        f"no parallel.mode can train this model: {_said(lacking)} no gradient for "
+        f"{named(uneven)}, but other ranks do, and ranks would wait for each other "
+        "forever. Use the parameters in every rank's forward (adding 0 times "
+        "their sum to the loss is enough), or freeze them "
+        "(requires_grad_(False)); autofit does not set "
+        "find_unused_parameters=True"
     )
 
 
 def why_not_replicated(unused: Unused) -> str:
     """Return why modes of `DistributedDataParallel` are left out where parameters are unused."""
     return (
-        f"DistributedDataParallel needs a gradient of every parameter, and the loss uses none of "
-        f"{named(unused)}. Freeze them (requires_grad_(False)) and these modes are searched; "
-        "find_unused_parameters=True is not set here"
+        "DistributedDataParallel needs a gradient for every parameter, but the "
+        f"loss does not use {named(unused)}. Freeze them (requires_grad_(False)) "
+        "to have these modes searched; autofit does not set "
+        "find_unused_parameters=True"
     )
 
 

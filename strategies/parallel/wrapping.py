@@ -92,8 +92,8 @@ def _check_dense(model: nn.Module) -> None:
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse and module.weight.requires_grad:
             raise Unsupported(
-                f"fully_shard sends dense gradients, and those of {name or 'the model'} are "
-                "sparse: make it with sparse=False"
+                f"fully_shard needs dense gradients, but those of {name or 'the model'} "
+                "are sparse: create it with sparse=False"
             )
 
 
@@ -101,13 +101,13 @@ def _check_shapes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise Unsupported(
-                f"fully_shard cuts parameters along their first dimension, and {name} has no "
-                "dimension: give it one, as in nn.Parameter(torch.ones(1))"
+                f"fully_shard splits parameters along their first dimension, but {name} is "
+                "a scalar: give it one dimension, as in nn.Parameter(torch.ones(1))"
             )
         if not parameter.is_contiguous():
             raise Unsupported(
-                f"fully_shard cuts contiguous parameters, and {name} is not contiguous (as in "
-                "channels_last)"
+                f"fully_shard needs contiguous parameters, but {name} is not contiguous "
+                "(as in channels_last)"
             )
 
 
@@ -118,8 +118,8 @@ def _check_types(model: nn.Module, modules: list[str]) -> None:
         together = [left.pop(id(p)) for p in part if id(p) in left]
         if len(types := {str(p.dtype) for p in together}) > 1:
             raise Unsupported(
-                f"fully_shard gathers parameters of one type together, and those of "
-                f"{name or 'the model'} are of {', '.join(sorted(types))}"
+                f"fully_shard needs parameters of one dtype, but {name or 'the model'} has "
+                f"{', '.join(sorted(types))}"
             )
 
 
@@ -142,20 +142,19 @@ def state_dealt_out(
         groups = factory(parameters).param_groups  # it has no state yet
         if len(groups) > 1:
             raise Unsupported(
-                f"parallel.mode=zero1 deals out one group of parameters, and the optimizer has "
-                f"{len(groups)} groups of parameters"
+                "parallel.mode=zero1 needs a single parameter group, but the optimizer "
+                f"has {len(groups)}"
             )
         # No others: a rank whose share is frozen would have nothing to make an optimizer of.
         held = groups[0]["params"]
         if len(held) < (ranks := get_world_size()):
             raise Unsupported(
-                f"parallel.mode=zero1 deals whole parameters out to the ranks, and {len(held)} do "
-                f"not suffice for {ranks}: an optimizer has to have some on each rank"
+                f"parallel.mode=zero1 gives each rank whole parameters, and {len(held)} "
+                f"are too few for {ranks}"
             )
         if len(types := {str(parameter.dtype) for parameter in held}) > 1:
             raise Unsupported(
-                "parallel.mode=zero1 deals out parameters of one type, and these are of "
-                f"{', '.join(sorted(types))}"
+                f"parallel.mode=zero1 needs parameters of one dtype, got {', '.join(sorted(types))}"
             )
         return ZeroRedundancyOptimizer(held, of_share)  # type: ignore[arg-type]  # any callable is called
 

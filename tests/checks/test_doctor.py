@@ -121,4 +121,5 @@ def test_a_device_that_cannot_train_stops_searches(
 def test_a_strategy_that_lacks_something_here_says_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     why = found(diagnose("cpu"), "strategies").found
-    assert why == "compile: no C++ compiler was found (no-such-compiler)"
+    assert why.startswith("compile: ")
+    assert "no-such-compiler" in why

@@ -75,6 +75,6 @@ def test_wrappers_send_statistics_before_a_step_and_sharding_never(tmp_path: Pat
 
 def test_the_note_tells_whose_statistics_each_way_keeps() -> None:
     (note,) = normalizing_apart(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
-    assert "rank 0's samples alone under DistributedDataParallel" in note
-    assert "each rank's own under fully_shard" in note
+    assert "DistributedDataParallel the running statistics are those of rank 0" in note
+    assert "fully_shard each rank keeps its own" in note
     assert normalizing_apart(torch.nn.Sequential(torch.nn.SyncBatchNorm(4))) == []

@@ -194,7 +194,7 @@ def test_a_step_that_cannot_be_repeated_says_so(size: float, is_exact: bool) -> 
     found = _compare(_comparer(Jitters(size), is_exact=is_exact))
     assert not found.is_repeatable
     assert not found.equal
-    assert "two plain steps" in found.differences[0]
+    assert "two identical steps" in found.differences[0]
 
 
 @pytest.mark.parametrize("is_exact", [True, False])

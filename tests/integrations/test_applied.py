@@ -162,5 +162,5 @@ def test_a_data_set_of_fewer_samples_than_a_batch_is_repeated() -> None:
 
 @pytest.mark.parametrize("nothing", [[], torch.utils.data.DataLoader([], batch_size=2)])  # type: ignore[arg-type]  # likewise
 def test_no_data_is_an_error(nothing: Any) -> None:
-    with pytest.raises(InvalidRequest, match="give sample_batch="):
+    with pytest.raises(InvalidRequest, match="sample_batch="):
         longest_batch(nothing)

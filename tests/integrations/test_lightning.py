@@ -200,7 +200,7 @@ def test_a_loader_of_another_size_is_warned_of(make_report: Callable[..., Report
     module = Classifier()
     report = make_report(integration.workload(module, Data()), Plan(2, accumulation_steps=2))
     trainer = trainer_of(max_steps=2, **integration.arguments(report))
-    with pytest.warns(UserWarning, match="has 8 samples instead of 4"):
+    with pytest.warns(UserWarning, match="8 samples instead of 4"):
         trainer.fit(module, DataLoader(Numbers(), 4))
 
 
@@ -232,7 +232,7 @@ def test_a_callback_of_ones_own_runs_beside_the_plans(make_report: Callable[...,
 
 def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> None:
     module = Classifier()
-    with pytest.raises(InvalidRequest, match="give a DataModule or a DataLoader"):
+    with pytest.raises(InvalidRequest, match="DataModule"):
         integration.workload(module)
     with pytest.raises(InvalidRequest, match="precision='64-true'"):
         integration.workload(module, Data(), trainer=trainer_of(precision="64-true"))
@@ -246,7 +246,7 @@ def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1 / self.trainer.max_epochs)
 
-    with pytest.raises(InvalidRequest, match="give optimizer="):
+    with pytest.raises(InvalidRequest, match="optimizer="):
         integration.workload(Scheduled(), Data())
     given = integration.workload(Scheduled(), Data(), optimizer=torch.optim.SGD)
     assert given.optimizer is torch.optim.SGD

@@ -395,7 +395,7 @@ def test_parameters_that_cannot_be_cut_are_named(
 def test_sparse_gradients_cannot_be_sharded_and_frozen_embeddings_have_none(kind: Any) -> None:
     model = nn.Sequential(kind(16, 8, sparse=True), nn.Linear(8, 8))
     given = of_model(model, torch.zeros(4, 3, dtype=torch.int64))
-    with pytest.raises(Unsupported, match="those of 0 are sparse: make it with sparse=False"):
+    with pytest.raises(Unsupported, match="sparse=False"):
         predict(given, "fsdp2")
     model[0].weight.requires_grad_(False)
     assert predict(given, "fsdp2").required_bytes > 0
@@ -403,7 +403,7 @@ def test_sparse_gradients_cannot_be_sharded_and_frozen_embeddings_have_none(kind
 
 def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     given = of_model(nn.Linear(8, 8), torch.randn(4, 8))
-    few = r"zero1 deals whole parameters out to the ranks, and 2 do not suffice for 4"
+    few = r"zero1 .* 2 are too few for 4"
     plan = Plan(4, settings={"parallel.mode": "zero1"}, world_size=4)
     with pytest.raises(Unsupported, match=few) as caught:
         autofit.cards(given, gpus="L4", plan=plan, strategies=[])
@@ -411,7 +411,7 @@ def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
     table = autofit.cards(given, gpus="L4", plan=Plan(4, world_size=4), strategies=["parallel"])
     fits = {fit.plan.settings.get("parallel.mode", "ddp"): fit for fit in table.cards[0].fits}
     assert fits["zero1"].detail is not None
-    assert "2 do not suffice for 4" in fits["zero1"].detail
+    assert "2 are too few for 4" in fits["zero1"].detail
     assert fits["ddp_view"].fits
 
 

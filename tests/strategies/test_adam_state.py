@@ -72,7 +72,7 @@ def test_without_a_library_there_is_nothing_to_choose(monkeypatch: pytest.Monkey
     context = PlainContext(workload)
     assert list(STRATEGY.dimensions(context)[SETTING].values) == ["as_is"]
     assert context.notes == [
-        "adam_state.format: left out: neither torchao nor bitsandbytes is installed"
+        "adam_state.format skipped: neither torchao nor bitsandbytes is installed"
     ]
     model = make_model()
     with pytest.raises(Unsupported, match="pip install torchao"):
@@ -118,7 +118,7 @@ def test_an_optimizer_with_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(8, WIDTH)).mean().backward()
     optimizer.step()
-    with pytest.raises(Unsupported, match="make it anew"):
+    with pytest.raises(Unsupported, match="create a new one"):
         training("bitsandbytes_8bit", optimizer, model)
 
 

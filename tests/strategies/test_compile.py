@@ -107,7 +107,7 @@ def test_without_a_compiler_it_is_empty_and_says_why(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert offered() == (
         ["off"],
-        ["compile.mode: left out: no C++ compiler was found (no-such-compiler)"],
+        ["compile.mode skipped: no C++ compiler found (no-such-compiler)"],
     )
     assert "no-such-compiler" in str(COMPILE.unavailable("cpu"))
     monkeypatch.delenv("CXX")
@@ -314,7 +314,7 @@ def test_recompilations_are_counted_and_their_cause_named_once() -> None:
     assert notes[0] == "compile: 4 graphs, 0 graph breaks, 3 recompilations"
     assert len(notes) == 2, notes
     cause = notes[1]
-    assert cause.startswith("compile: compiled again (3 x) since ")
+    assert cause.startswith("compile: recompiled (3 x): ")
     assert "self.calls += 1" in cause
 
 

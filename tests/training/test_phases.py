@@ -276,7 +276,5 @@ def test_a_live_optimizer_cannot_be_dealt_out() -> None:
     model = _workload().build_model()
     workload = Workload(model, torch.randn(4, 6), optimizer=torch.optim.SGD(model.parameters(), 1))
     resolved = ResolvedPlan(Plan(4, settings={"wraps.on": True}), strategies=[Wraps()])
-    with pytest.raises(
-        Unsupported, match="pass optimizer= as a function"
-    ):
+    with pytest.raises(Unsupported, match="pass optimizer= as a function"):
         Training(model, workload.build_optimizer, workload.recipe, resolved, device=CPU)

@@ -267,7 +267,7 @@ HARMFUL = {
     AverageInAnAttribute: "gradient|loss",
     AverageInADict: "gradient|loss",
     DrawsFromItsOwn: "gradient|loss",
-    InPlace: "cannot run twice",
+    InPlace: "cannot be recomputed",
     WritesThroughData: "gradient",
     DecaysItsWeight: "gradient|parameter",
 }
@@ -322,7 +322,7 @@ def test_where_a_step_cannot_be_repeated_nothing_is_offered(gate: Gate) -> None:
     units = [f"blocks.{index}" for index in range(3)]
     found = gate(Stack([Clean, CountsOutside, Clean]), [units]).left_out
     assert set(found) == set(units)
-    assert all("two plain steps" in why for why in found.values())
+    assert all("two identical steps" in why for why in found.values())
 
 
 class Rounds(torch.autograd.Function):

@@ -382,7 +382,7 @@ def test_no_room_for_a_forward_leaves_it_out_and_says_so(checkpointing: Strategy
     context = NoRoom(attention)
     context.forwards = False
     assert _only_plain(checkpointing, context)
-    assert context.notes == ["checkpointing left out: a step of 2 samples does not fit into memory"]
+    assert context.notes == ["checkpointing skipped: a step of 2 samples does not fit into memory"]
 
 
 def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> None:
