@@ -243,7 +243,7 @@ def test_a_setting_with_a_payload_of_its_own_may_have_any_value() -> None:
 @pytest.mark.parametrize("payload", [7, "0", ["0"], {"unit": ["0"]}, {"units": ["0"]}])
 def test_a_payload_that_its_strategy_cannot_read_is_refused(payload: Any) -> None:
     plan = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(InvalidRequest, match=r"payload of checkpointing\.level cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"payload of checkpointing\.level"):
         resolve(
             plan,
             Space({}, 8),

@@ -66,9 +66,7 @@ def _check_earlier(path: Path | None) -> Path | None:
 
 GpuName = Annotated[
     str | None,
-    typer.Option(
-        "--gpu", help="predict for this one: L4, A100-80GB, or a size", callback=_check_gpu
-    ),
+    typer.Option("--gpu", help="GPU to predict for: L4, A100-80GB, or a size", callback=_check_gpu),
 ]
 _SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -136,7 +134,7 @@ def check(
     world_size: WorldSize = None,
     mode_of_ranks: ModeOfRanks = None,
     report_file: Annotated[
-        Path | None, typer.Option("--report", help="plan, budget and GPU of this report")
+        Path | None, typer.Option("--report", help="use the plan, budget and GPU of this report")
     ] = None,
     device: DeviceName = None,
     strategies: StrategyNames = None,
@@ -144,17 +142,18 @@ def check(
         bool,
         typer.Option(
             "--allow-stand-in-loss",
-            help="answer for a workload without a loss: a real one takes more",
+            help="answer even if the workload has no loss; a real one takes more",
         ),
     ] = False,
     against: Annotated[
         Path | None,
         typer.Option(
-            help="an earlier report, or what check --json printed", callback=_check_earlier
+            help="compare with an earlier report or the output of check --json",
+            callback=_check_earlier,
         ),
     ] = None,
     max_regression: Annotated[
-        str, typer.Option(help="how much more it may need than in --against")
+        str, typer.Option(help="allowed growth of memory over --against")
     ] = "5%",
     junit_xml: Annotated[Path | None, typer.Option(help="write a JUnit XML file")] = None,
     summary: Annotated[
@@ -167,7 +166,7 @@ def check(
     from autofit.checks.regression import compare_with, read_fraction
 
     if report_file is not None and plan_file is not None:
-        raise InvalidRequest("--report includes the plan of --plan: leave --plan out")
+        raise InvalidRequest("--report already includes the plan of --plan: leave --plan out")
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 else here
     plan_file = report_file or plan_file
@@ -206,7 +205,7 @@ def cards(
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            help="L4, A100-80GB, or a size (may be repeated); default: all known",
+            help="L4, A100-80GB, or a size (may be repeated); default: all known GPUs",
             callback=_check_gpus,
         ),
     ] = None,
@@ -342,7 +341,7 @@ def _gpu_of(tuned: Report) -> str | int:
         total_bytes = tuned.record.environment.get("total_bytes")
         if total_bytes is None:
             raise InvalidRequest(
-                "the report names neither a known GPU nor the memory of its own: give --gpu"
+                "the report has neither a known GPU nor its memory: pass --gpu"
             ) from None
         return int(total_bytes)
 

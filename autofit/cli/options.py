@@ -26,7 +26,10 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="path/to/file.py:name or package.module:name, a Workload or a function that makes one",
+        help=(
+            "path/to/file.py:name or package.module:name: a Workload, or a function "
+            "that returns one"
+        ),
     ),
 ]
 
@@ -92,19 +95,21 @@ def one_of(*choices: str) -> Callable[[str], str]:
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="24GiB, bytes, or a fraction of the device such as 0.5; default: all there is",
+        help=("24GiB, bytes, or a fraction of the device such as 0.5; default: all available"),
         callback=_check_budget,
     ),
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option(help="cuda, cuda:1 or cpu; default: cuda if any", callback=_check_device),
+    typer.Option(help="cuda, cuda:1 or cpu; default: cuda if there is one", callback=_check_device),
 ]
 DeviceNames = Annotated[
     str | None,
     typer.Option(
-        help="cuda, cuda:1 or cpu; cuda:0,cuda:1 or all run plans on several at once; default: "
-        "cuda if any",
+        help=(
+            "cuda, cuda:1 or cpu; cuda:0,cuda:1 or all to run plans on several at "
+            "once; default: cuda if there is one"
+        ),
         callback=_check_devices,
     ),
 ]
@@ -116,7 +121,7 @@ StrategyNames = Annotated[
         callback=_check_strategies,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="of everything random")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="random seed")]
 Isolation = Annotated[
     str,
     typer.Option(
@@ -126,7 +131,10 @@ Isolation = Annotated[
 ]
 NumericsName = Annotated[
     str,
-    typer.Option("--numerics", help="exact, rounding or reduced_precision: how far plans may go"),
+    typer.Option(
+        "--numerics",
+        help=("exact, rounding or reduced_precision: how far plans may change the arithmetic"),
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 MicroBatch = Annotated[
@@ -144,32 +152,34 @@ Ranks = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="workers that train the model together, each on a device of its own; default: as "
-        "many as torchrun started, or one",
+        help=(
+            "ranks that train one model together, each on its own device; default: as "
+            "many as torchrun started, or one"
+        ),
     ),
 ]
 SettingsGiven = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="a setting, as strategy.name=value (may be repeated); default: all plain",
+        help="a setting, as strategy.name=value (may be repeated); default: none",
         callback=_check_settings,
     ),
 ]
 WorldSize = Annotated[
     int | None,
-    typer.Option(min=1, help="GPUs that train together (ranks); default: the plan's, else one"),
+    typer.Option(min=1, help="GPUs that train together (ranks); default: the plan's, or one"),
 ]
 ModeOfRanks = Annotated[
     str | None,
     typer.Option(
         "--parallel",
-        help="what ranks hold: ddp, ddp_view, zero1, fsdp2, fsdp2_keep; default: ddp",
+        help=("how ranks share the model: ddp, ddp_view, zero1, fsdp2, fsdp2_keep; default: ddp"),
     ),
 ]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--plan", help="take the plan of this report", callback=_check_report),
+    typer.Option("--plan", help="use the plan of this report", callback=_check_report),
 ]
 
 
@@ -194,8 +204,7 @@ class PlanOptions:
             raise InvalidRequest("--plan sets the whole plan: leave the other plan options out")
         if self.mode_of_ranks is not None and (self.world_size or 1) == 1:
             raise InvalidRequest(
-                f"--parallel {self.mode_of_ranks} says what several GPUs hold: give --world-size, "
-                "from 2, too"
+                f"--parallel {self.mode_of_ranks} needs --world-size of at least 2"
             )
         for text in self.settings or ():
             _read_setting(text)
@@ -261,8 +270,9 @@ class PlanOptions:
         names = names_of_ranks()
         if len(names) != 1:
             raise InvalidRequest(
-                f"--parallel is short for --set STRATEGY.mode={self.mode_of_ranks}, and installed "
-                f"for several ranks are {', '.join(names) or 'none'}: give --set"
+                f"--parallel is short for --set STRATEGY.mode={self.mode_of_ranks}, but "
+                "the installed strategies for several ranks are "
+                f"{', '.join(names) or 'none'}: use --set"
             )
         return {f"{names[0]}.mode": self.mode_of_ranks}
 
@@ -271,7 +281,7 @@ REPORT_FORMS = (".json", ".html", ".md", ".txt", ".csv")
 Out = Annotated[
     list[Path] | None, typer.Option(help="write the report: .json, .html, .md, .txt or .csv")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial, and why")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show every trial and the reasons")]
 
 
 def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = "a report") -> None:
@@ -285,9 +295,7 @@ def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = 
     except OSError as error:
         raise InvalidRequest(f"--out {path}: {error.strerror}") from None
     if is_folder or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InvalidRequest(
-            f"--out {path}: give a file in a folder that exists and can be written"
-        )
+        raise InvalidRequest(f"--out {path}: the folder must exist and be writable")
 
 
 def _read_setting(text: str) -> tuple[str, Scalar]:

@@ -45,7 +45,7 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InvalidRequest(
-            f"{target!r} is not a target; write path/to/file.py:name or package.module:name"
+            f"{target!r} is not a target; use path/to/file.py:name or package.module:name"
         )
     try:
         os.getcwd()
@@ -72,7 +72,7 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
     made = _call(found, target) if callable(found) and not is_model else found
     if not isinstance(made, Workload):
         raise InvalidRequest(
-            f"{target} is neither a Workload nor a function that returns one, but {kind_of(made)}"
+            f"{target} must be a Workload or a function that returns one, got {kind_of(made)}"
         )
     return made
 
@@ -91,8 +91,8 @@ def check_is_near(target: str) -> None:
 
 def _is_far(target: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the report names the target {target!r}, whose code is not in this folder "
-        f"({os.getcwd()}): give TARGET, or change to the folder of the search"
+        f"the report's target {target!r} is not in this folder ({os.getcwd()}): "
+        "pass TARGET, or change to the folder of the search"
     )
 
 
@@ -126,8 +126,8 @@ def _call(function: Callable[..., Any], target: str) -> Any:
     wanted = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _ASKED]
     if wanted:
         raise InvalidRequest(
-            f"{target} needs arguments ({', '.join(wanted)}): name a function without any that "
-            "returns a Workload"
+            f"{target} takes arguments ({', '.join(wanted)}): name a function that "
+            "takes none and returns a Workload"
         )
     return function()
 
@@ -157,7 +157,7 @@ def _import(place: str) -> ModuleType:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
         raise InvalidRequest(
-            f"{place} has the name of a module in use ({path.stem!r}): rename the file"
+            f"{place} has the name of a module that is in use ({path.stem!r}): rename the file"
         )
     return importlib.import_module(path.stem) if "." not in path.stem else _import_file(path)
 

@@ -60,7 +60,7 @@ def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
             )
         return check_size(int(vram_budget * total_bytes), vram_budget)
     if vram_budget <= 0:
-        raise InvalidRequest(f"a VRAM budget must be positive, got {vram_budget}")
+        raise InvalidRequest(f"a VRAM budget must be a positive number of bytes, got {vram_budget}")
     return check_size(vram_budget, vram_budget)
 
 

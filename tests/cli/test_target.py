@@ -72,7 +72,7 @@ def test_a_module_is_found_in_the_current_folder(
 
 @pytest.mark.parametrize("target", ["", "file.py", "file.py:", ":name", "package.module"])
 def test_the_error_for_a_bad_target_says_how_to_write_one(target: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"write path/to/file\.py:name"):
+    with pytest.raises(InvalidRequest, match=r"use path/to/file\.py:name"):
         load_target(target)
 
 

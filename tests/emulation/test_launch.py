@@ -68,7 +68,7 @@ def test_the_command_returns_what_its_program_returns_and_leaves_no_file() -> No
 def test_the_command_says_what_it_does_not_understand() -> None:
     ran = command("--gpu", "L5", "--", "true")
     assert ran.returncode == 2
-    assert "no GPU called 'L5' is known" in ran.stderr
+    assert "unknown GPU 'L5'" in ran.stderr
     ran = command("--fault", "launch", "--", "true")
     assert "a fault is given as" in ran.stderr
 

@@ -135,7 +135,7 @@ def test_another_precision_than_the_plans_is_refused(
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=has)
     report = make_report(workload_of(model), Plan(8, settings={"precision.dtype": "float16"}))
     with (
-        pytest.raises(InvalidRequest, match=f"mixed_precision='{has}', and the plan another"),
+        pytest.raises(InvalidRequest, match=f"mixed_precision='{has}', but the plan needs another"),
         integration.applied(report, accelerator, model, optimizer),
     ):
         pass

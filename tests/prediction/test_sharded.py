@@ -378,7 +378,7 @@ def channels_last() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "batch", "words"),
     [
-        (Scaled(), torch.randn(4, 8), "scale has no dimension"),
+        (Scaled(), torch.randn(4, 8), "scale is a scalar"),
         (channels_last(), torch.randn(4, 4, 8, 8), "weight is not contiguous"),
     ],
 )

@@ -76,7 +76,7 @@ def test_ranks_of_another_number_are_refused_where_a_report_is_applied(
 ) -> None:
     from autofit.report.apply import _world_of
 
-    with pytest.raises(InvalidRequest, match="one of 2 ranks, and here is one"):
+    with pytest.raises(InvalidRequest, match="for 2 ranks"):
         _world_of(Plan(4, world_size=2))
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -149,8 +149,8 @@ class OwnLoader(DataLoader[Any]):
     ("loader", "words"),
     [
         (ROWS, "loader must be .*TensorDataset.*functools.partial"),
-        (lambda: 0, "does not take batch_size and num_workers"),
-        (lambda batch_size, workers: 0, "does not take num_workers"),
+        (lambda: 0, "must accept batch_size and num_workers"),
+        (lambda batch_size, workers: 0, "must accept num_workers"),
         (OwnLoader(ROWS), "an OwnLoader.*pass a function"),
     ],
 )

@@ -28,7 +28,7 @@ def _of_another_model() -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optimizer": "adam"}, "function of parameters.*'adam'"),
+        ({"optimizer": "adam"}, "function of the parameters.*'adam'"),
         ({"optimizer": {"": torch.optim.SGD}}, "optimizer.*train_step"),
         ({"optimizer": {"": "adam"}, "train_step": _step}, "'adam'"),
         (

@@ -245,7 +245,7 @@ def test_a_step_that_cannot_be_watched(checkpointing: Strategy) -> None:
     context = PlainContext(lambda: Workload(model, torch.randn(8, 4), loss_fn=_slope))
     assert _only_plain(checkpointing, context)
     (note,) = context.notes
-    assert "cannot be watched (RuntimeError" in note
+    assert "cannot be traced (RuntimeError" in note
 
 
 def test_what_the_users_step_raises_is_raised(checkpointing: Strategy) -> None:
@@ -320,14 +320,16 @@ def test_a_model_that_checkpoints_itself_is_left_as_it_is(checkpointing: Strateg
     context = PlainContext(lambda: Workload(model, torch.randn(8, 8)))
     assert _only_plain(checkpointing, context)
     (note,) = context.notes
-    assert note.startswith("0 is not checkpointed: its code checkpoints a part of it already")
+    assert note.startswith("0 is not checkpointed: its own code already checkpoints a part of it")
 
 
 def test_a_model_whose_own_code_checkpoints_its_blocks(checkpointing: Strategy) -> None:
     context = PlainContext(lambda: Workload(CheckpointsItself(), torch.randn(8, 8)))
     assert _only_plain(checkpointing, context)
     (note,) = context.notes
-    assert note.startswith("the model itself is not checkpointed: its code checkpoints a part")
+    assert note.startswith(
+        "the model itself is not checkpointed: its own code already checkpoints a part"
+    )
 
 
 class AddsUp(nn.Module):
