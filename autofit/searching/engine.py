@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -106,7 +107,10 @@ def run_search(
         )
         try:
             with interrupts_remembered() as search.interrupts:
-                stop = search.run()
+                stop, returns = search.explore(), MOST_RETURNS
+                while not search.confirm(stop.because, may_return=returns > 0):
+                    stop, returns = search.explore(), returns - 1
+                search.mark_ended(stop)
         except (
             KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyRefused
         ) as error:  # fmt: skip
@@ -159,8 +163,8 @@ class _Flight:
 class Search:
     """The state of one call of `run_search`, whose arguments these are.
 
-    The study may hold trials of other searches, now or later, so this one's own are known by what
-    `_probe` returns, never by their place in the study.
+    The study may hold trials of earlier searches, so this one's own are known by what `_land`
+    returns, never by their place in the study.
     """
 
     def __init__(
@@ -208,16 +212,6 @@ class Search:
             return self.stop_for_time()
         because = INTERRUPTED if isinstance(error, KeyboardInterrupt) else str(error)
         return Stop(because, may_probe=False)
-
-    def run(self) -> Stop:
-        """Search, then compare the leading plans; return why the search stopped."""
-        stop = self.explore()
-        returns = MOST_RETURNS
-        while not self.confirm(stop.because, may_return=returns > 0):
-            returns -= 1
-            stop = self.explore()
-        self.mark_ended(stop)
-        return stop
 
     def stop_for_time(self) -> Stop:
         """Return the end of a search that its timeout ended."""
@@ -285,7 +279,7 @@ class Search:
                 stop = stop or self._fill()
                 if stop is not None and not self._flights:
                     return replace(stop, with_more_time=self._next_without_timeout())
-                self._land()
+                self._land(*self._runner.next_ended())
         except SearchTimedOut:
             self.abandon()
             if not self.has_ok_trial:
@@ -353,8 +347,9 @@ class Search:
                     self._launch(plan, Role.CONFIRMED)
                 if not self._flights:
                     return not has_failed
-                trial = self._land()
-                has_failed |= not trial.ok and may_return and self._spent() is None
+                trial = self._land(*self._runner.next_ended())
+                if trial is not None and not trial.ok:
+                    has_failed |= may_return and self._spent() is None
         except SearchTimedOut:
             self.abandon()
             return True
@@ -394,7 +389,8 @@ class Search:
         plan = self._plan_to_suspect_machine()
         if plan is not None and not self._flights:
             self._launch(plan, Role.SEARCH)
-            self._land()
+            while self._land(*self._runner.next_ended()) is None:
+                pass  # it runs again
 
     def _plan_to_suspect_machine(self) -> Plan | None:
         if len(self._accidents) < MOST_ACCIDENTS or self._may_not_probe():
@@ -415,7 +411,9 @@ class Search:
         self.interrupts.check()
         asked = self._store.ask(choice)
         try:
-            plan = trial_codec.plan_of(asked.params, self._spec.space)
+            plan = choice
+            if isinstance(plan, BaseSampler):
+                plan = trial_codec.plan_of(asked.params, self._spec.space)
             forecast = planner.forecast(self._posterior, plan)
             veto = None
             if self._may_veto and isinstance(choice, BaseSampler):
@@ -436,20 +434,17 @@ class Search:
         self._runner.submit(job)
         return None
 
-    def _land(self) -> Trial:
-        """Wait for a plan in flight to end, and store its trial; an accident's runs again first.
+    def _land(self, job: Job, ended: Future[ProbeResult]) -> Trial | None:
+        """Store the trial of a job that ended; None: by an accident, and its plan runs again first.
 
         Raises:
             SearchTimedOut: the time was over before it ended.
             Exception: the plain workload itself failed, as its user's code raised it.
         """
-        while True:
-            job, ended = self._runner.next_ended()
-            flight = self._flights[job]
-            probed = ended.result()
-            if not self._is_to_repeat(flight, probed.measurement):
-                break
+        flight, probed = self._flights[job], ended.result()
+        if self._is_to_repeat(flight, probed.measurement):
             self._repeat(job, probed.measurement)
+            return None
         del self._flights[job]
         measurement, error = self._blamed(flight.plan, probed)
         trial = self._stored(

@@ -71,19 +71,19 @@ class Places:
 
 @contextmanager
 def open_runner(
-    prober: Prober, places: Places, open_on: Callable[[str | None], Prober], on_stage: OnStage
+    prober: Prober, places: Places, open_at: Callable[[int], Prober], on_stage: OnStage
 ) -> Iterator[Runner]:
     """Open a prober at each further place, and yield the runner of all.
 
     Args:
         prober: of the first place; its budget becomes the least of all.
         places: all of them.
-        open_on: name of a device -> a prober of it.
+        open_at: number of a place -> a prober there.
         on_stage: see `Runner`.
 
     Raises:
         InvalidRequest: the devices differ.
-        Exception: as of `open_on`.
+        Exception: as of `open_at`.
     """
     others = places.devices[1:]
     if not others:
@@ -92,9 +92,7 @@ def open_runner(
     on_stage(f"starting workers on {len(others)} more")
     with ExitStack() as held:
         threads = [held.enter_context(ThreadPoolExecutor(1)) for _ in places.devices]
-        opening = [
-            thread.submit(open_on, name) for thread, name in zip(threads[1:], others, strict=True)
-        ]
+        opening = [thread.submit(open_at, at) for at, thread in enumerate(threads) if at]
         probers = [prober, *_all_opened(opening, held)]
         _check_alike(probers, places.devices)
         prober.vram_budget_bytes = min(each.vram_budget_bytes for each in probers)

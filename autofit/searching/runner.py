@@ -142,7 +142,10 @@ class Runner:
         """Wait for a job in flight to end; return it with its ended future, the oldest first."""
         for future, (job, lane) in self._in_flight.items():
             if lane.executor is None:
-                _run_here(future, lane, job)
+                try:
+                    future.set_result(lane.run(job))
+                except Exception as error:
+                    future.set_exception(error)
         while True:
             ended, _ = wait(self._in_flight, QUIET_S, FIRST_COMPLETED)
             if ended:
@@ -157,10 +160,3 @@ class Runner:
             if not future.cancel():
                 lane.stop()
         self._in_flight.clear()
-
-
-def _run_here(future: Future[ProbeResult], lane: Lane, job: Job) -> None:
-    try:
-        future.set_result(lane.run(job))
-    except Exception as error:
-        future.set_exception(error)

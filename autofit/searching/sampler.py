@@ -18,6 +18,7 @@ from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.posterior import Posterior
 from autofit.searching import trial_codec
+from autofit.space import Space
 
 
 class PlannerSampler(BaseSampler):
@@ -26,16 +27,17 @@ class PlannerSampler(BaseSampler):
     Args:
         plan: propose this plan instead; a search runs its baseline, its confirmations and the
             plans that it has already decided on in this way.
+        space: of the study; None: it is read from its specification.
     """
 
-    def __init__(self, plan: Plan | None = None) -> None:
-        self._given = plan
+    def __init__(self, plan: Plan | None = None, space: Space | None = None) -> None:
+        self._given, self._space = plan, space
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
         """Return all settings and the micro-batch: they are decided together."""
-        return trial_codec.distributions(trial_codec.spec_of(study).space)
+        return trial_codec.distributions(self._space or trial_codec.spec_of(study).space)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]

@@ -42,7 +42,6 @@ from autofit.searching.result import (
     record_of,
     with_measured_need,
 )
-from autofit.searching.runner import Runner
 from autofit.searching.storage import check_opens
 from autofit.searching.study import Store
 from autofit.searching.wording import logged
@@ -216,7 +215,7 @@ def search(
         places,
         allowance,
     )
-    record = owned_by_rank_0(partial(_lead, asked), ranks=options.ranks)
+    record = owned_by_rank_0(_Course(asked).run, ranks=options.ranks)
     return Report(record, strategies=chosen, workload=workload)
 
 
@@ -253,26 +252,20 @@ class _Asked:
         timeout_s = self.allowance.timeout_s
         return math.inf if timeout_s is None else self.allowance.began + timeout_s
 
-    def open_prober(self, target: Target, **given: Any) -> Prober:
-        """Open a prober of the workload, which ends with the timeout."""
-        return open_prober(self.workload, self.strategies, target, ends_at=self.ends_at, **given)
-
-
-def _lead(asked: _Asked, ranks: int) -> Record:
-    """Search, with several ranks or with one device."""
-    if asked.study is not None:
-        check_opens(asked.study)
-    with interrupts_remembered(), showing(asked.progress) as on_event:
-        course = _Course(asked, ranks, on_event)
-        try:
-            course.run()
-        except SearchTimedOut:
-            raise asked.allowance.too_short() from None
-        except KeyboardInterrupt:
-            if course.record is None:
-                raise
-            course.record = _interrupted(course.record)
-        return course.written()
+    def open_prober(self, place: int, ranks: int, **given: Any) -> Prober:
+        """Open a prober of the workload at a place, which ends with the timeout."""
+        target = Target(
+            self.places.devices[place],
+            self.vram_budget,
+            self.seed,
+            self.isolation,
+            self.places.threads,
+            ranks,
+        )
+        chosen, executor = self.strategies, self.places.executor
+        return open_prober(
+            self.workload, chosen, target, ends_at=self.ends_at, executor=executor, **given
+        )
 
 
 class _Course:
@@ -282,44 +275,50 @@ class _Course:
         record: of the report; None until the search itself has ended.
     """
 
-    def __init__(self, asked: _Asked, ranks: int, on_event: OnEvent) -> None:
-        self._asked, self._ranks, self._on_event = asked, ranks, on_event
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
         self._trials: Sequence[Trial] = ()
-        self._earlier_s = 0.0
+        self._on_event: OnEvent = logged(None)
         self.record: Record | None = None
 
-    def run(self) -> None:
-        """Search, and keep the record of it."""
-        asked = self._asked
-        place = partial(
-            Target, vram_budget=asked.vram_budget, seed=asked.seed, isolation=asked.isolation,
-            threads=asked.places.threads, ranks=self._ranks,
-        )  # fmt: skip
-        open_on = partial(asked.open_prober, executor=asked.places.executor)
-        first = place(asked.places.devices[0])
-        with open_on(first, on_stage=self._on_stage) as prober:
-            survey = self._inspect(prober)
-            identity = _identity(survey, asked)
-            with (
-                open_runner(
-                    prober, asked.places, lambda name: open_on(place(name)), self._on_stage
-                ) as runner,
-                Store.open(asked.study, identity, began=asked.allowance.began) as store,
-            ):
-                survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
-                survey, spec = self._specify(prober, survey, store, identity)
-                result = self._explore(runner, prober, spec, store)
-                sessions = store.session_seconds
-            self._earlier_s = sum(sessions[:-1])
-            self._describe(prober, survey, result, sessions)
-            self._on_stage("ending the worker")
+    def run(self, ranks: int) -> Record:
+        """Search, with several ranks or with one device, and return the record of it.
 
-    def written(self) -> Record:
-        """Return the record, with the seconds of the whole search."""
-        assert self.record is not None, "run() comes first"
-        self._on_stage("writing the report")
-        seconds = self._earlier_s + self._asked.allowance.elapsed_s
-        return replace(self.record, search=replace(self.record.search, seconds=seconds))
+        Raises:
+            SearchTimedOut: the timeout was over before anything that fits had been measured.
+            Exception: as of `search`.
+        """
+        asked = self._asked
+        sessions: Sequence[float] = ()
+        with interrupts_remembered(), showing(asked.progress) as self._on_event:
+            if asked.study is not None:
+                check_opens(asked.study)
+            try:
+                with asked.open_prober(0, ranks, on_stage=self._on_stage) as prober:
+                    survey = self._inspect(prober)
+                    identity = _identity(survey, asked)
+                    on_others = partial(asked.open_prober, ranks=ranks)
+                    with (
+                        open_runner(prober, asked.places, on_others, self._on_stage) as runner,
+                        Store.open(asked.study, identity, began=asked.allowance.began) as store,
+                        self._saying_what_it_needs(prober, store),
+                    ):
+                        survey = replace(survey, vram_budget_bytes=prober.vram_budget_bytes)
+                        survey, spec = self._specify(prober, survey, store, identity)
+                        result = run_search(runner, spec, store=store, **self._limits(store))
+                        sessions = store.session_seconds
+                    self._describe(prober, survey, result, sessions, is_alone=ranks == 1)
+                    self._on_stage("ending the worker")
+            except SearchTimedOut:
+                raise asked.allowance.too_short() from None
+            except KeyboardInterrupt:
+                if self.record is None:
+                    raise
+                self.record = _interrupted(self.record)
+            assert self.record is not None  # or something was raised
+            self._on_stage("writing the report")
+            seconds = sum(sessions[:-1]) + asked.allowance.elapsed_s
+            return replace(self.record, search=replace(self.record.search, seconds=seconds))
 
     def _inspect(self, prober: Prober) -> Survey:
         """Return what a worker says of the workload and the device."""
@@ -343,8 +342,12 @@ class _Course:
             self._on_stage(f"resuming {store.name}, with {counted(len(self._trials), 'trial')}")
         else:
             space = survey.space(asked.max_micro_batch)
-            apart = partial(asked.open_prober, Target("cpu")) if survey.world_size > 1 else None
-            lines, times, notes = predicted_lines(prober, survey, space, apart)
+            apart = partial(
+                open_prober, asked.workload, asked.strategies, Target("cpu"), ends_at=asked.ends_at
+            )
+            lines, times, notes = predicted_lines(
+                prober, survey, space, apart if survey.world_size > 1 else None
+            )
             survey = replace(survey, notes=(*survey.notes, *notes))
             spec = SearchSpec(
                 space,
@@ -360,41 +363,46 @@ class _Course:
         train_samples = None if steps is None else steps * samples
         return survey, replace(spec, effort=asked.effort, train_samples=train_samples)
 
-    def _explore(
-        self, runner: Runner, prober: Prober, spec: SearchSpec, store: Store
-    ) -> SearchResult:
-        """Run plans, and return the result."""
-        asked, allowance = self._asked, self._asked.allowance
-        has_loader = asked.workload.loader is not None
+    def _limits(self, store: Store) -> dict[str, Any]:
+        """Return the arguments of `run_search` beside what runs, what is searched and where."""
+        allowance = self._asked.allowance
+        has_loader = self._asked.workload.loader is not None
 
         def on_event(event: Event) -> None:
             self._trials = store.trials
             self._on_event(event)
 
+        return {
+            "sampler": self._asked.sampler,
+            "max_probes": allowance.max_probes,
+            "timeout_s": allowance.timeout_s,
+            "on_event": on_event,
+            "began": allowance.began,
+            "kept_s": SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
+        }
+
+    @contextmanager
+    def _saying_what_it_needs(self, prober: Prober, store: Store) -> Iterator[None]:
+        """Add to an error that nothing fits what the smallest plan was measured to need."""
         try:
-            result = run_search(
-                runner,
-                spec,
-                store=store,
-                sampler=asked.sampler,
-                max_probes=allowance.max_probes,
-                timeout_s=allowance.timeout_s,
-                on_event=on_event,
-                began=allowance.began,
-                kept_s=SHARE_FOR_LOADER * (allowance.timeout_s or 0.0) if has_loader else 0.0,
-            )
+            yield
         except NoFeasiblePlan as error:
-            if allowance.probes_left(store.trials) == 0:
+            spec = store.spec
+            if spec is None or self._asked.allowance.probes_left(store.trials) == 0:
                 raise
             raise with_measured_need(error, prober, spec) from None
-        self._trials = result.trials
-        return result
 
     def _describe(
-        self, prober: Prober, survey: Survey, result: SearchResult, sessions: Sequence[float]
+        self,
+        prober: Prober,
+        survey: Survey,
+        result: SearchResult,
+        sessions: Sequence[float],
+        *,
+        is_alone: bool,
     ) -> None:
         """Keep the record of a result, and then what is found beside the answer."""
-        is_alone = self._ranks == 1
+        self._trials = result.trials
         if survey.busy is None and survey.environment.gpu is None:
             survey = replace(survey, busy=load_of_others(own=os.cpu_count() or 1))
         difference: Mapping[str, Any] | None = None

@@ -196,10 +196,13 @@ class Store:
         with self._reading():  # damage shows here, and not as an error of the sampler
             self.study.get_trials(deepcopy=False)
         with self._writing():
-            self.study.sampler = PlannerSampler(choice) if isinstance(choice, Plan) else choice
+            space = self.spec.space
+            self.study.sampler = (
+                PlannerSampler(choice, space) if isinstance(choice, Plan) else choice
+            )
             if self._claim is not None:
                 self._claim.renew()
-            return self.study.ask(trial_codec.distributions(self.spec.space))
+            return self.study.ask(trial_codec.distributions(space))
 
     def abandon(self, asked: optuna.Trial) -> None:
         """End a trial that has no result as FAIL."""

@@ -86,6 +86,7 @@ def test_a_fault_of_the_code_is_not_taken_for_a_damaged_study(
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store, max_probes=2)
+    with Store.open(path, IDENTITY) as store:
         monkeypatch.delattr(Trial, "blames_workload")
         with pytest.raises(AttributeError):
             _ = store.trials

@@ -188,9 +188,7 @@ def test_a_study_may_be_resumed_with_another_effort(
         assert store.spec.effort is effort
 
 
-def test_predicted_lines_are_kept_and_older_studies_have_no_times(
-    device: SimulatedDevice, tmp_path: Path
-) -> None:
+def test_predicted_lines_are_kept(device: SimulatedDevice, tmp_path: Path) -> None:
     plain = device.space.baseline.variant
     spec = replace(
         device.spec(), predicted_lines={plain: (3e8, 2e8)}, predicted_times={plain: (2e-3, 1e-4)}
@@ -200,20 +198,6 @@ def test_predicted_lines_are_kept_and_older_studies_have_no_times(
         run_search(device.prober(), spec, store=store, max_probes=3)
     with Store.open(path, IDENTITY) as store:
         assert store.spec == spec
-    path.write_text(
-        "".join(json.dumps(_without_times(json.loads(line))) + "\n" for line in path.open())
-    )
-    with Store.open(path, IDENTITY) as store:
-        assert store.spec == replace(spec, predicted_times={})
-        done = len(store.trials)
-        run_search(device.prober(), store.spec, store=store, max_probes=8)
-        assert len(store.trials) > done > 0
-
-
-def _without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_times(v) for k, v in value.items() if k != "predicted_times"}
-    return value
 
 
 def test_more_probes_go_on_where_fewer_ended(device: SimulatedDevice, tmp_path: Path) -> None:
