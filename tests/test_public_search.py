@@ -554,7 +554,7 @@ def test_progress_names_every_stage_from_the_first_to_the_last(isolation: str) -
         "looking the workload over: split gradients",
         "comparing the answer's gradients with the baseline's",
         *(f"looking where the memory of the {key} plan goes" for key in report.record.memory),
-        *(["looking at what bounds a step", "looking at the optimizer's state"] * in_worker),
+        *(["looking at what bounds a step"] * in_worker),
         "ending the worker",
         "writing the report",
     ]
