@@ -499,8 +499,8 @@ def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe_and_look(
     assert report.record.dimensions
     assert report.record.memory.keys() == {"best"}  # which is the baseline
     built = [line.split()[0] for line in path.read_text().splitlines()].count("built")
-    # At its memory; in a worker also at what bounds a step, and at the optimizer's state.
-    looks = 3 if isolation == "process" else 1
+    # At its memory; in a worker also at what bounds a step
+    looks = 2 if isolation == "process" else 1
     assert built == 2 + looks
 
 
