@@ -317,10 +317,9 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
     text = forms[target.suffix]()
     try:
         _write_whole(target, text)
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot write {what} to {target}: {error.strerror or error}"
-        ) from error
+    except (OSError, ValueError) as error:  # a NUL is in the name
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"cannot write {what} to {target}: {why}") from error
 
 
 def _write_whole(target: Path, text: str) -> None:

@@ -168,7 +168,7 @@ class Samples:
 
         Raises:
             InvalidRequest: the batch has a tensor that the sample batch lacked, no tensor of it
-                holds samples, or those that do have unequal numbers of them.
+                holds samples, or those that do have none or unequal numbers of them.
         """
         named = _named(batch)
         if strangers := {name for name, _ in named} - self.batched - self.whole:
@@ -186,7 +186,10 @@ class Samples:
                 "the tensors that hold samples must agree in dimension 0, but this batch "
                 f"has {told or 'none'}"
             )
-        return next(iter(sizes.values()))[0]
+        (samples,) = next(iter(sizes.values()))
+        if samples == 0:
+            raise InvalidRequest("the batch is empty: its tensors have 0 samples; leave it out")
+        return samples
 
 
 def _named(batch: Batch) -> list[tuple[str, torch.Tensor]]:

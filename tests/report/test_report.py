@@ -82,6 +82,11 @@ def test_a_link_to_a_report_stays_a_link_and_its_file_keeps_its_mode(
     assert real.stat().st_mode & 0o777 == 0o640
 
 
+def test_a_name_that_no_file_can_have_is_refused(record: Record) -> None:
+    with pytest.raises(InvalidRequest, match="cannot write"):
+        Report(record).save("a\0.json")
+
+
 def test_two_that_save_at_once_leave_a_whole_report(record: Record, tmp_path: Path) -> None:
     path, failed = tmp_path / "r.json", []
 

@@ -248,3 +248,9 @@ def test_a_batch_that_the_sample_batch_does_not_describe_is_refused() -> None:
         samples.size({"x": torch.ones(4, 3), "y": torch.ones(4), "mask": torch.ones(4)})
     with pytest.raises(InvalidRequest, match=r"\['y'\]: \(5,\)"):
         samples.size({"x": torch.ones(4, 3), "y": torch.ones(5)})
+
+
+def test_a_batch_of_a_training_is_not_empty() -> None:
+    samples = Samples(frozenset({"batch"}), frozenset())
+    with pytest.raises(InvalidRequest, match="0 samples"):
+        samples.size(torch.zeros(0, 8))
