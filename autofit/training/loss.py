@@ -87,11 +87,15 @@ class Recipe:
         """
         if self.loss_weight is None:
             return float(samples)
-        weight = float(self.loss_weight(batch))
+        given = self.loss_weight(batch)
+        try:
+            weight = float(given)
+        except (TypeError, ValueError):  # None, or a text
+            weight = math.nan
         if not 0 <= weight < math.inf:
             raise InvalidRequest(
                 "loss_weight must return the number of items that the batch's loss is a "
-                f"mean over, such as its valid tokens: 0 or more, got {weight}"
+                f"mean over, such as its valid tokens: 0 or more, got {str(given)[:80]}"
             )
         return weight
 

@@ -108,7 +108,7 @@ def test_a_batch_weighs_its_samples_unless_the_user_weighs_it() -> None:
     assert Recipe(loss_weight=lambda batch: (batch > 1e9).sum()).weight(X, 4) == 0.0
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_a_weight_that_no_mean_can_be_over_is_refused(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), None, "x"])
+def test_a_weight_that_no_mean_can_be_over_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match="loss_weight"):
         Recipe(loss_weight=lambda batch: wrong).weight(X, 4)
