@@ -245,7 +245,7 @@ def _load(entry: EntryPoint) -> Strategy:
     try:
         loaded = entry.load()
         strategy = loaded() if isinstance(loaded, type) else loaded
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # else it would end a command as if all were well
         raise InvalidRequest(
             f"cannot load the strategy plug-in {_origin(entry)} ({type(error).__name__}: "
             f"{error}): fix or uninstall it, or name the strategies to use"

@@ -134,6 +134,9 @@ class Other(Doubling):
 class Failing:
     def __init__(self):
         raise OSError("no such table")
+class Leaving:
+    def __init__(self):
+        raise SystemExit(0)
 """
 
 
@@ -166,6 +169,7 @@ def test_a_plugin_is_loaded_by_its_entry_point(
     [
         ("doubling", "Missing", "'doubling'.*AttributeError"),
         ("doubling", "Failing", "'doubling'.*no such table"),
+        ("doubling", "Leaving", "'doubling'.*SystemExit"),
         ("doubled", "Doubling", "'doubled'.*'doubling'"),
         ("doubling", "Doubling.describe", "'doubling'.*Strategy"),
     ],
