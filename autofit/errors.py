@@ -157,7 +157,12 @@ def blamed(error: BaseException) -> tuple[str, Scalar] | None:
 
 def in_one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return with_type(error).partition("\n")[0]
+
+
+def with_type(error: BaseException) -> str:
+    """Return the type of an exception and the beginning of its text, which may hold a batch."""
+    return f"{type(error).__name__}: {str(error)[:2000]}"
 
 
 def raised_here(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from autofit.errors import Unsupported, release_exception
+from autofit.errors import Unsupported, release_exception, with_type
 from autofit.plan import Dimension, Hint, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -231,7 +231,7 @@ def _tried(optimizer: Optimizer, value: str, device_type: str) -> str | None:
         made.step()
     except Exception as error:  # whatever it raises, it does not work
         release_exception(error)
-        return f"{type(error).__name__}: {error}"
+        return with_type(error)
     finally:
         optimizer.zero_grad(set_to_none=True)
     return None

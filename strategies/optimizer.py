@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.errors import release_exception
+from autofit.errors import release_exception, with_type
 from autofit.plan import Dimension, Hint, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -214,7 +214,7 @@ def _worth_it(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # as plain steps ran, it is this implementation that fails
-            raised[value] = f"{type(error).__name__}: {error}"
+            raised[value] = with_type(error)
             release_exception(error)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)

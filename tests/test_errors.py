@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.errors import InvalidRequest, is_users, mark_users, traceback_text, users_code
+from autofit.errors import (
+    InvalidRequest,
+    in_one_line,
+    is_users,
+    mark_users,
+    traceback_text,
+    users_code,
+    with_type,
+)
 from autofit.probing.faults import fault_of
 from autofit.probing.messages import exception_from_dict, exception_to_dict
 
@@ -62,6 +70,8 @@ def test_the_text_of_an_exception_is_cut() -> None:
         assert sum(len(part) for part in sent.values() if isinstance(part, str)) < 10**5
         assert str(exception_from_dict(sent)).startswith("builtins.RuntimeError: x")
         assert len(fault_of(error).message) < 10**4
+        assert with_type(error).startswith("RuntimeError: x")
+        assert max(len(with_type(error)), len(in_one_line(error))) < 10**4
 
 
 def test_a_long_text_leaves_the_place_where_it_was_raised() -> None:

@@ -45,7 +45,7 @@ from autofit.equivalence.gradients import (
     run_passes,
 )
 from autofit.equivalence.steps import state_of
-from autofit.errors import release_exception
+from autofit.errors import release_exception, with_type
 from autofit.measurement import ACT
 from autofit.plan import Plan, ResolvedPlan
 from autofit.strategy import Comparison
@@ -115,7 +115,7 @@ def decide_resplit(
         carried = _second_against_first(builder, batch) if split.equal else None
     except Exception as error:
         release_exception(error)
-        why = f"split and whole gradients could not be compared ({type(error).__name__}: {error})"
+        why = f"split and whole gradients could not be compared ({with_type(error)})"
         return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
     finally:
         builder.reclaim_or_not()

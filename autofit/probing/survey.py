@@ -18,7 +18,7 @@ import torch
 from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import decide_resplit
 from autofit.equivalence.strategy_context import StrategyContext
-from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception
+from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import collect_dimensions
@@ -429,7 +429,7 @@ def _look(
         if (fault := session.device_fault()) is not None:
             raise StrategyLost(strategy.name, f"the device failed ({fault})") from error
         release_exception(error)
-        return f"{type(error).__name__}: {error}"
+        return with_type(error)
     finally:
         context.close()
         builder.reclaim_or_not()
