@@ -3,7 +3,7 @@
 Tools that measure coverage write when a process ends, and workers are ended by a signal. Here a
 process notes each line in a file when it first comes there.
 
-    python -m autofit.emulation -- python -m benchmarks.emulated_coverage -- \
+    emulated-gpu run -- python -m benchmarks.emulated_coverage -- \
         -n 1 -m "cuda or emulated"
 
 What follows `--` are arguments of pytest. Lines are those that Python's compiler has code for.

@@ -5,7 +5,7 @@ in a process of its own, and their peaks are compared with the recording: peak a
 reserved, and with `--required` the smallest limit under which the allocator does not retry
 (bisected to 1 %, as it was recorded).
 
-    python -m autofit.emulation --no-values -- python -m benchmarks.emulation_accuracy [--json FILE]
+    emulated-gpu run --no-values -- python -m benchmarks.emulation_accuracy [--json FILE]
 
 It runs on a real GPU as well. Exits with 1 if a bound of `PROMISES` is exceeded.
 """
@@ -199,9 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        parser.error(
-            "torch finds no GPU: run it under `python -m autofit.emulation --no-values --`"
-        )
+        parser.error("torch finds no GPU: run it under `emulated-gpu run --no-values --`")
     chosen = [
         recorded
         for recorded in recorded_trainings()

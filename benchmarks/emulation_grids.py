@@ -4,7 +4,7 @@ Every plan of `benchmarks/grids/h200.jsonl` runs on the emulated card as it ran 
 steps under the same cap of the allocator, and the answer, that it runs or runs out of memory, is
 compared with the recorded one. Peaks are compared where both ran.
 
-    python -m autofit.emulation --no-values -- python -m benchmarks.emulation_grids [--json FILE]
+    emulated-gpu run --no-values -- python -m benchmarks.emulation_grids [--json FILE]
 
 It runs on a real GPU as well. Exits with 1 if fewer answers than `PROMISED_SHARE` are as recorded,
 or if a plan runs that ran out of memory on the H200.
@@ -193,9 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write answers and summary to this file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        parser.error(
-            "torch finds no GPU: run it under `python -m autofit.emulation --no-values --`"
-        )
+        parser.error("torch finds no GPU: run it under `emulated-gpu run --no-values --`")
     answers = []
     for row in recorded_plans():
         if options.grids and row["workload"] not in options.grids:

@@ -10,7 +10,7 @@ a flush, to a page of 2 MiB. Non-torch bytes are left out on both sides.
 
     python -m benchmarks.emulation_models RESULTS.jsonl
 
-Where torch cannot be imported without NVIDIA's libraries, run it under `python -m autofit.emulation
+Where torch cannot be imported without NVIDIA's libraries, run it under `emulated-gpu run
 --no-values --`. A case that RESULTS.jsonl has is not run again; `--table` prints the summary of
 what it has. The packages are no requirement of anything else here.
 """

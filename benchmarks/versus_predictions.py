@@ -4,7 +4,7 @@ The first truth is 30 trainings recorded on an H200; the second is what PyTorch'
 an emulated H200 in the newest results of `emulation_models`, for models of torchvision, timm,
 transformers and diffusers. That card is autofit's own, so its rows there are of the rehearsal only.
 
-    python -m autofit.emulation --no-values -- python -m benchmarks.versus_predictions GUESSES.jsonl
+    emulated-gpu run --no-values -- python -m benchmarks.versus_predictions GUESSES.jsonl
 
 A guess that GUESSES.jsonl has is not made again; `--table` prints what it has. Models come in an
 order that is shuffled once, so that a run that is ended has a sample of them. Rows of autofit are
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     given = parser.parse_args(arguments)
     if not given.table and not torch.cuda.is_available():
-        parser.error("no GPU: run it under `python -m autofit.emulation --no-values --`")
+        parser.error("no GPU: run it under `emulated-gpu run --no-values --`")
     lines = given.guesses.read_text().splitlines() if given.guesses.exists() else []
     found = [Guess(**json.loads(line)) for line in lines]
     done = {(guess.truth, guess.estimator, guess.training) for guess in found}

@@ -1,6 +1,6 @@
 """What all tests share: GPU tests skip where there is no GPU, and the CPU is shared fairly.
 
-Under `python -m autofit.emulation -- pytest` tests of a GPU run on an emulated one.
+Under `emulated-gpu run -- pytest` tests of a GPU run on an emulated one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # it reads the variable above when it is imported
 
-from autofit.emulation.build import why_unavailable
-from autofit.emulation.launch import MACHINE
 from autofit.probing import worker_channel
 from autofit.snapshot import process
+from emulated_gpu import why_unavailable
+from emulated_gpu.launch import MACHINE
 from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
 
 EMULATED = MACHINE in os.environ

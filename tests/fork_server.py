@@ -40,7 +40,7 @@ del sys.path[0]
 serve(int(sys.argv[1]))()
 """
 _PYTHON = sys.executable
-_WITHOUT_VALUES = {"AUTOFIT_EMULATION_VALUES": "0"}  # a process loads them when it is forked
+_WITHOUT_VALUES = {"EMULATED_GPU_VALUES": "0"}  # a process loads them when it is forked
 
 SUPPORTED = sys.platform == "linux" and _CLONE is not None
 
@@ -238,7 +238,7 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 def _load_values() -> None:
     """Load the operators' values where an emulated GPU has some, as `import torch` would have."""
-    wanted = os.environ.get("AUTOFIT_EMULATION_VALUES") == "1"
+    wanted = os.environ.get("EMULATED_GPU_VALUES") == "1"
     if wanted and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         import torch
 

@@ -56,17 +56,16 @@ ALLOWED = {
     "planning": VOCABULARY,
     "memory": VOCABULARY,
     "devices": VOCABULARY | {"memory"},
-    "emulation": VOCABULARY | {"devices"},
     "training": VOCABULARY | {"devices", "memory"},
     "snapshot": VOCABULARY | {"interrupts"},
     "equivalence": VOCABULARY | {"snapshot", "training"},
     "probing": VOCABULARY | TRAINING | {"interrupts", "registry"},
-    "prediction": VOCABULARY | TRAINING | {"emulation", "probing", "registry"},
+    "prediction": VOCABULARY | TRAINING | {"probing", "registry"},
     "report": VOCABULARY | {"registry"},
     "searching": VOCABULARY
     | TRAINING
-    | {"emulation", "interrupts", "planning", "prediction", "probing", "registry", "report"},
-    "checks": VOCABULARY | TRAINING | {"emulation", "prediction", "probing", "registry", "report"},
+    | {"interrupts", "planning", "prediction", "probing", "registry", "report"},
+    "checks": VOCABULARY | TRAINING | {"prediction", "probing", "registry", "report"},
     "testing": VOCABULARY | TRAINING | {"probing", "registry"},
 }
 """Room -> the rooms it may import. A room that is not here is at the surface: it may import all,
@@ -144,8 +143,7 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def files_under(folder: Path) -> list[Path]:
-    inner = {"__pycache__", "sources"}  # sources: loaded by processes on an emulated GPU alone
-    return [path for path in sorted(folder.rglob("*.py")) if not inner & set(path.parts)]
+    return [path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
 def imports_under(folder: Path) -> list[Import]:

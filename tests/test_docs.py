@@ -58,8 +58,7 @@ def runs(page: Path) -> bool:
     return any(block.language in ("python", "bash") for block in blocks_of(page))
 
 
-# The commands of emulation.md start emulated GPUs; tests/emulation runs their like.
-PAGES = sorted(p.name for p in DOCS.glob("*.md") if runs(p) and p.name != "emulation.md")
+PAGES = sorted(p.name for p in DOCS.glob("*.md") if runs(p))
 
 
 def test_pages_have_examples_that_run() -> None:

@@ -22,7 +22,6 @@ from autofit.devices.base import TRIED_TORCH, Environment
 from autofit.devices.cpu import host_memory, load_of_others
 from autofit.devices.nvml import Nvml
 from autofit.devices.open import notes_on_choice
-from autofit.emulation.build import why_unavailable
 from autofit.errors import AutofitError, release_exception
 from autofit.measurement import Measurement, Outcome
 from autofit.probing.messages import ProbeRequest
@@ -150,11 +149,6 @@ def _of_the_installation() -> Iterator[Finding]:
             f"autofit's tests were not run with torch {version}",
             f"if something fails that should not, try one of {', '.join(TRIED_TORCH)}",
         )
-    missing = why_unavailable()
-    if missing is None:
-        yield Finding("emulated GPU", "can be started: python -m autofit.emulation")
-    else:
-        yield Finding("emulated GPU", f"cannot be started, which no search needs: {missing}")
 
 
 def _of_the_host() -> Iterator[Finding]:

@@ -24,7 +24,7 @@ _BUSY = 10  # percent of the time
 _CROWDED = 0.01  # share of the memory
 
 
-_VALUES = "AUTOFIT_EMULATION_VALUES"
+_VALUES = "EMULATED_GPU_VALUES"
 """The variable that is "0" on an emulated GPU whose kernels are launched into nothing."""
 _NO_KERNEL = frozenset({98, 209, 222})  # invalid function, no kernel image, PTX that is too new
 _OUT_OF_MEMORY = 2

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import emulated_gpu
 from autofit.devices.gpus import Gpu
-from autofit.emulation.card import emulated_card
-from autofit.emulation.launch import emulated_environment, new_machine
 from autofit.errors import CannotTell
 from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES as PAGE_BYTES, round_up
 from autofit.plan import ResolvedPlan
@@ -24,6 +23,7 @@ from autofit.probing.worker_channel import WorkerChannel
 from autofit.strategy import Strategy
 from autofit.training.workload import Workload
 from benchmarks.oracle.look import Look, ValuesAsked, look
+from emulated_gpu import Card, new_machine
 
 ROOM = 16
 """Where a plan does not run in the memory of its GPU, it runs in that of so many."""
@@ -51,6 +51,17 @@ class Emulated:
         return self.limit_bytes + self.ample.non_torch_bytes
 
 
+def card_of(gpu: Gpu) -> Card:
+    """Return the emulated card that is like a GPU of autofit's table."""
+    return Card(
+        f"NVIDIA {gpu.name}",
+        gpu.total_bytes,
+        gpu.capability,
+        gpu.multiprocessors,
+        gpu.context_bytes,
+    )
+
+
 class _Channel(WorkerChannel):
     """To a worker on a GPU that no other process can find, so that there is nothing to lock."""
 
@@ -73,7 +84,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         looks: how many were made.
 
     Raises (its methods):
-        EmulationUnavailable: there can be no emulated GPU here.
+        emulated_gpu.Unavailable: there can be no emulated GPU here.
         WorkerFailed: the worker ended or hung instead of answering.
         Exception: raised by the user's own code.
     """
@@ -89,7 +100,7 @@ class Emulation(AbstractContextManager["Emulation"]):
         self.values, self.looks = values, 0
         self._roomy = False  # whether the card has `ROOM` times the GPU's memory
         self._workload, self._strategies = workload, strategies
-        self._card, self._machine = emulated_card(gpu), new_machine()
+        self._card, self._machine = card_of(gpu), new_machine()
         self._prober: Prober | None = None
 
     def __exit__(self, *raised: object) -> None:
@@ -156,7 +167,7 @@ class Emulation(AbstractContextManager["Emulation"]):
             if self._roomy:
                 card = replace(card, total_bytes=ROOM * card.total_bytes)
             channel = _Channel(self._workload, self._strategies, device="cuda")
-            channel.environment = emulated_environment(
+            channel.environment = emulated_gpu.environment(
                 [card], machine=self._machine, values=self.values
             ) | {"CUDA_VISIBLE_DEVICES": "0"}
             self._prober = Prober(channel, self._workload, self._strategies, vram_budget=1.0)

@@ -21,7 +21,6 @@ import torch
 from torch.amp import grad_scaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autofit.emulation.driver import estimates, reads_watched
 from autofit.errors import release_exception
 from autofit.measurement import Outcome
 from autofit.memory.expandable import expandable_segments
@@ -35,6 +34,7 @@ from autofit.probing.measure import micro_batches_to_run, warm_up
 from autofit.training.batch import map_tensors
 from autofit.training.optimizers import by_name
 from autofit.training.training import Training
+from emulated_gpu import estimates, reads_watched
 
 if TYPE_CHECKING:
     from autofit.probing.session import Session

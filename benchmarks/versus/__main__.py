@@ -30,8 +30,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from autofit.emulation.card import emulated_card
-from autofit.emulation.launch import emulated_environment, new_machine
+import emulated_gpu
 from autofit.units import parse_bytes
 from benchmarks.versus.roster import PEERS, Peer
 from benchmarks.versus.table import Comparison, Row, markdown
@@ -135,10 +134,10 @@ def bench(
 ) -> Iterator[Bench]:
     """Make the place: for an emulated one a card that ends at the budget."""
     environment = dict(os.environ)
-    machine = new_machine()
+    machine = emulated_gpu.new_machine()
     if place == "emulated":
-        cards = [emulated_card(budget_bytes)]
-        environment = emulated_environment(cards, machine=machine, values=False)
+        cards = [emulated_gpu.find_card(memory=budget_bytes)]
+        environment = emulated_gpu.environment(cards, machine=machine, values=False)
     task = {"workload": workload, "place": place, "budget_bytes": budget_bytes}
     with tempfile.TemporaryDirectory() as folder:
         yield Bench(task, environment, Path(folder), steps, repeats, limit_s)

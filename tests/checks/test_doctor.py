@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+import emulated_gpu
 from autofit import registry
 from autofit.checks.doctor import Diagnosis, Finding, diagnose
-from autofit.emulation.card import emulated_card
-from autofit.emulation.faults import Fault
-from autofit.emulation.launch import emulated_environment, new_machine
-from autofit.emulation.machine import Machine
 from autofit.errors import InvalidRequest
+from emulated_gpu import Fault, Machine, find_card, new_machine
 
 
 def found(diagnosis: Diagnosis, subject: str) -> Finding:
@@ -76,8 +74,8 @@ def machine() -> Iterator[Machine]:
 def doctor(machine: Machine, code: int, **options: Any) -> dict[str, Any]:
     """Return the JSON of the command on an emulated card, which must end with that code."""
     variables = options.pop("variables", {})
-    environment = emulated_environment(
-        [emulated_card("L4")], machine=machine, values=False, **options
+    environment = emulated_gpu.environment(
+        [find_card("L4")], machine=machine, values=False, **options
     )
     ran = subprocess.run(
         [sys.executable, "-m", "autofit", "doctor", "--json"],

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
+import emulated_gpu
 from autofit.checks.monitor import Sample, Timeline
 from autofit.cli.monitor import _page
-from autofit.emulation.card import emulated_card
-from autofit.emulation.launch import emulated_environment, new_machine
-from autofit.emulation.machine import Machine
 from autofit.units import GIB, MIB
+from emulated_gpu import Machine, find_card, new_machine
 from tests import browser
 
 SECONDS = 120
@@ -207,8 +206,8 @@ def machine() -> Iterator[Machine]:
 @pytest.mark.emulated
 def test_the_memory_of_the_gpu_is_that_of_the_process(tmp_path: Path, machine: Machine) -> None:
     table = tmp_path / "t.csv"
-    cards = [emulated_card("L4"), emulated_card("T4")]
-    environment = emulated_environment(cards, machine=machine, values=False)
+    cards = [find_card("L4"), find_card("T4")]
+    environment = emulated_gpu.environment(cards, machine=machine, values=False)
     ran = subprocess.run(
         monitor("--json", "--out", table, "--", sys.executable, "-c", ON_A_GPU),
         env={**os.environ, **environment},

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from autofit.emulation.launch import emulated_environment, new_machine
-from autofit.emulation.machine import Machine
+import emulated_gpu
+from emulated_gpu import Machine, new_machine
 
 SECONDS = 240
 ENDS = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"  # freeing all of torch takes a second
@@ -30,14 +30,14 @@ def machine() -> Iterator[Machine]:
 def run_on(machine: Machine, run_python: Any) -> Run:
     """Run a program on the machine, and return what it prints; it must end with status 0.
 
-    Options are those of `emulated_environment`; operators have no values unless asked for. With
+    Options are those of `emulated_gpu.environment`; operators have no values unless asked for. With
     other variables it is not forked: torch reads some as it is imported.
     """
 
     def run(program: str, *arguments: str, **options: Any) -> str:
         extra = options.pop("variables", {})
         chosen: dict[str, Any] = {"machine": machine, "values": False} | options
-        environment = emulated_environment(**chosen)
+        environment = emulated_gpu.environment(**chosen)
         ran: subprocess.CompletedProcess[str]
         if "import torch" in program and not extra:
             ran = run_python("-c", program + ENDS, *arguments, env=environment)

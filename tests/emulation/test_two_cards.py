@@ -30,7 +30,7 @@ def search(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     limits = ("--max-probes", "4", "--vram-budget", "2GiB", "--strategies", "checkpointing")
     asked = ("-m", "autofit", "search", "train.py:make", *limits, "--json", *options)
     return subprocess.run(
-        [sys.executable, "-m", "autofit.emulation", *card, "--", sys.executable, *asked],
+        [sys.executable, "-m", "emulated_gpu", "run", *card, "--", sys.executable, *asked],
         capture_output=True,
         text=True,
         timeout=280,

@@ -20,10 +20,6 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.emulation.card import EmulatedCard, cards_setting, emulated_card
-from autofit.emulation.faults import Call, Fault, inject
-from autofit.emulation.launch import PREFIX, new_machine
-from autofit.emulation.machine import Machine
 from autofit.errors import DeviceUnavailable, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.probing import worker_channel
@@ -32,6 +28,10 @@ from autofit.probing.session import Session
 from autofit.probing.worker_channel import WorkerChannel
 from autofit.searching import events
 from autofit.units import GIB, MIB
+from emulated_gpu import Card, Fault, Machine, find_card, inject, new_machine
+from emulated_gpu.cards import cards_setting
+from emulated_gpu.faults import Call
+from emulated_gpu.launch import PREFIX
 from tests.faulty_model import NO_FAULT, FaultyModel
 
 pytestmark = pytest.mark.cuda
@@ -360,7 +360,7 @@ def test_a_neighbour_comes_between_two_probes_and_leaves(
 ) -> None:
     probing = open_probing(FaultyModel({10: needs_two_gib}), device="cuda", vram_budget=None)
     assert probing.at(10).ok
-    free = emulated_card().total_bytes - sum(machine.held_bytes().values())
+    free = find_card().total_bytes - sum(machine.held_bytes().values())
     machine.hold(free - GIB)
     measurement = probing.at(10)
     assert measurement.outcome is Outcome.OOM
@@ -435,7 +435,7 @@ def test_hardly_any_memory_left_for_a_worker_is_enough_to_open(
     probing = open_probing(FaultyModel(), device="cuda", vram_budget=FULL)
     context_bytes = machine.held_bytes()[probing.worker]
     probing.prober.renew()
-    machine.hold(emulated_card().total_bytes - context_bytes - 16 * MIB)
+    machine.hold(find_card().total_bytes - context_bytes - 16 * MIB)
     measurement = probing.at(NO_FAULT)
     assert measurement.outcome is Outcome.OOM
     assert measurement.contended
@@ -461,7 +461,7 @@ def test_a_slice_of_a_gpu_is_a_gpu_with_less(
     open_probing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of an H100 80GB in seven, seen from a container."""
-    card = EmulatedCard("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_900_000_000, (9, 0), 16, 400 * MIB)
+    card = Card("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9_900_000_000, (9, 0), 16, 400 * MIB)
     monkeypatch.setenv(f"{PREFIX}CARDS", cards_setting([card]))
     monkeypatch.setenv(f"{PREFIX}NVML", "mig")
     probing = open_probing(FaultyModel({10: needs_two_gib}), device="cuda", vram_budget=None)
@@ -482,7 +482,7 @@ def test_a_slice_of_a_gpu_is_a_gpu_with_less(
 def test_two_gpus_are_two(
     open_probing: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(f"{PREFIX}CARDS", cards_setting([emulated_card("L4"), emulated_card()]))
+    monkeypatch.setenv(f"{PREFIX}CARDS", cards_setting([find_card("L4"), find_card()]))
     first, second = (
         open_probing(FaultyModel(), device=name, vram_budget=FULL) for name in ("cuda:0", "cuda:1")
     )

@@ -1,0 +1,79 @@
+"""Starting processes on an emulated card: what they and their children find, and what is left."""
+
+from __future__ import annotations
+
+import os
+import site
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import emulated_gpu
+from emulated_gpu.machines import Machine
+
+pytestmark = pytest.mark.emulated
+
+Run = Callable[..., str]
+
+GRANDCHILD = """
+import subprocess, sys
+program = (
+    "import torch\\n"
+    "print(torch.cuda.get_device_name(0), (torch.ones(3, device='cuda') * 2).sum().item())"
+)
+if len(sys.argv) < 2:
+    print(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "emulated_gpu", "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_a_child_of_the_child_has_the_card_and_its_values(run_on: Run) -> None:
+    assert "NVIDIA H200 6.0" in run_on(GRANDCHILD, values=True)
+
+
+def test_nothing_is_written_into_the_environment_of_the_user(run_on: Run) -> None:
+    run_on("import torch", values=True)
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    written = [path for folder in folders for path in Path(folder).glob("emulated_gpu*")]
+    assert written == []
+
+
+def test_the_command_runs_on_the_card_that_was_asked_for() -> None:
+    program = "import torch; print(torch.cuda.device_count(), torch.cuda.get_device_name(1))"
+    card = ("--gpu", "L4", "--devices", "2", "--no-values")
+    ran = command(*card, "--", sys.executable, "-c", program)
+    assert ran.stdout == "2 NVIDIA L4\n", ran.stderr
+
+
+def test_the_command_returns_what_its_program_returns_and_leaves_no_file() -> None:
+    program = "import os, torch; torch.ones(1, device='cuda'); os._exit(7)"
+    before = set(Path("/dev/shm").glob("emulated-gpu-*"))
+    assert command("--no-values", "--", sys.executable, "-c", program).returncode == 7
+    after = set(Path("/dev/shm").glob("emulated-gpu-*"))
+    mine = {path for path in after - before if str(os.getpid()) in path.name}
+    assert mine == set()
+
+
+def test_the_command_says_what_it_does_not_understand() -> None:
+    ran = command("--gpu", "L5", "--", "true")
+    assert ran.returncode == 2
+    assert "unknown GPU 'L5'" in ran.stderr
+    ran = command("--fault", "launch", "--", "true")
+    assert "a fault is given as" in ran.stderr
+
+
+def test_an_environment_of_an_emulated_process_is_replaced(machine: Machine) -> None:
+    once = emulated_gpu.environment(machine=machine, values=True)
+    twice = emulated_gpu.environment(machine=machine, values=True, base=once)
+    assert twice == once
