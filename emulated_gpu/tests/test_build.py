@@ -15,7 +15,7 @@ from emulated_gpu.build import SOURCES
 
 Run = Callable[..., str]
 
-FIND = "from emulated_gpu.build import find_cuda_torch; print(find_cuda_torch())"
+FIND = "from emulated_gpu.toolchain import find_cuda_torch; print(find_cuda_torch())"
 BUILD = "from emulated_gpu.build import build_driver; print(build_driver())"
 
 
@@ -60,7 +60,7 @@ def test_a_torch_that_cannot_be_imported_is_found(tmp_path: Path) -> None:
 def test_kernels_are_of_the_architectures_that_torch_names(run_on: Run) -> None:
     program = """
 import torch
-from emulated_gpu.build import find_cuda_torch, kernel_architectures
+from emulated_gpu.toolchain import find_cuda_torch, kernel_architectures
 named = [int(name.partition("_")[2].rstrip("af")) for name in torch.cuda.get_arch_list()]
 print(sorted(set(named)) == kernel_architectures(find_cuda_torch()))
 """
@@ -124,6 +124,8 @@ def test_processes_that_build_at_once_get_one_build_after_one_was_killed(tmp_pat
     assert first == second, said
     assert (Path(first.strip()) / "libemulated_gpu.so").exists()
     compiled = [Path(line).stem for line in (tmp_path / "compiled").read_text().splitlines()]
-    assert sorted(compiled) == sorted([*(path.stem for path in SOURCES.glob("*.cpp")), "generated"])
+    assert sorted(compiled) == sorted(
+        [*(path.stem for path in (SOURCES / "driver").glob("*.cpp")), "generated"]
+    )
     left = [path.name for path in Path(first.strip()).parent.iterdir() if path.name[0] == "."]
     assert left == []

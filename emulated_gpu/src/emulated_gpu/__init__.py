@@ -5,13 +5,13 @@ driver, cuBLAS, cuDNN and NVML below them are emulated. They are loaded into pro
 started for it, by `run` or in an `environment`, never into this one.
 """
 
-from emulated_gpu.build import why_unavailable
 from emulated_gpu.cards import Card, card_names, find_card
 from emulated_gpu.driver import count_calls, estimates, reads_watched
 from emulated_gpu.errors import EmulatedGpuError, InvalidArgument, Unavailable
 from emulated_gpu.faults import Fault, inject, parse_fault
 from emulated_gpu.launch import environment, run
 from emulated_gpu.machines import Machine, new_machine
+from emulated_gpu.toolchain import why_unavailable
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,31 +7,36 @@ compiler and sources. Builds are atomic, and processes that build the same wait 
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from emulated_gpu.errors import Unavailable
+from emulated_gpu.toolchain import (
+    CudaTorch,
+    compiler,
+    compiler_version,
+    cuda_headers,
+    find_cuda_torch,
+    kernel_architectures,
+    run_tool,
+)
 
 SOURCES = Path(__file__).with_name("sources")
 DRIVER = "libemulated_gpu.so"
 VALUES = "libemulated_gpu_values.so"
 LOADER = "emulated_gpu_values"
-SUPPORTED_CUDA = "13"
 _FLAGS = ("-O1", "-fPIC", "-fvisibility=hidden", "-w")
 _LIBRARIES_OF_TORCH = (
     "c10_cuda",
@@ -50,73 +55,24 @@ _LOOKED_UP = re.compile(  # by name, in the driver and in NVML
     rb"(?:cu(?:Mem|Dev|Logs|Ctx|Stream|Multicast|Green|Tensor|Launch|Func|Module|Lib|Get|Pointer"
     rb"|Link|Occupancy|Init|Driver)|nvml)[A-Za-z0-9]+(?:_v[0-9])?"
 )
-_ARCHITECTURES = re.compile(rb"\0((?:(?:sm|compute)_\d+[af]? ?){2,})\0")
-"""What torch.cuda.get_arch_list() says, in libtorch_python.so."""
 _NEEDED = re.compile(r"NEEDED.*\[(lib(?:cu[a-zA-Z]*|nv[a-zA-Z_-]*|nccl)\.so\.[0-9]+)\]")
 
 
 @dataclass(frozen=True)
-class CudaTorch:
-    """A CUDA build of torch.
+class _Library:
+    """One of the two libraries.
 
     Attributes:
-        folder: of the package.
-        version: such as "2.11.0+cu130".
-        cuda: the version of CUDA it was built with.
-        cudnn: the version of cuDNN it was built with, as cuDNN gives it: 91900 is 9.19.0.
+        kind: what its folder's name begins with.
+        sources: the folder of its sources.
+        build: makes it for a torch in a folder, from its C++ files.
+        cpu_s: seconds of processor that this takes (gcc 12, torch 2.11).
     """
 
-    folder: Path
-    version: str
-    cuda: str
-    cudnn: int
-
-
-def find_cuda_torch() -> CudaTorch:
-    """Return the CUDA build of torch of this interpreter, without importing it.
-
-    A CUDA build may not be importable here: its libraries ask for NVIDIA's.
-
-    Raises:
-        Unavailable: torch is not here, or was built for the CPU or another CUDA.
-    """
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
-        raise Unavailable("torch is not installed here")
-    folder = Path(found.origin).parent
-    said = _constants(folder / "version.py")
-    version, cuda = said.get("__version__") or "of an unknown version", said.get("cuda")
-    advice = (
-        "an emulated GPU needs the CUDA build of torch, 2.11 or later, for CUDA "
-        f"{SUPPORTED_CUDA}: `pip install torch` from the default index, or with --no-deps, "
-        "without NVIDIA's libraries, which are emulated"
-    )
-    if not cuda:
-        raise Unavailable(f"torch {version} was built without CUDA; {advice}")
-    if cuda.partition(".")[0] != SUPPORTED_CUDA:
-        raise Unavailable(f"torch {version} was built for CUDA {cuda}; {advice}")
-    return CudaTorch(folder, version, cuda, _cudnn_version())
-
-
-def _cudnn_version() -> int:
-    """Return what torch asks for, or else the version that torch 2.11 was built with."""
-    try:
-        asked_for = importlib.metadata.requires("torch") or []
-    except importlib.metadata.PackageNotFoundError:  # a torch that was built and not installed
-        asked_for = []
-    found = re.search(r"nvidia-cudnn-\w+==(\d+)\.(\d+)\.(\d+)", "\n".join(asked_for))
-    major, minor, patch = map(int, found.groups()) if found else (9, 19, 0)
-    return 10000 * major + 100 * minor + patch
-
-
-def toolchain() -> tuple[str, list[Path]]:
-    """Return the compiler and the folders of CUDA's headers; build nothing.
-
-    Raises:
-        Unavailable: the CUDA build of torch, the compiler or CUDA's headers are missing.
-    """
-    headers = _cuda_headers(find_cuda_torch())
-    return _compiler(), headers
+    kind: str
+    sources: Path
+    build: Callable[[CudaTorch, Sequence[Path], Path], None]
+    cpu_s: int
 
 
 def build_driver() -> Path:
@@ -126,9 +82,7 @@ def build_driver() -> Path:
         Unavailable: the CUDA build of torch, the compiler or CUDA's headers are missing,
             or the sources do not compile.
     """
-    torch = find_cuda_torch()
-    sources = sorted(SOURCES.glob("*.cpp"))
-    return _built("driver", torch, [*sources, *SOURCES.glob("*.h")], _build_driver, sources)
+    return _built(_Library("driver", SOURCES / "driver", _build_driver, cpu_s=11))
 
 
 def build_values() -> Path:
@@ -139,19 +93,7 @@ def build_values() -> Path:
     Raises:
         Unavailable: as for `build_driver`.
     """
-    torch = find_cuda_torch()
-    sources = sorted((SOURCES / "values").glob("*.cpp"))
-    headers = (SOURCES / "values").glob("*.h")
-    return _built("values", torch, [*sources, *headers], _build_values, sources)
-
-
-def why_unavailable() -> str | None:
-    """Return what an emulated GPU lacks here and how to get it; None: nothing. Builds nothing."""
-    try:
-        toolchain()
-    except Unavailable as error:
-        return str(error)
-    return None
+    return _built(_Library("values", SOURCES / "values", _build_values, cpu_s=28))
 
 
 def cache_folder() -> Path:
@@ -160,47 +102,43 @@ def cache_folder() -> Path:
     return Path(home) / "emulated-gpu"
 
 
-def _constants(path: Path) -> dict[str, str | None]:
-    """Return the strings, and None, that a module assigns at its top level."""
-    values: dict[str, str | None] = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign):
-            targets: list[ast.expr] = node.targets
-        elif isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        else:
-            continue
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str | None):
-            value = node.value.value
-            values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-    return values
-
-
-def _built(
-    kind: str,
-    torch: CudaTorch,
-    files: Iterable[Path],
-    build: Callable[[CudaTorch, list[Path], Path], None],
-    sources: list[Path],
-) -> Path:
-    digest = hashlib.sha256(Path(__file__).read_bytes() + _compiler_version().encode())
-    for file in sorted(files):
+def _built(library: _Library) -> Path:
+    torch, files = find_cuda_torch(), sorted(filter(Path.is_file, library.sources.iterdir()))
+    digest = hashlib.sha256(Path(__file__).read_bytes() + compiler_version().encode())
+    for file in files:
         digest.update(file.name.encode() + file.read_bytes())
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    folder = cache_folder() / f"{kind}-torch{torch.version}-{python}-{digest.hexdigest()[:16]}"
+    name = f"{library.kind}-torch{torch.version}-{python}-{digest.hexdigest()[:16]}"
+    folder = cache_folder() / name
     if folder.exists():
         return folder
+    build = partial(library.build, torch, [file for file in files if file.suffix == ".cpp"])
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.with_name(folder.name + ".lock")):
+        with _exclusive(folder.with_name(f"{name}.lock")):
             if not folder.exists():
-                _build_in_part(folder, partial(build, torch, sources))
+                with _said(library, torch):
+                    _build_in_part(folder, build)
     except OSError as error:
         raise Unavailable(
             f"the emulated GPU cannot be kept in {folder.parent} ({error}): make room, or set "
             "XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return folder
+
+
+@contextmanager
+def _said(library: _Library, torch: CudaTorch) -> Iterator[None]:
+    """Say that a library is built, and how long that took, on standard error."""
+    start = time.monotonic()
+    print(
+        f"emulated-gpu: building its {library.kind} for torch {torch.version}, once: about "
+        f"{library.cpu_s} s of a processor",
+        file=sys.stderr,
+        flush=True,
+    )
+    yield
+    print(f"emulated-gpu: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def _build_in_part(folder: Path, build: Callable[[Path], None]) -> None:
@@ -224,87 +162,68 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _build_driver(torch: CudaTorch, sources: list[Path], out: Path) -> None:
+def _build_driver(torch: CudaTorch, sources: Sequence[Path], out: Path) -> None:
     libraries = [torch.folder / "lib" / f"lib{name}.so" for name in _LIBRARIES_OF_TORCH]
     libraries = [path for path in libraries if path.exists()]
-    include = [f"-I{folder}" for folder in _cuda_headers(torch)]
     numbers = ",".join(map(str, kernel_architectures(torch)))
-    flags = ("-std=c++17", *_FLAGS, *include, f"-DKERNEL_ARCHITECTURES={numbers}")
-
-    def compiled(source: Path) -> Path:
-        target = out / f"{source.stem}.o"
-        _run(_compiler(), *flags, "-c", source, "-o", target)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
-    written = {line.split()[-1] for line in _symbols("--defined-only", *objects)}
-    names = sorted(_imported(libraries) - written)
-    generated = out / "generated.c"
-    generated.write_text(
-        "int emulated_gpu_not_emulated(const char*);\n"
-        + "".join(f'int {n}() {{ return emulated_gpu_not_emulated("{n}"); }}\n' for n in names)
-    )
-    plain = ("-x", "c", "-O1", "-fPIC", "-w", "-fno-builtin")
-    _run(_compiler(), *plain, "-c", generated, "-o", out / "generated.o")
-    shared = (_compiler(), "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER)
-    _run(*shared, *objects, out / "generated.o", "-ldl", "-lpthread")
-    for path in (*objects, out / "generated.o"):
-        path.unlink()
+    flags = ("-std=c++17", f"-DKERNEL_ARCHITECTURES={numbers}")
+    with _compiled(sources, cuda_headers(torch), flags) as objects:
+        written = {line.split()[-1] for line in _symbols("--defined-only", *objects)}
+        rest = _not_emulated(sorted(_imported(libraries) - written), out)
+        shared = ("-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER)
+        run_tool(compiler(), *shared, *objects, rest, "-ldl", "-lpthread")
+        rest.unlink()
     # Empty libraries of the names that torch, Triton and NVML's bindings ask for, which lead to it.
     empty = out / "empty.c"
     empty.write_text("")
     for name in sorted({*_needed(libraries), "libcuda.so.1", "libnvidia-ml.so.1"}):
         link = ("-Wl,--no-as-needed", f"-Wl,-soname,{name}", "-o", out / name)
         leads = ("-L", out, f"-l:{DRIVER}", "-Wl,-rpath,$ORIGIN")
-        _run(_compiler(), "-x", "c", "-shared", "-fPIC", *link, empty, *leads)
+        run_tool(compiler(), "-x", "c", "-shared", "-fPIC", *link, empty, *leads)
 
 
-def kernel_architectures(torch: CudaTorch) -> list[int]:
-    """Return the architectures that torch has kernels for: 90 is sm_90.
-
-    Raises:
-        Unavailable: the library does not say.
-    """
-    library = torch.folder / "lib" / "libtorch_python.so"
-    said = _ARCHITECTURES.search(library.read_bytes()) if library.exists() else None
-    if said is None:
-        raise Unavailable(
-            f"{library} does not name the architectures that torch {torch.version} has kernels "
-            "for: use torch 2.11, whose library does"
-        )
-    return sorted({int(number) for number in re.findall(rb"_(\d+)", said[1])})
-
-
-def _build_values(torch: CudaTorch, sources: list[Path], out: Path) -> None:
-    include = (torch.folder / "include", torch.folder / "include/torch/csrc/api/include")
-    flags = ("-std=c++20", "-DAT_PER_OPERATOR_HEADERS", *_FLAGS, *(f"-I{folder}" for folder in include))
-
-    def compiled(source: Path) -> Path:
-        target = out / f"{source.stem}.o"
-        _run(_compiler(), *flags, "-c", source, "-o", target)
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
-    link = ("-L", torch.folder / "lib", "-lc10", "-ltorch_cpu")
-    _run(
-        _compiler(),
-        "-shared",
-        "-o",
-        out / VALUES,
-        *objects,
-        *link,
-        "-Wl,--unresolved-symbols=ignore-all",
+def _not_emulated(names: Sequence[str], out: Path) -> Path:
+    """Compile the functions that no source defines; each says that it is not emulated."""
+    generated, target = out / "generated.c", out / "generated.o"
+    generated.write_text(
+        "int emulated_gpu_not_emulated(const char*);\n"
+        + "".join(f'int {n}() {{ return emulated_gpu_not_emulated("{n}"); }}\n' for n in names)
     )
-    for path in objects:
-        path.unlink()
+    plain = ("-x", "c", "-O1", "-fPIC", "-w", "-fno-builtin")
+    run_tool(compiler(), *plain, "-c", generated, "-o", target)
+    return target
+
+
+def _build_values(torch: CudaTorch, sources: Sequence[Path], out: Path) -> None:
+    include = (torch.folder / "include", torch.folder / "include/torch/csrc/api/include")
+    # Of torch's headers only those of the operators that are named: half the time of all.
+    flags = ("-std=c++20", "-DAT_PER_OPERATOR_HEADERS")
+    torchs = ("-L", torch.folder / "lib", "-lc10", "-ltorch_cpu")
+    with _compiled(sources, include, flags) as objects:
+        shared = ("-shared", "-Wl,--unresolved-symbols=ignore-all", "-o", out / VALUES)
+        run_tool(compiler(), *shared, *objects, *torchs)
     shutil.copy(SOURCES / "values" / "loader.py", out / f"{LOADER}.py")
     information = out / f"{LOADER}-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {LOADER}\nVersion: 1\n")
     (information / "entry_points.txt").write_text(f"[torch.backends]\n{LOADER} = {LOADER}:load\n")
     (information / "RECORD").write_text("")
+
+
+@contextmanager
+def _compiled(
+    sources: Sequence[Path], include: Sequence[Path], flags: Sequence[str]
+) -> Iterator[list[Path]]:
+    """Compile C++ files, as many at once as there are processors; the objects go at the end."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def compiled(source: Path) -> Path:
+            target = Path(folder, f"{source.stem}.o")
+            places = [f"-I{each}" for each in include]
+            run_tool(compiler(), *flags, *_FLAGS, *places, "-c", source, "-o", target)
+            return target
+
+        yield list(pool.map(compiled, sources))
 
 
 def _imported(libraries: list[Path]) -> set[str]:
@@ -323,67 +242,9 @@ def _needed(libraries: list[Path]) -> set[str]:
     return {
         name
         for path in libraries[0].parent.glob("*.so")
-        for name in _NEEDED.findall(_run("readelf", "-d", path))
+        for name in _NEEDED.findall(run_tool("readelf", "-d", path))
     }
 
 
 def _symbols(*arguments: str | Path) -> list[str]:
-    return [line for line in _run("nm", *arguments).splitlines() if len(line.split()) > 1]
-
-
-def _cuda_headers(torch: CudaTorch) -> list[Path]:
-    """Return the folders with the headers of torch's CUDA, the one with cuda_runtime_api.h first.
-
-    NVIDIA's package of the runtime's headers may lack crt/host_defines.h, which Triton has.
-    """
-    site = torch.folder.parent
-    major = torch.cuda.partition(".")[0]
-    places = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    candidates = [Path(place) / "include" for place in places if place]
-    candidates += [site / "nvidia" / f"cu{major}" / "include"]
-    candidates += [*sorted(Path("/usr/local").glob("cuda*/include"), reverse=True)]
-    candidates += [site / "triton" / "backends" / "nvidia" / "include"]
-    main = next((folder for folder in candidates if _header_version(folder) == major), None)
-    rest = next((f for f in (main, *candidates) if f and (f / "crt/host_defines.h").exists()), None)
-    if main is None or rest is None:
-        raise Unavailable(
-            f"the headers of CUDA {major} are missing: `pip install "
-            f"'nvidia-cuda-runtime=={major}.*' 'nvidia-cuda-crt=={major}.*'`, or set CUDA_HOME"
-        )
-    return list(dict.fromkeys((main, rest)))
-
-
-def _header_version(folder: Path) -> str | None:
-    """Return the major version of CUDA of the headers there."""
-    path = folder / "cuda_runtime_api.h"
-    if not path.exists() or not (folder / "cuda.h").exists():
-        return None
-    said = re.search(r"define CUDART_VERSION\s+(\d+)", path.read_text(errors="replace"))
-    return str(int(said[1]) // 1000) if said else None
-
-
-@cache
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        if name and shutil.which(name) and shutil.which("nm") and shutil.which("readelf"):
-            return name
-    raise Unavailable(
-        "an emulated GPU is built from source: install a C++ compiler and binutils "
-        "(`apt install g++`), or set CXX"
-    )
-
-
-@cache
-def _compiler_version() -> str:
-    return _run(_compiler(), "-dumpfullversion", "-dumpmachine")
-
-
-def _run(*command: str | Path) -> str:
-    """Run a tool of the build and return what it prints."""
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
-    if ran.returncode:
-        said = "\n".join((ran.stdout + ran.stderr).splitlines()[:30])
-        raise Unavailable(
-            f"the emulated GPU could not be built: {Path(command[0]).name} said\n{said}"
-        )
-    return ran.stdout
+    return [line for line in run_tool("nm", *arguments).splitlines() if len(line.split()) > 1]

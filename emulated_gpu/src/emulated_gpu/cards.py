@@ -19,7 +19,7 @@ MAX_CARDS = 8
 CONTEXT_BYTES = 620 * MIB
 """Of a process that has multiplied matrices, as measured on an H200 (torch 2.11, driver 580)."""
 CUBLAS_BYTES = 66 * MIB
-"""Of these, what arrives with the first cuBLAS handle (`sources/cublas.cpp`)."""
+"""Of these, what arrives with the first cuBLAS handle (`sources/driver/cublas.cpp`)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Card:
 
     @property
     def setting(self) -> str:
-        """The card as `sources/settings.cpp` reads it."""
+        """The card as `sources/driver/settings.cpp` reads it."""
         major, minor = self.capability
         return (
             f"name={self.name},total={self.total_bytes},"
@@ -154,7 +154,7 @@ def card_names() -> list[str]:
 
 
 def cards_setting(cards: Sequence[Card]) -> str:
-    """Return the cards of a machine as `sources/settings.cpp` reads them.
+    """Return the cards of a machine as `sources/driver/settings.cpp` reads them.
 
     Raises:
         InvalidArgument: there are more than a machine can have.

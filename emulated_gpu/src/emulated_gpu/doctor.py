@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from emulated_gpu.build import build_driver, build_values, find_cuda_torch, toolchain
+from emulated_gpu.build import build_driver, build_values
 from emulated_gpu.errors import Unavailable
 from emulated_gpu.launch import environment
 from emulated_gpu.machines import new_machine
+from emulated_gpu.toolchain import find_cuda_torch, toolchain
 
 _SECONDS = 300
 _PROGRAM = """

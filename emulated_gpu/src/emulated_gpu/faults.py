@@ -66,7 +66,7 @@ class Fault:
 
     @property
     def setting(self) -> str:
-        """The fault as `sources/faults.cpp` reads it: "launch@60x2=700@WORD"."""
+        """The fault as `sources/driver/faults.cpp` reads it: "launch@60x2=700@WORD"."""
         times = f"x{self.times}" if self.times > 1 else ""
         process = f"@{self.process}" if self.process else ""
         return f"{self.call}@{self.number}{times}={self._outcome}{process}"
@@ -92,7 +92,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def faults_setting(faults: Sequence[Fault]) -> str:
-    """Return the faults as `sources/faults.cpp` reads them."""
+    """Return the faults as `sources/driver/faults.cpp` reads them."""
     return ",".join(fault.setting for fault in faults)
 
 

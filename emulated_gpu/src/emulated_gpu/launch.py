@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from emulated_gpu.build import DRIVER, build_driver, build_values, find_cuda_torch
+from emulated_gpu.build import DRIVER, build_driver, build_values
 from emulated_gpu.cards import Card, cards_setting, find_card
 from emulated_gpu.errors import InvalidArgument
 from emulated_gpu.faults import Fault, faults_setting
 from emulated_gpu.machines import Machine, new_machine
+from emulated_gpu.toolchain import find_cuda_torch
 
 PREFIX = "EMULATED_GPU_"
 MACHINE = f"{PREFIX}MACHINE"

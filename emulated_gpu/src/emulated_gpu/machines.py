@@ -1,6 +1,6 @@
 """The memory of an emulated machine, seen from outside: who holds what, and neighbours that do.
 
-The file and its layout are those of `sources/process_table.cpp`.
+The file and its layout are those of `sources/driver/process_table.cpp`.
 """
 
 from __future__ import annotations
