@@ -1,8 +1,8 @@
 """Where the driver places segments, which decides what the caching allocator takes of equal blocks.
 
-A rule found in recorded trainings of an H200, and that of the emulated GPU (`sources/driver/addresses.cpp`
-there): addresses never used before are given downwards, freed ones again from the lowest up; those
-of the small pool lie above all others and are given upwards.
+A rule found in recorded trainings of an H200, and that of the emulated GPU (its addresses.cpp):
+addresses never used before are given downwards, freed ones again from the lowest up; those of the
+small pool lie above all others and are given upwards.
 """
 
 from __future__ import annotations
