@@ -55,6 +55,8 @@ _LOOKED_UP = re.compile(  # by name, in the driver and in NVML
     rb"(?:cu(?:Mem|Dev|Logs|Ctx|Stream|Multicast|Green|Tensor|Launch|Func|Module|Lib|Get|Pointer"
     rb"|Link|Occupancy|Init|Driver)|nvml)[A-Za-z0-9]+(?:_v[0-9])?"
 )
+_ASKS_FOR_SCRATCH = re.compile("_bufferSize$|^cufftXtMakePlanMany$")
+_MOST_ARGUMENTS = 19  # of those (`sources/driver/scratch_sizes.cpp`)
 _NEEDED = re.compile(r"NEEDED.*\[(lib(?:cu[a-zA-Z]*|nv[a-zA-Z_-]*|nccl)\.so\.[0-9]+)\]")
 
 
@@ -183,12 +185,21 @@ def _build_driver(torch: CudaTorch, sources: Sequence[Path], out: Path) -> None:
 
 
 def _not_emulated(names: Sequence[str], out: Path) -> Path:
-    """Compile the functions that no source defines; each says that it is not emulated."""
+    """Compile the functions that no source defines; each hands its name to one that does."""
     generated, target = out / "generated.c", out / "generated.o"
-    generated.write_text(
-        "int emulated_gpu_not_emulated(const char*);\n"
-        + "".join(f'int {n}() {{ return emulated_gpu_not_emulated("{n}"); }}\n' for n in names)
-    )
+    slots = [f"a{place}" for place in range(_MOST_ARGUMENTS)]
+    taken = ", ".join(f"unsigned long long {slot}" for slot in slots)
+    given = f"(unsigned long long[]){{{', '.join(slots)}}}"
+    lines = ["int emulated_gpu_not_emulated(const char*);"]
+    lines += ["int emulated_gpu_scratch_size(const char*, const unsigned long long*);"]
+    for name in names:
+        if _ASKS_FOR_SCRATCH.search(name):
+            lines += [
+                f'int {name}({taken}) {{ return emulated_gpu_scratch_size("{name}", {given}); }}'
+            ]
+        else:
+            lines += [f'int {name}() {{ return emulated_gpu_not_emulated("{name}"); }}']
+    generated.write_text("\n".join(lines) + "\n")
     plain = ("-x", "c", "-O1", "-fPIC", "-w", "-fno-builtin")
     run_tool(compiler(), *plain, "-c", generated, "-o", target)
     return target

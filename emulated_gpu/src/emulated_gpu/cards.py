@@ -138,8 +138,8 @@ def find_card(
     found = _BY_KEY.get(_key(DEFAULT if gpu is None else gpu))
     if found is None:
         raise InvalidArgument(
-            f"no GPU called {gpu!r} is known: give another one's memory with a size such as "
-            f'"24GiB", or one of {", ".join(card_names())}'
+            f'unknown GPU {gpu!r}: give the size of its memory, such as "24GiB", as `memory`, or one '
+            f"of {', '.join(card_names())}"
         )
     total_bytes = parse_size(memory) if isinstance(memory, str) else memory
     if total_bytes is not None:
