@@ -29,6 +29,14 @@ if len(sys.argv) < 2:
 """
 
 
+ENDED = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "emulated_gpu", "run", *arguments],
@@ -77,3 +85,65 @@ def test_an_environment_of_an_emulated_process_is_replaced(machine: Machine) -> 
     once = emulated_gpu.environment(machine=machine, values=True)
     twice = emulated_gpu.environment(machine=machine, values=True, base=once)
     assert twice == once
+
+
+def test_a_signal_to_the_command_reaches_its_program() -> None:
+    ran = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "emulated_gpu",
+            "run",
+            "--no-values",
+            "--",
+            sys.executable,
+            "-c",
+            ENDED,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with ran:
+        assert ran.stdout is not None
+        assert ran.stdout.readline() == "ready\n"
+        ran.terminate()
+        assert ran.wait(60) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", "no-such-program"], "no-such-program cannot be run: No such file"),
+        (
+            ["python", "train.py"],
+            "python train.py is not understood: the command to run goes",
+        ),
+        (["--gpu", "L4"], "say what to run, after --"),
+        (["--devices", "two", "--", "true"], "give a whole number of cards, got 'two'"),
+        (["--devices", "9", "--", "true"], "at most 8 cards, got 9"),
+        (["--memory", "100MiB", "--", "true"], "less than its context"),
+        (["--memory", "much", "--", "true"], "cannot read 'much' as a size"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: list[str], said: str) -> None:
+    ran = command(*arguments)
+    assert ran.returncode == 2
+    assert said in ran.stderr
+
+
+def test_memory_and_gpu_go_together() -> None:
+    program = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory)"
+    asked = ("--gpu", "L4", "--memory", "12GB", "--no-values")
+    ran = command(*asked, "--", sys.executable, "-c", program)
+    assert ran.stdout == f"NVIDIA L4 {12 * 10**9}\n", ran.stderr
+
+
+def test_the_doctor_trains_on_a_card() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "emulated_gpu", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "training   on NVIDIA H200" in ran.stdout

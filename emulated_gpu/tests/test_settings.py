@@ -11,7 +11,7 @@ from emulated_gpu.cards import Card, cards_setting, find_card
 from emulated_gpu.errors import InvalidArgument, Unavailable
 from emulated_gpu.faults import Fault, faults_setting, inject, parse_fault
 from emulated_gpu.machines import Machine, new_machine
-from emulated_gpu.sizes import GIB, MIB
+from emulated_gpu.sizes import GIB, MIB, parse_size
 
 
 def test_a_card_is_that_of_the_table() -> None:
@@ -92,3 +92,11 @@ def test_a_removed_machine_leaves_no_file() -> None:
 def test_a_machine_is_named_by_a_word() -> None:
     with pytest.raises(InvalidArgument, match="letters, digits"):
         Machine("../other")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("24G", 24 * GIB), ("1.5m", MIB * 3 // 2)],
+)
+def test_a_size_is_read_as_the_field_writes_it(text: str, size: int) -> None:
+    assert parse_size(text) == size

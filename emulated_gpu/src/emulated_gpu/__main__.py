@@ -20,8 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     at = given.index("--") if "--" in given else len(given)
     own, command = given[:at], given[at + 1 :]
-    options = _parser().parse_args(own)
+    options, astray = _parser().parse_known_args(own)
     try:
+        if astray:
+            raise InvalidArgument(
+                f"{' '.join(astray)} is not understood: the command to run goes after --, as in "
+                "`emulated-gpu run --gpu L4 -- python train.py`"
+            )
         if options.what == "doctor":
             return diagnose()
         if not command:
@@ -91,10 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise ValueError
-    return count
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"give a whole number of cards, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

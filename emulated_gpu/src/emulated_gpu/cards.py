@@ -138,8 +138,8 @@ def find_card(
     found = _BY_KEY.get(_key(DEFAULT if gpu is None else gpu))
     if found is None:
         raise InvalidArgument(
-            f'unknown GPU {gpu!r}: give the size of its memory, such as "24GiB", as `memory`, or one '
-            f"of {', '.join(card_names())}"
+            f'unknown GPU {gpu!r}: give its memory alone, such as "24GiB", or one of '
+            f"{', '.join(card_names())}"
         )
     total_bytes = parse_size(memory) if isinstance(memory, str) else memory
     if total_bytes is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 torch.manual_seed(0)
 model, target = nn.Linear(64, 1).cuda(), torch.ones(32, 1, device="cuda")
-optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+optimizer, losses = torch.optim.SGD(model.parameters(), 0.001), []
 for _ in range(3):
     loss = nn.functional.mse_loss(model(torch.ones(32, 64, device="cuda")), target)
     loss.backward()

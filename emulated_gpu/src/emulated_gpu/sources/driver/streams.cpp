@@ -21,6 +21,7 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0, ordinal = 0;
   bool capturing = false;
+  u64 captured = 0;      // works since the capture began
 };
 struct Event {
   u64 clock_ns = 0, busy_until = 0;
@@ -83,6 +84,7 @@ void advance_clock(cudaStream_t handle, u64 nanoseconds) {
   host_clock_ns += HOST_NS;
   if (stream->clock_ns < host_clock_ns) stream->clock_ns = host_clock_ns;
   stream->clock_ns += nanoseconds;
+  stream->captured++;
 }
 void occupy_stream(cudaStream_t handle, u64 nanoseconds) {
   Lock lock(global_mutex());
@@ -226,13 +228,18 @@ EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, c
 
 // Graphs: what is captured runs at once, and a replay runs nothing.
 
+// A cudaGraph_t is the number of its nodes.
+
 EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+  Lock lock(global_mutex());
   stream_of(handle)->capturing = true;
+  stream_of(handle)->captured = 0;
   return status();
 }
 EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
+  Lock lock(global_mutex());
   stream_of(handle)->capturing = false;
-  *out = static_cast<cudaGraph_t>(malloc(8));
+  *out = reinterpret_cast<cudaGraph_t>(new u64(stream_of(handle)->captured));
   return status();
 }
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* out) {
@@ -262,12 +269,12 @@ EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t on) {
   advance_clock(on, 10 * LAUNCH_NS);
   return status();
 }
-EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) {
-  *count = 0;
+EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  *count = *reinterpret_cast<u64*>(graph);
   return status();
 }
 EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  free(graph);
+  delete reinterpret_cast<u64*>(graph);
   return status();
 }
 EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {

@@ -1,0 +1,42 @@
+"""Operators whose kernels are NVIDIA's libraries' have the values of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytestmark = pytest.mark.emulated
+
+Run = Callable[..., str]
+
+LINEAR_ALGEBRA = """
+import torch
+torch.manual_seed(0)
+dirty = torch.full((2**20,), 7, dtype=torch.int32, device="cuda")  # what is freed is given again
+del dirty
+any_, linalg = torch.randn(6, 6), torch.linalg
+whole = any_ @ any_.T + 6 * torch.eye(6)
+stack = torch.stack([whole, 2 * whole])
+asked = {
+    "cholesky": lambda to: [linalg.cholesky(to(whole))],
+    "solve": lambda to: [linalg.solve(to(whole), to(any_))],
+    "inv": lambda to: [linalg.inv(to(stack))],
+    "qr": lambda to: linalg.qr(to(any_)),
+    "svdvals": lambda to: [linalg.svdvals(to(any_)), linalg.svdvals(to(stack))],
+    "eigvalsh": lambda to: [linalg.eigvalsh(to(whole)), linalg.eigvalsh(to(stack))],
+    "eigvals": lambda to: [linalg.eigvals(to(whole)).abs().sort()[0]],
+    "lu": lambda to: linalg.lu_factor(to(any_)),
+    "fft": lambda to: [torch.fft.rfft(to(any_)).abs()],
+    "sparse": lambda to: [torch.sparse.mm(to(torch.eye(6)).to_sparse(), to(any_))],
+}
+for name, function in asked.items():
+    host, card = function(lambda given: given), function(lambda given: given.cuda())
+    for expected, found in zip(host, card):
+        if not torch.allclose(expected, found.cpu(), atol=1e-3):
+            print(name, expected, found)
+"""
+
+
+def test_linear_algebra_has_the_values_of_the_cpu(run_on: Run) -> None:
+    assert run_on(LINEAR_ALGEBRA, values=True) == ""
