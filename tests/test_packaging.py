@@ -131,3 +131,18 @@ def test_the_command_runs_beside_a_users_own_strategies(python: Path, project: P
     shown = run(command, "search", "models.py:small", *limits, cwd=project)
     assert shown.startswith("small on cpu")
     assert "4 x 1" in shown
+
+
+def test_the_wheel_of_the_emulated_gpu_has_its_sources_and_its_command(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    source = shutil.copytree(ROOT / "emulated_gpu", tmp_path / "source", ignore=ignored)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", ".", cwd=source)
+    (built,) = (source / "dist").glob("*.whl")
+    archive = zipfile.ZipFile(built)
+    names = {Path(name) for name in archive.namelist() if ".dist-info/" not in name}
+    package = source / "src"
+    files = {path.relative_to(package) for path in (package / "emulated_gpu").rglob("*")}
+    assert names == {path for path in files if (package / path).is_file()}
+    assert Path("emulated_gpu/sources/values/operators.cpp") in names
+    (entries,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
+    assert "emulated-gpu = emulated_gpu.__main__:main" in archive.read(entries).decode()

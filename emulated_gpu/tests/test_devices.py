@@ -134,8 +134,8 @@ def test_a_cuda_graph_is_captured_and_its_memory_counts(run_on: Run) -> None:
 
 def test_a_snapshot_has_the_history_of_allocations(run_on: Run, tmp_path: object) -> None:
     assert run_on(SNAPSHOT, f"{tmp_path}/snapshot").split() == [
-        "alloc",
         "segment_alloc",
+        "alloc",
         "free_requested",
         "free_completed",
         "segment_free",
