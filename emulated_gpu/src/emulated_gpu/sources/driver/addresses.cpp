@@ -4,7 +4,7 @@
 // A rule found in recorded trainings of an H200: addresses never used before are given downwards,
 // freed ones again from the lowest up; those of allocations below 4 MiB, PyTorch's small segments,
 // lie above all others and are given upwards. With it the recorded decoders and transformers of
-// benchmarks/grids and benchmarks/traces reserve what was recorded; with any one order, some do not.
+// this repository (benchmarks/) reserve what was recorded; with any one order, some do not.
 #include "emulated_gpu.h"
 
 #include <map>

@@ -1,6 +1,6 @@
 // cuDNN's recurrent layers: where the weights lie in their buffer, and the sizes of what a layer
 // keeps for its backward pass and of its workspace: estimates, found in two recorded trainings of an
-// LSTM, as in autofit/prediction/cuda/rnn.py.
+// LSTM on an H200.
 #include "cudnn.h"
 
 #include <cstring>

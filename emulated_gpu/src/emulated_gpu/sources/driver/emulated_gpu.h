@@ -81,6 +81,9 @@ void advance_clock(cudaStream_t stream, u64 nanoseconds);
 void occupy_stream(cudaStream_t stream, u64 nanoseconds);  // waiting for it takes that long
 void occupy_stream_forever(cudaStream_t stream);
 cudaError_t synchronize_stream(cudaStream_t stream);
+void begin_capture(cudaStream_t stream);
+u64 end_capture(cudaStream_t stream);  // how many works were captured
+bool is_capturing(cudaStream_t stream);
 
 // memory.cpp
 enum class Kind { HOST = 1, DEVICE = 2 };  // as in cudaMemoryType

@@ -5,7 +5,6 @@
 // the work, and mean nothing else. Only torch.cuda._sleep and a kernel that hangs make a wait long.
 #include "emulated_gpu.h"
 
-#include <cstdlib>
 #include <ctime>
 #include <set>
 
@@ -98,6 +97,21 @@ void occupy_stream_forever(cudaStream_t handle) {
   stream_of(handle)->busy_until = FOREVER;
 }
 cudaError_t synchronize_stream(cudaStream_t handle) { return synchronize(stream_of(handle)); }
+
+void begin_capture(cudaStream_t handle) {
+  Lock lock(global_mutex());
+  stream_of(handle)->capturing = true;
+  stream_of(handle)->captured = 0;
+}
+u64 end_capture(cudaStream_t handle) {
+  Lock lock(global_mutex());
+  stream_of(handle)->capturing = false;
+  return stream_of(handle)->captured;
+}
+bool is_capturing(cudaStream_t handle) {
+  Lock lock(global_mutex());
+  return stream_of(handle)->capturing;
+}
 
 }  // namespace emulated_gpu
 
@@ -224,60 +238,4 @@ EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, c
   double elapsed_ns = static_cast<double>(second->clock_ns) - static_cast<double>(first->clock_ns);
   *milliseconds = static_cast<float>(elapsed_ns / 1e6);
   return cudaSuccess;
-}
-
-// Graphs: what is captured runs at once, and a replay runs nothing.
-
-// A cudaGraph_t is the number of its nodes.
-
-EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
-  Lock lock(global_mutex());
-  stream_of(handle)->capturing = true;
-  stream_of(handle)->captured = 0;
-  return status();
-}
-EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* out) {
-  Lock lock(global_mutex());
-  stream_of(handle)->capturing = false;
-  *out = reinterpret_cast<cudaGraph_t>(new u64(stream_of(handle)->captured));
-  return status();
-}
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* out) {
-  *out = stream_of(handle)->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return status();
-}
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* state,
-                                            u64* id, cudaGraph_t* graph,
-                                            const cudaGraphNode_t** nodes,
-                                            const cudaGraphEdgeData** edges, size_t* count) {
-  if (id) *id = stream_of(handle)->id;
-  if (graph) *graph = nullptr;
-  if (nodes) *nodes = nullptr;
-  if (edges) *edges = nullptr;
-  if (count) *count = 0;
-  return cudaStreamIsCapturing(handle, state);
-}
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
-  return cudaSuccess;
-}
-EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t, u64) {
-  *out = static_cast<cudaGraphExec_t>(malloc(8));
-  return status();
-}
-EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t on) {
-  if (cudaError_t error = enter_context()) return error;
-  advance_clock(on, 10 * LAUNCH_NS);
-  return status();
-}
-EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-  *count = *reinterpret_cast<u64*>(graph);
-  return status();
-}
-EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  delete reinterpret_cast<u64*>(graph);
-  return status();
-}
-EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
-  free(graph);
-  return status();
 }
