@@ -55,8 +55,8 @@ _LOOKED_UP = re.compile(  # by name, in the driver and in NVML
     rb"(?:cu(?:Mem|Dev|Logs|Ctx|Stream|Multicast|Green|Tensor|Launch|Func|Module|Lib|Get|Pointer"
     rb"|Link|Occupancy|Init|Driver)|nvml)[A-Za-z0-9]+(?:_v[0-9])?"
 )
-_WRITES_ARGUMENTS = re.compile("^cusolverDn|_bufferSize|^cufftXtMakePlanMany$")
-_MOST_ARGUMENTS = 22  # of those that `sources/driver/written_arguments.cpp` knows
+_ASKS_FOR_SCRATCH = re.compile("_bufferSize|^cufftXtMakePlanMany$")
+_MOST_ARGUMENTS = 19  # of those that `sources/driver/scratch_sizes.cpp` knows
 _NEEDED = re.compile(r"NEEDED.*\[(lib(?:cu[a-zA-Z]*|nv[a-zA-Z_-]*|nccl)\.so\.[0-9]+)\]")
 
 
@@ -191,10 +191,12 @@ def _not_emulated(names: Sequence[str], out: Path) -> Path:
     taken = ", ".join(f"unsigned long long {slot}" for slot in slots)
     given = f"(unsigned long long[]){{{', '.join(slots)}}}"
     lines = ["int emulated_gpu_not_emulated(const char*);"]
-    lines += ["int emulated_gpu_written(const char*, const unsigned long long*);"]
+    lines += ["int emulated_gpu_scratch_size(const char*, const unsigned long long*);"]
     for name in names:
-        if _WRITES_ARGUMENTS.search(name):
-            lines += [f'int {name}({taken}) {{ return emulated_gpu_written("{name}", {given}); }}']
+        if _ASKS_FOR_SCRATCH.search(name):
+            lines += [
+                f'int {name}({taken}) {{ return emulated_gpu_scratch_size("{name}", {given}); }}'
+            ]
         else:
             lines += [f'int {name}() {{ return emulated_gpu_not_emulated("{name}"); }}']
     generated.write_text("\n".join(lines) + "\n")

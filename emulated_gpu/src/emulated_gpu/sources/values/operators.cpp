@@ -225,7 +225,11 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
   const Schema& schema = op.schema();
   const Operator& running = operators().at(&schema);
-  if (nested) return running.cuda.callBoxed(op, keys, stack);
+  if (nested && running.checks_values) {  // inside an operator there are none yet
+    stack->erase(stack->end() - schema.arguments().size(), stack->end());
+    return;
+  }
+  if (nested || running.checks_values) return running.cuda.callBoxed(op, keys, stack);
   Nested guard;
   Values given(stack->end() - schema.arguments().size(), stack->end());
   bool plain = true;

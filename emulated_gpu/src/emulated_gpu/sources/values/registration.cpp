@@ -21,8 +21,10 @@ const char* const WITHOUT_VALUES[] = {
     "_cudnn_init", "_cudnn_rnn_fl", "cudnn_is_acceptable",       "miopen",
     "_make_per",   "q_",            "int_repr",   "dequantize",  "_masked_scale"};
 
+const char* const CHECK = "aten::_linalg_check_errors";  // of what a solver said of its success
+
 const std::unordered_set<std::string> COMPOSITE = {  // no CUDA kernel of their own, and yet one unit
-    "aten::copy_", "aten::convolution", "aten::_convolution"};
+    "aten::copy_", "aten::convolution", "aten::_convolution", CHECK};
 
 // The fused optimizers do read what they overwrite, in place and once, as does their CPU kernel.
 const std::unordered_set<std::string> BLIND_WRITERS = {
@@ -68,7 +70,7 @@ bool register_operators() {
     add_operator(op->schema(), {op->getComputedKernelForDispatchKey(DispatchKey::CUDA),
                                 op->hasTag(at::Tag::nondeterministic_seeded),
                                 BLIND_WRITERS.count(name.name) > 0,
-                                op->hasTag(at::Tag::dynamic_output_shape), kernel});
+                                op->hasTag(at::Tag::dynamic_output_shape), full == CHECK, kernel});
     library->impl(full.substr(NAMESPACE.size()).c_str(),
                   torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   }

@@ -28,6 +28,7 @@ struct Operator {
   bool seeded;           // draws random numbers
   bool writes_blindly;   // what it writes does not depend on what it overwrites
   bool sized_by_values;  // the shapes it returns depend on values, as nonzero's
+  bool checks_values;    // raises where they are wrong, and returns nothing
   const Kernel* kernel;  // computes the values; null: the operator's own kernel for CPUs
 };
 
