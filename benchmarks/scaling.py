@@ -160,7 +160,6 @@ def modules() -> Iterator[Row]:
             workload,
             device="cpu",
             vram_budget="1GiB",
-            isolation="inprocess",
             max_probes=6,
             progress=False,
         )

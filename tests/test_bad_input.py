@@ -18,7 +18,7 @@ import autofit
 from autofit.searching.events import Event, ProbeFinished, ProbeStarted
 from autofit.units import format_bytes
 
-HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
+HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB"}
 
 
 def model() -> nn.Module:
@@ -87,7 +87,6 @@ def _holding_itself() -> list[Any]:
             r"'precision'.*'reduced_precision'.*'exact'",
         ),
         ({"device": "tpu"}, r"device.*\"cuda:N\".*'tpu'"),
-        ({"isolation": "thread"}, r"isolation.*process, inprocess.*'thread'"),
         ({"clip_grad_norm": 0.0}, r"clip_grad_norm.*0\.0"),
         (
             {"loss_fn": lambda m, b: m(b).mean(), "criterion": nn.MSELoss()},
@@ -170,10 +169,9 @@ def test_a_loss_that_is_not_finite_on_the_baseline() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_a_cuda_device_where_there_is_none(isolation: str) -> None:
+def test_a_cuda_device_where_there_is_none() -> None:
     with pytest.raises(autofit.DeviceUnavailable, match="CUDA"):
-        autofit.search(model, batch(), device="cuda", isolation=isolation)
+        autofit.search(model, batch(), device="cuda")
 
 
 def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
@@ -252,13 +250,10 @@ class Raising(nn.Module):
         raise OutOfCoffee("out of memory of what to do with " + str(tuple(x.shape)))
 
 
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_what_the_users_code_raises_reaches_the_user(isolation: str) -> None:
+def test_what_the_users_code_raises_reaches_the_user() -> None:
     probes: list[Event] = []
     with pytest.raises(OutOfCoffee, match="out of memory of what to do") as caught:
-        autofit.search(
-            Raising(), batch(), progress=probes.append, **(HERE | {"isolation": isolation})
-        )
+        autofit.search(Raising(), batch(), progress=probes.append, **HERE)
     finished = [event for event in probes if isinstance(event, ProbeFinished)]
     assert len(finished) <= 2
     assert all(e.trial.measurement.outcome is autofit.Outcome.USER_ERROR for e in finished)

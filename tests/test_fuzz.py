@@ -250,16 +250,16 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 OPTIONS: dict[str, list[str]] = {
     "search": ["--vram-budget", "--global-batch", "--device", "--strategies", "--numerics",
                "--max-micro-batch", "--max-probes", "--timeout", "--study", "--seed",
-               "--isolation", "--out", "--effort"],
+               "--out", "--effort"],
     "probe": ["--micro-batch", "--accumulation-steps", "--global-batch", "--set", "--plan",
-              "--vram-budget", "--device", "--strategies", "--seed", "--isolation"],
+              "--vram-budget", "--device", "--strategies", "--seed"],
     "predict": ["--gpu", "--micro-batch", "--accumulation-steps", "--global-batch", "--set",
                 "--plan", "--strategies"],
     "check": ["--vram-budget", "--gpu", "--micro-batch", "--accumulation-steps",
               "--global-batch", "--set", "--plan", "--report", "--device", "--strategies",
               "--against", "--max-regression", "--junit-xml"],
     "report": [],
-    "soak": ["--steps", "--device", "--isolation"],
+    "soak": ["--steps", "--device"],
     "doctor": ["--device"],
 }  # fmt: skip
 TARGETS = ["fuzzed.py:nothing", "fuzzed.py:number", "fuzzed:ok.model", "fuzzed.py", ":", "no.py:x",
@@ -295,14 +295,14 @@ def test_senseless_arguments_are_refused_in_words(
     draw = random.Random(5)
     odd = [value for value in ODD if value is not None]
     names = ("global_batch", "vram_budget", "device", "strategies", "numerics", "max_micro_batch",
-             "max_probes", "timeout", "study", "sampler", "seed", "isolation", "progress",
+             "max_probes", "timeout", "study", "sampler", "seed", "progress",
              "allow_resplit", "clip_grad_norm", "loss_fn", "criterion", "optimizer")  # fmt: skip
     model: Any = workload.model
     search = functools.partial(autofit.search, model, workload.sample_batch)
     for _ in range(CALLS):
         # Were all that is drawn valid, the last argument would be refused.
         given = {name: draw.choice(odd) for name in draw.sample(names, 2)}
-        in_words(functools.partial(search, **({"isolation": "none"} | given)), given)
+        in_words(functools.partial(search, **({"effort": "none"} | given)), given)
         plan = {name: draw.choice(odd) for name in ("accumulation_steps", "global_batch")}
         in_words(functools.partial(autofit.Plan, draw.choice(odd), **plan), plan)
         where = {name: draw.choice(odd) for name in ("plan", "vram_budget", "gpu")}

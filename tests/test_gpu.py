@@ -111,7 +111,6 @@ def test_a_search_in_this_process_leaves_model_and_process_as_they_were() -> Non
         max_micro_batch=16,
         max_probes=6,
         device=DEVICE,
-        isolation="inprocess",
     )
     assert report.best.measurement.ok
     assert differences(before, digest(objects)) == []
@@ -119,9 +118,7 @@ def test_a_search_in_this_process_leaves_model_and_process_as_they_were() -> Non
 
 def test_after_a_search_in_this_process_all_of_the_gpu_is_the_users_again() -> None:
     before = torch.cuda.get_per_process_memory_fraction()
-    trial = autofit.probe(
-        workload(), plan=autofit.Plan(4), vram_budget=BUDGET, isolation="inprocess", device=DEVICE
-    )
+    trial = autofit.probe(workload(), plan=autofit.Plan(4), vram_budget=BUDGET, device=DEVICE)
     assert trial.measurement.ok
     assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(before)
 

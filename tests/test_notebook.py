@@ -119,7 +119,7 @@ def test_progress_in_a_notebook_is_one_line_that_changes(
 ) -> None:
     workload = autofit.Workload(torch.nn.Linear(8, 4), torch.randn(4, 8))
     limits: Any = {"max_probes": 2, "vram_budget": "32MiB", "strategies": ["precision"]}
-    autofit.search(workload, device="cpu", isolation="inprocess", **limits)
+    autofit.search(workload, device="cpu", **limits)
     (states,) = notebook.outputs
     assert len(set(states)) > 3
     assert any("probe 2" in state for state in states)

@@ -1,14 +1,9 @@
-"""`autofit.search` and `autofit.probe` as a user calls them: real trainings on the CPU device.
-
-Most of them run in this process, which is quick; the road through a worker process is walked for
-what only it can show.
-"""
+"""`autofit.search` and `autofit.probe` as a user calls them: real trainings on the CPU device."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import json
 import os
 import random
@@ -33,6 +28,7 @@ from torch import nn
 
 import autofit
 from autofit.plan import Scalar
+from autofit.probing.worker_channel import WorkerProcess
 from autofit.searching.events import (
     Event,
     MachineBusy,
@@ -43,8 +39,8 @@ from autofit.searching.events import (
 )
 from autofit.strategy import Context, TrainingView
 
-HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB", "isolation": "inprocess"}
-"""A search on the CPU device, in this process."""
+HERE: dict[str, Any] = {"device": "cpu", "vram_budget": "32MiB"}
+"""A search on the CPU device."""
 
 
 def classifier(width: int = 16) -> nn.Sequential:
@@ -153,7 +149,7 @@ def test_every_way_to_say_what_is_trained(
     assert report.record.search.stopped_because == "max_probes=1 was reached"
 
 
-# -- one search through a worker process, looked at from all sides ----------------------------
+# -- one search, looked at from all sides -----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -364,7 +360,7 @@ def test_apply_takes_another_loss_than_the_search_had(searched: Searched) -> Non
 
 
 def search_here(**more: Any) -> autofit.Report:
-    """A search of a classifier in this process."""
+    """A search of a classifier."""
     said = {"criterion": nn.CrossEntropyLoss(), "global_batch": 16, **HERE, **more}
     model = said.pop("model", classifier)
     return autofit.search(model, said.pop("sample_batch", labelled()), **said)
@@ -458,7 +454,27 @@ def hangs_in_a_worker(parent: int) -> nn.Module:
 def test_a_builder_that_hangs_is_ended_by_the_timeout() -> None:
     build = functools.partial(hangs_in_a_worker, os.getpid())
     with pytest.raises(autofit.SearchTimedOut, match="2 s"):
-        search_here(model=build, timeout=2, isolation="process")
+        search_here(model=build, timeout=2)
+
+
+class Loaded:
+    """The worker that reads it sees a machine of that load."""
+
+    def __init__(self, load: float) -> None:
+        self.load = load
+
+    def __reduce__(self) -> Any:
+        return set_load, (self.load,)
+
+
+def set_load(load: float) -> None:
+    vars(os)["getloadavg"] = lambda: (load, 0.0, 0.0)
+
+
+def on_a_machine_of(load: float) -> nn.Module:
+    model = classifier()
+    vars(model)["loaded"] = Loaded(load)
+    return model
 
 
 @pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (99.0, True)])
@@ -467,7 +483,9 @@ def test_a_busy_machine_is_named_in_progress_and_report(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     seen: list[Event] = []
-    report = search_here(strategies=[], max_probes=1, progress=seen.append)
+    report = search_here(
+        model=on_a_machine_of(load), strategies=[], max_probes=1, progress=seen.append
+    )
     words = f"load 99.0 on {os.cpu_count()} cores"
     assert [e.how for e in seen if isinstance(e, MachineBusy)] == [words] * is_busy
     assert report.to_dict()["search"]["busy"] == (words if is_busy else None)
@@ -477,15 +495,13 @@ def test_a_busy_machine_is_named_in_progress_and_report(
 def test_a_machine_that_becomes_busy_is_named_in_the_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loads = itertools.chain([0.0], itertools.repeat(99.0))
-    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
-    report = search_here(strategies=[], max_probes=1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    report = search_here(model=on_a_machine_of(0.0), strategies=[], max_probes=1)
     assert report.record.search.busy == f"load 99.0 on {os.cpu_count()} cores"
 
 
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
 def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe_and_look(
-    tmp_path: Path, isolation: str
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "processes"
     report = autofit.search(
@@ -494,14 +510,12 @@ def test_a_model_is_built_once_for_the_survey_and_once_for_each_probe_and_look(
         criterion=nn.CrossEntropyLoss(),
         global_batch=16,
         max_probes=1,
-        **HERE | {"isolation": isolation},
+        **HERE,
     )
     assert report.record.dimensions
     assert report.record.memory.keys() == {"best"}  # which is the baseline
     built = [line.split()[0] for line in path.read_text().splitlines()].count("built")
-    # At its memory; in a worker also at what bounds a step
-    looks = 2 if isolation == "process" else 1
-    assert built == 2 + looks
+    assert built == 2 + 2  # looks: at its memory, and what bounds a step
 
 
 class DiesOnce(nn.Module):
@@ -526,7 +540,6 @@ def test_a_worker_killed_once_costs_a_worker_and_no_more(
     path, seen = tmp_path / "died", list[Event]()
     report = search_here(
         model=functools.partial(DiesOnce, path, samples),
-        isolation="process",
         strategies=[],
         max_probes=1,
         progress=seen.append,
@@ -537,24 +550,19 @@ def test_a_worker_killed_once_costs_a_worker_and_no_more(
     assert repeated == ["the worker was ended by SIGKILL"] * probes
 
 
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_progress_names_every_stage_from_the_first_to_the_last(isolation: str) -> None:
+def test_progress_names_every_stage_from_the_first_to_the_last() -> None:
     seen: list[Event] = []
-    report = search_here(
-        strategies=["precision"], max_probes=2, isolation=isolation, progress=seen.append
-    )
+    report = search_here(strategies=["precision"], max_probes=2, progress=seen.append)
     stages = [event.stage for event in seen if isinstance(event, StageStarted)]
-    in_worker = isolation == "process"  # the user's process is profiled only where it is asked for
-    starts = ["starting a worker"] if in_worker else []
     assert stages == [
-        *starts,
+        "starting a worker",
         "looking the workload over",
         "looking the workload over: its first samples",
         "looking the workload over: precision",
         "looking the workload over: split gradients",
         "comparing the answer's gradients with the baseline's",
         *(f"looking where the memory of the {key} plan goes" for key in report.record.memory),
-        *(["looking at what bounds a step"] * in_worker),
+        "looking at what bounds a step",
         "ending the worker",
         "writing the report",
     ]
@@ -700,26 +708,29 @@ def test_a_probe_of_a_setting_that_is_not_there_says_which_there_are(
 class Remembering(Naming):
     """Another release of `Naming`: Anna means something else, and Berta there is no more."""
 
-    def __init__(self) -> None:
-        self.applied: list[Mapping[str, Any]] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     @contextmanager
     def apply(
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> Iterator[None]:
-        self.applied.append({**settings, **payloads})
+        self.path.write_text(json.dumps([{**settings, **payloads}]))
         yield
 
 
 @pytest.mark.parametrize("word", ["Anna", "Berta"])
-def test_a_saved_plan_means_what_its_report_says(word: str) -> None:
+def test_a_saved_plan_means_what_its_report_says(word: str, tmp_path: Path) -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
-    plan, strategy = autofit.Plan(4, settings={"naming.word": word}), Remembering()
+    plan, strategy = (
+        autofit.Plan(4, settings={"naming.word": word}),
+        Remembering(tmp_path / "applied"),
+    )
     given = {"naming.word": [7]}
     trial = autofit.probe(workload, plan=plan, payloads=given, strategies=[strategy], **HERE)
     assert trial.ok
     assert trial.plan == plan
-    assert strategy.applied == [given]
+    assert json.loads(strategy.path.read_text()) == [given]
 
 
 def test_a_meaning_without_its_strategy_is_refused() -> None:
@@ -729,19 +740,38 @@ def test_a_meaning_without_its_strategy_is_refused() -> None:
         autofit.probe(workload, plan=plan, payloads=given, strategies=["precision"], **HERE)
 
 
-def test_few_frames_of_autofits_are_above_a_users_loss_in_a_probe() -> None:
-    stacks: list[list[str]] = []
+def own_frames() -> list[str]:
+    """Return the names of autofit's functions above the caller's, the innermost first."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
+    own = [f for f in frames if f.f_globals.get("__name__", "").startswith("autofit.")]
+    return [frame.f_code.co_name for frame in own]
+
+
+def test_few_frames_of_autofits_are_above_a_users_loss_in_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the process that searches, up to where it asks the worker, and in the worker."""
+    path, tell = tmp_path / "stacks", WorkerProcess.tell
+    owners: list[list[str]] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
-        own = [f for f in frames if f.f_globals.get("__name__", "").startswith("autofit.")]
-        stacks.append([frame.f_code.co_name for frame in own])
+        with path.open("a") as file:
+            print(json.dumps(own_frames()), file=file)
         return cross_entropy_of(model, batch)
 
+    def noted(worker: WorkerProcess, message: Any) -> None:
+        owners.append(own_frames())
+        tell(worker, message)
+
+    monkeypatch.setattr(WorkerProcess, "tell", noted)
     autofit.search(classifier(), labelled(), loss_fn=loss, strategies=[], max_probes=3, **HERE)
-    in_probes = [stack for stack in stacks if "next_ended" in stack]
-    assert max(map(len, in_probes)) <= 20
-    assert all("search" in stack[-2:] for stack in in_probes)  # below what hides own frames
+    workers = [json.loads(line) for line in path.read_text().splitlines()]
+    in_worker = [stack for stack in workers if "measure" in stack]
+    in_owner = [stack for stack in owners if "probe" in stack]
+    assert len(in_worker) > 3
+    assert len(in_owner) >= 3
+    assert "search" in in_owner[0][-2:]  # below what hides own frames
+    assert max(map(len, in_owner)) + max(map(len, in_worker)) <= 23
 
 
 class Signing(nn.Module):

@@ -129,7 +129,6 @@ def soak(
     *,
     steps: int = 200,
     device: str | None = None,
-    isolation: str = "process",
     strategies: Sequence[Strategy] = (),
 ) -> SoakResult:
     """Train the report's best plan for `steps` optimizer steps, and compare.
@@ -141,7 +140,6 @@ def soak(
         workload: of the search; its global batch is replaced by the report's.
         steps: timed optimizer steps, at least 8; warm-up steps come first.
         device: None: the report's own.
-        isolation: as for `autofit.search`.
         strategies: of the search; the installed ones are used for other names.
 
     Raises:
@@ -162,7 +160,7 @@ def soak(
     where = device or record.environment["device"]
     if device is None and ranks > 1:  # the report's is rank 0's
         where = where.partition(":")[0]
-    target = Target(where, record.vram_budget_bytes, record.search.seed, isolation, ranks=ranks)
+    target = Target(where, record.vram_budget_bytes, record.search.seed, ranks=ranks)
 
     def plan_if_same(survey: Survey) -> ResolvedPlan:
         check_same(survey, record)

@@ -43,7 +43,6 @@ from autofit.cli.options import (
     DeviceName,
     DeviceNames,
     GlobalBatch,
-    Isolation,
     MicroBatch,
     NumericsName,
     Out,
@@ -124,7 +123,6 @@ def search(
         typer.Option(help="a file or Optuna storage URL to stop and resume with; default: none"),
     ] = None,
     seed: Seed = 0,
-    isolation: Isolation = "process",
     out: Out = None,
     profile: Annotated[
         Path | None,
@@ -182,7 +180,6 @@ def search(
                 effort=effort,
                 study=study,
                 seed=seed,
-                isolation=isolation,
                 progress=progress or False,
                 profile=profile,
                 options=SearchOptions(ranks=ranks),
@@ -211,7 +208,6 @@ def probe(
     ranks: Ranks = None,
     strategies: StrategyNames = None,
     seed: Seed = 0,
-    isolation: Isolation = "process",
     as_json: AsJson = False,
 ) -> None:
     """Run one plan and print its memory and speed."""
@@ -228,7 +224,6 @@ def probe(
             device=device,
             strategies=strategies,
             seed=seed,
-            isolation=isolation,
             ranks=ranks,
             **asked,
         )
@@ -283,7 +278,6 @@ def soak(
     ] = None,
     steps: Annotated[int, typer.Option(min=8, help="optimizer steps to train")] = 200,
     device: DeviceName = None,
-    isolation: Isolation = "process",
     as_json: AsJson = False,
 ) -> None:
     """Train a report's best plan for longer; exits with 1 if it deviates from the report.
@@ -300,7 +294,7 @@ def soak(
         workload = load_target(searched, is_from_file=target is None)
         if target is None and leads():
             say(f"training {searched}, which the report names")
-        result = report.soak(workload, steps=steps, device=device, isolation=isolation)
+        result = report.soak(workload, steps=steps, device=device)
     if leads():
         print_result(json.dumps(result.to_dict(), indent=1) if as_json else str(result))
     if not result.passed:

@@ -122,13 +122,6 @@ StrategyNames = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="random seed")]
-Isolation = Annotated[
-    str,
-    typer.Option(
-        help="process (probes run in a worker) or inprocess",
-        callback=one_of("process", "inprocess"),
-    ),
-]
 NumericsName = Annotated[
     str,
     typer.Option(

@@ -67,8 +67,6 @@ class CudaDevice:
 
     Args:
         name: "cuda:1"; without an index the current device of this process.
-        owns_process: whether this process is dedicated to autofit, so that its cuBLAS workspaces
-            may be freed. None: true if no CUDA context exists yet.
 
     Raises:
         DeviceUnavailable: there is no CUDA device, or not that one, or it does not respond.
@@ -77,7 +75,7 @@ class CudaDevice:
 
     tracked_steps = 0
 
-    def __init__(self, name: str = "cuda", *, owns_process: bool | None = None) -> None:
+    def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailable(
                 f"{name} was requested, but torch finds no CUDA device ({why_none()}): use "
@@ -86,7 +84,6 @@ class CudaDevice:
             )
         _check_allocator()
         self._makes_context = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
-        self._owns_process = self._makes_context if owns_process is None else owns_process
         self._current_before = 0 if self._makes_context else torch.cuda.current_device()
         index = torch.device(name).index
         index = self._current_before if index is None else index
@@ -217,13 +214,8 @@ class CudaDevice:
         self._statistics.restart_peaks()
 
     def release_cache(self) -> None:
-        """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90).
-
-        Workspaces stay in a process that autofit does not own: CUDA graphs that the caller captured
-        may refer to them.
-        """
-        if self._owns_process:
-            torch._C._cuda_clearCublasWorkspaces()  # torch has no public function for it
+        """Return cached segments to the driver, and cuBLAS's workspaces (32 MiB each on sm_90)."""
+        torch._C._cuda_clearCublasWorkspaces()  # torch has no public function for it
         torch.cuda.empty_cache()
 
     def check_health(self) -> None:

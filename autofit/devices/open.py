@@ -10,12 +10,11 @@ from autofit.devices.cuda import CudaDevice, why_none
 from autofit.devices.request import check_device_name
 
 
-def open_device(name: str | torch.device | None, *, owns_process: bool | None = None) -> Device:
+def open_device(name: str | torch.device | None) -> Device:
     """Return the device of that name.
 
     Args:
         name: "cuda", "cuda:1" or "cpu"; None: cuda if there is one.
-        owns_process: see `CudaDevice`.
 
     Raises:
         InvalidRequest: there is no such kind of device.
@@ -23,7 +22,7 @@ def open_device(name: str | torch.device | None, *, owns_process: bool | None = 
     """
     check_device_name(name)
     chosen = str(name) if name is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return CpuDevice() if chosen == "cpu" else CudaDevice(chosen, owns_process=owns_process)
+    return CpuDevice() if chosen == "cpu" else CudaDevice(chosen)
 
 
 _NO_GPU = (

@@ -107,8 +107,6 @@ class ExecutorChannel:
         workload, strategies, device, seed: as for `WorkerChannel`.
     """
 
-    is_replaceable = True
-
     def __init__(
         self,
         executor: Executor,

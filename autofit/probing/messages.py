@@ -1,7 +1,6 @@
-"""Requests to whoever holds the workload and the device, and the replies.
+"""Requests to a worker, which holds the workload and the device, and the replies.
 
-A `Channel` carries them: as objects within this process, or to a worker process as one JSON object
-a line, in which exceptions and results travel by value.
+They travel as one JSON object a line, in which exceptions and results travel by value.
 """
 
 from __future__ import annotations
@@ -244,16 +243,11 @@ class Channel(Protocol):
     """A way to whoever holds the workload and the device; a `Prober` needs no more than this.
 
     Attributes:
-        is_replaceable: whether it is a process of its own (or several), which `drop` ends and
-            `open` starts anew.
-        pid: the process id; None where there is none now, or it is this process.
+        pid: the process id; None where there is none now.
         environment: variables that the next process has besides those of this one.
     """
 
     environment: Mapping[str, str]
-
-    @property
-    def is_replaceable(self) -> bool: ...
 
     @property
     def pid(self) -> int | None: ...
@@ -284,7 +278,7 @@ class Channel(Protocol):
         """
 
     def drop(self) -> None:
-        """End the process that answers, where it is replaceable."""
+        """End the process that answers; `open` starts another."""
 
     def close(self) -> None:
         """Give everything back; the channel is not used after that."""

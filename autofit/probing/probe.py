@@ -29,7 +29,6 @@ def probe(
     strategies: Iterable[str | Strategy] | None = None,
     payloads: Mapping[str, Any] | None = None,
     seed: int = 0,
-    isolation: str = "process",
     ranks: int | None = None,
 ) -> Trial:
     """Run one plan and return what it needs and how fast it is.
@@ -41,7 +40,6 @@ def probe(
         device: one device, as for `search`.
         strategies: as for `search`.
         seed: of everything random.
-        isolation: as for `search`.
         payloads: meaning of the plan's settings, by setting, as in a report's dimensions; None: as
             the strategies find it here and now. A setting with a payload may have any value.
         ranks: workers that train the model together, each on a GPU of its own or all on the CPU; if
@@ -66,7 +64,6 @@ def probe(
         strategies=strategies,
         payloads=payloads,
         seed=seed,
-        isolation=isolation,
         ranks=ranks,
     )
 
@@ -81,7 +78,6 @@ def probe_if(
     strategies: Iterable[str | Strategy] | None,
     payloads: Mapping[str, Any] | None,
     seed: int,
-    isolation: str,
     ranks: int | None,
 ) -> Trial:
     """Run one plan like `probe`; what `check` raises of the survey is raised before it runs."""
@@ -98,7 +94,7 @@ def probe_if(
         return resolve_here(plan, survey, chosen, payloads)
 
     def lead(ranks: int) -> Trial:
-        target = Target(device, vram_budget, seed, isolation, ranks=ranks)
+        target = Target(device, vram_budget, seed, ranks=ranks)
         trial, _ = run_one(
             workload,
             chosen,

@@ -1,7 +1,7 @@
 """`Prober`: runs plans of one workload on one device, and survives whatever they do.
 
-It reaches the device through a channel: a worker process, or this process. The engine of a search
-needs no more than `SupportsProbing`, which `autofit.testing.SimulatedProber` implements too.
+It reaches the device through a channel to a worker. The engine of a search needs no more than
+`SupportsProbing`, which `autofit.testing.SimulatedProber` implements too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from autofit.devices.open import device_meant
 from autofit.devices.request import budget_bytes, check_budget
 from autofit.equivalence.gradients import compare_plans
 from autofit.errors import (
-    DeviceUnavailable,
     InvalidRequest,
     WorkerFailed,
     blamed,
@@ -83,7 +82,6 @@ class Target:
         vram_budget: "24GiB", bytes, or a fraction of the device; None: the free memory, less a
             margin.
         seed: of everything random.
-        isolation: "process" or "inprocess".
         threads: that torch computes with in a worker; None: as many as here.
         ranks: workers that train one model together, each on a device of its own.
     """
@@ -91,7 +89,6 @@ class Target:
     device: str | None = None
     vram_budget: str | float | None = None
     seed: int = 0
-    isolation: str = "process"
     threads: int | None = None
     ranks: int = 1
 
@@ -110,11 +107,7 @@ class SupportsProbing(Protocol):
 
     @property
     def start_s(self) -> float:
-        """Seconds that a fresh worker takes to start; 0 where there are no workers."""
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether plans run in processes of their own, which can be replaced."""
+        """Seconds that a fresh worker takes to start."""
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
         """Run the plan; every way in which it can end is an outcome, not an exception.
@@ -124,7 +117,7 @@ class SupportsProbing(Protocol):
         """
 
     def renew(self) -> None:
-        """Have the next probe run in a fresh worker, where there are workers."""
+        """Have the next probe run in a fresh worker."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +185,8 @@ class Prober(AbstractContextManager["Prober"]):
         self._set_aside: dict[VariantKey, Measurement] = {}
         self._lock: DeviceLock | None = None
         self._survey: Survey | None = None
-        self._gone: str | None = None
         try:
-            if channel.is_replaceable:
-                on_stage("starting a worker")
+            on_stage("starting a worker")
             device = self._open(ends_at)
             self.vram_budget_bytes = budget_bytes(
                 vram_budget, total_bytes=device.total_bytes, free_bytes=device.free_bytes
@@ -208,11 +199,6 @@ class Prober(AbstractContextManager["Prober"]):
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether plans run in processes of their own, which can be replaced."""
-        return self._channel.is_replaceable
 
     @property
     def worker_pid(self) -> int | None:
@@ -233,9 +219,7 @@ class Prober(AbstractContextManager["Prober"]):
             except Exception as error:
                 note_tried(error, "looking the workload over")
                 raise
-            if self._channel.is_replaceable:
-                survey = note_own_copy(survey, self._workload)
-            self._survey = survey
+            self._survey = note_own_copy(survey, self._workload)
         return self._survey
 
     def _take_survey(self) -> Survey:
@@ -303,7 +287,7 @@ class Prober(AbstractContextManager["Prober"]):
             seen = Measurement(lost.outcome, lost.detail)
             reply = Reply(seen, spent=True)
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
-        if reply.spent and self._channel.is_replaceable and seen.outcome.may_be_accident:
+        if reply.spent and seen.outcome.may_be_accident:
             self._note_lost_worker(request.plan, seen)
         error = reply.exception_to_raise()
         if error is not None:
@@ -371,7 +355,7 @@ class Prober(AbstractContextManager["Prober"]):
         self._settle(reply)
         is_look = isinstance(reply.exception, StrategyLost)  # which its next look repeats
         has_failed = None not in (reply.device_fault, reply.exception)
-        if is_look or not (has_failed and self._channel.is_replaceable):
+        if is_look or not has_failed:
             return reply
         if not has_died:
             return again()
@@ -382,15 +366,12 @@ class Prober(AbstractContextManager["Prober"]):
         ) from reply.exception_to_raise()
 
     def renew(self) -> None:
-        """Have the next request answered by a fresh worker, where there are workers."""
+        """Have the next request answered by a fresh worker."""
         self._channel.drop()
 
     @contextmanager
     def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
-        """Have what is asked inside answered by fresh workers with these environment variables.
-
-        There have to be workers.
-        """
+        """Have what is asked inside answered by fresh workers with these environment variables."""
         self._channel.drop()
         self._channel.environment = variables
         try:
@@ -423,26 +404,19 @@ class Prober(AbstractContextManager["Prober"]):
     def _open(self, ends_at: float) -> DeviceFacts:
         had_none, began = self._channel.pid is None, time.monotonic()
         facts = self._channel.open(ends_at)
-        if had_none and self._channel.is_replaceable:
+        if had_none:
             self.start_s = time.monotonic() - began
         return facts
 
     def _ready(self, wait_s: float, ends_at: float) -> Deadline:
         """Have the channel open; return until when to await the reply of what is asked now."""
-        if self._gone is not None:
-            raise DeviceUnavailable(
-                f"what ran earlier left the device beyond use ({self._gone}); restart the "
-                'process, and use isolation="process", which survives this'
-            )
         self._open(ends_at)
         return Deadline.after(wait_s, ends_at)
 
     def _settle(self, reply: Reply) -> None:
-        """Drop a worker that may not answer again; note it of this process, which stays."""
-        if reply.spent and self._channel.is_replaceable:
+        """Drop a worker that may not answer again."""
+        if reply.spent:
             self._channel.drop()
-        elif reply.spent:
-            self._gone = reply.device_fault
 
 
 class _Looks:
@@ -491,21 +465,16 @@ def open_prober(
     on_stage: OnStage = ignore_stage,
     executor: Executor | None = None,
 ) -> Prober:
-    """Open the prober that `target.isolation` names; for the others see `Prober`.
+    """Open a prober of that target; for the other arguments see `Prober`.
 
     Args:
         executor: in whose processes the worker runs; None: here.
 
     Raises:
-        InvalidRequest: there is no such isolation, device, seed or budget; nothing was started by
-            then. Further errors are those of `Prober`.
+        InvalidRequest: there is no such device, seed or budget; nothing was started by then.
+        Exception: as `Prober` does.
     """
     target = target or Target()
-    kinds = ["process", "inprocess"]
-    if target.isolation not in kinds:  # a list asks for no hash, and it may be anything
-        raise InvalidRequest(
-            f"isolation must be one of {', '.join(kinds)}, got {target.isolation!r}"
-        )
     live = workload.model if isinstance(workload.model, torch.nn.Module) else None
     device = device_meant(target.device, live)
     check_budget(target.vram_budget)
@@ -518,14 +487,10 @@ def open_prober(
         from autofit.probing.executor_channel import ExecutorChannel  # most searches run here
 
         channel = ExecutorChannel(executor, workload, strategies, device=device, seed=target.seed)
-    elif target.isolation == "process":
+    else:
         channel = WorkerChannel(
             workload, strategies, device=device, seed=target.seed, threads=target.threads
         )
-    else:
-        from autofit.probing.inprocess import InProcessChannel  # most searches have workers
-
-        channel = InProcessChannel(workload, strategies, device=device, seed=target.seed)
     return Prober(
         channel,
         workload,
@@ -540,11 +505,6 @@ def open_prober(
 def _rank_channel(workload: Workload, strategies: Sequence[Strategy], target: Target) -> Channel:
     from autofit.probing.rank_channel import RankChannel  # searches of one device have none
 
-    if target.isolation != "process":
-        raise InvalidRequest(
-            "a rank that runs out of memory in this process cannot be replaced: use "
-            'isolation="process"'
-        )
     return RankChannel(
         target.ranks,
         workload,

@@ -106,8 +106,6 @@ class RankChannel:
         WorkerFailed: there is no room for the workload's file.
     """
 
-    is_replaceable = True
-
     def __init__(
         self,
         size: int,

@@ -183,14 +183,9 @@ def dumps(
 PICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler, dumps=dumps, loads=pickle.loads)
 """A pickle module for `torch.save`."""
 
-_IN_PROCESS = (
-    'isolation="inprocess", which runs in this process and cannot survive hangs and device faults'
-)
 _WAYS_OUT = {
-    "workload": "Either pass a function that builds the model instead of the model, or use "
-    + _IN_PROCESS,
-    "loader": "Either pass a function that makes the dataset and the DataLoader, or use "
-    + _IN_PROCESS,
+    "workload": "Pass a function that builds the model instead of the model",
+    "loader": "Pass a function that makes the dataset and the DataLoader",
 }
 
 

@@ -1,8 +1,4 @@
-"""One workload on one device, in the process that holds both.
-
-Both channels lead to a session: the worker process is a loop around one, and
-`isolation="inprocess"` uses one directly.
-"""
+"""One workload on one device, in the worker that holds both."""
 
 from __future__ import annotations
 

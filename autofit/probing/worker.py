@@ -133,7 +133,7 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
 def _open_device(name: str | None) -> Device:
     """Open the device; where it is too full, raise torch's error, which the parent understands."""
     try:
-        return open_device(name, owns_process=True)
+        return open_device(name)
     except RuntimeError as error:
         if fault_of(error).outcome is Outcome.OOM:
             raise

@@ -74,8 +74,6 @@ class WorkerChannel:
         WorkerFailed: there is no room for the workload's file.
     """
 
-    is_replaceable = True
-
     def __init__(
         self,
         workload: Workload,

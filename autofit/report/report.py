@@ -210,7 +210,6 @@ class Report:
         *,
         steps: int = 200,
         device: str | None = None,
-        isolation: str = "process",
     ) -> SoakResult:
         """Train the best plan for longer, and compare peak, speed and loss with the report.
 
@@ -218,7 +217,6 @@ class Report:
             workload: of the search; needed by a loaded report.
             steps: timed optimizer steps, at least 8; warm-up steps come first.
             device: None: the report's own.
-            isolation: as for `autofit.search`.
 
         Raises:
             InvalidRequest: as `autofit.checks.soak.soak` does, or the workload is missing.
@@ -233,7 +231,6 @@ class Report:
             trained,
             steps=steps,
             device=device,
-            isolation=isolation,
             strategies=self.strategies,
         )
 

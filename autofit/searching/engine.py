@@ -458,8 +458,7 @@ class Search:
         return trial
 
     def _is_to_repeat(self, flight: _Flight, measurement: Measurement) -> bool:
-        may_repeat = self._runner.has_workers and not flight.has_repeated
-        return may_repeat and self._may_be_accident(flight.plan, measurement)
+        return not flight.has_repeated and self._may_be_accident(flight.plan, measurement)
 
     def _repeat(self, job: Job, first: Measurement) -> None:
         """Run a plan again in a fresh worker, within the time that is left by now."""

@@ -52,8 +52,7 @@ def look_for_findings(
     found = _Findings(prober, spec, record, on_stage, facts)
     if loader is not None:
         found.look_at_loader(loader)
-    if prober.has_workers or trace is not None:
-        found.look_at_step(trace)
+    found.look_at_step(trace)
 
 
 class _Findings:

@@ -39,7 +39,7 @@ class Places:
     threads: int | None = None
 
     @classmethod
-    def asked(cls, device: Any, options: SearchOptions, *, isolation: str, ranks: int) -> Places:
+    def asked(cls, device: Any, options: SearchOptions, *, ranks: int) -> Places:
         """Return the places that a search's arguments mean.
 
         Raises:
@@ -54,11 +54,6 @@ class Places:
                 )
             devices = devices * options.workers
         is_one = len(devices) == 1 and options.executor is None
-        if not is_one and isolation != "process":
-            raise InvalidRequest(
-                f"isolation={isolation!r} runs plans in this process, one at a time: leave it out "
-                "to use several devices or an executor"
-            )
         if not is_one and ranks > 1:
             raise InvalidRequest(
                 f"{ranks} ranks train one model together, which takes all their devices: leave out "

@@ -121,13 +121,8 @@ class Runner:
 
     @property
     def start_s(self) -> float:
-        """Seconds that a fresh worker takes to start; 0 where there are no workers."""
+        """Seconds that a fresh worker takes to start."""
         return self._prober.start_s
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether plans run in processes that can be replaced."""
-        return self._prober.has_workers
 
     def submit(self, job: Job) -> None:
         """Run a job on a free lane; a replicate on the one that ran its plan least often."""

@@ -82,7 +82,6 @@ def search(
     study: str | os.PathLike[str] | None = None,
     sampler: BaseSampler | None = None,
     seed: int = 0,
-    isolation: str = "process",
     progress: OnEvent | bool | None = None,
     profile: str | os.PathLike[str] | None = None,
     options: SearchOptions | None = None,
@@ -124,7 +123,7 @@ def search(
             counted. What looks at the workload before the first (its memory, settings and split
             gradients) and the profile of a step after the last are not counted.
         timeout: seconds from the call until the search ends, with what was measured by then. A
-            probe that runs is ended, but with isolation="inprocess", which can only wait for it.
+            probe that runs is ended.
         train_steps: optimizer steps that the training will take. Settings whose trials take long,
             such as a compilation, are tried where they are expected to save more than that over so
             many steps, and count with it. None: they are left out, unless `strategies` names them.
@@ -132,8 +131,6 @@ def search(
         study: a file path or an Optuna storage URL: the search can be stopped and resumed.
         sampler: an Optuna sampler in place of autofit's planner.
         seed: of everything random; a study that is resumed keeps that of its planner.
-        isolation: "process": probes run in a worker; "inprocess": in this process, for models that
-            cannot be pickled. It cannot survive hangs and device faults.
         progress: True shows it on standard error, False does not; None: where that is a terminal
             or a notebook, and elsewhere, as in a log, a line every half minute. Or what is called
             with each event of `autofit.searching.events`. All events go to the logger "autofit"
@@ -195,7 +192,7 @@ def search(
         even_split=workload.even_split,
         world_size=size,
     )
-    places = Places.asked(device, options, isolation=isolation, ranks=size)
+    places = Places.asked(device, options, ranks=size)
 
     asked = _Asked(
         workload,
@@ -209,7 +206,6 @@ def search(
         study,
         sampler,
         seed,
-        isolation,
         progress,
         None if profile is None else os.path.abspath(profile),
         places,
@@ -240,7 +236,6 @@ class _Asked:
     study: str | os.PathLike[str] | None
     sampler: BaseSampler | None
     seed: int
-    isolation: str
     progress: OnEvent | bool | None
     profile: str | None
     places: Places
@@ -258,7 +253,6 @@ class _Asked:
             self.places.devices[place],
             self.vram_budget,
             self.seed,
-            self.isolation,
             self.places.threads,
             ranks,
         )

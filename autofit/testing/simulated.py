@@ -50,7 +50,7 @@ class SimulatedProber:
     strategies: Sequence[Strategy] = ()
     """Empty: plans go to the formulas as they are."""
 
-    start_s, has_workers = 0.0, True
+    start_s = 0.0
 
     def __init__(
         self,

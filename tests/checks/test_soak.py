@@ -56,7 +56,7 @@ def test_a_healthy_plan_holds_its_peak(report: autofit.Report, workload: autofit
     told = report.best.measurement
     assert endured.measurement.peak_allocated_bytes == told.peak_allocated_bytes
     assert not any("peak" in line or "loss" in line for line in endured.deviations)
-    assert soak(report.record, workload, steps=8, isolation="inprocess").steps == 8
+    assert soak(report.record, workload, steps=8).steps == 8
     assert endured.to_dict()["plan"] == to_json(report.best.plan)
 
 
@@ -87,7 +87,7 @@ def test_memory_taken_after_a_probes_last_step_is_found_by_a_soak() -> None:
 
 
 def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
-    assert report.soak(steps=8, isolation="inprocess").measurement.ok
+    assert report.soak(steps=8).measurement.ok
     loaded = autofit.load(report.save(tmp_path / "report.json"))
     with pytest.raises(InvalidRequest, match="workload"):
         loaded.soak()
@@ -97,7 +97,7 @@ def test_the_command_line_soaks_a_report(
     run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     target = f"{Path(__file__).parents[1] / 'workloads' / 'small.py'}:linear"
-    here = ["--device", "cpu", "--isolation", "inprocess"]
+    here = ["--device", "cpu"]
     budget = ["--vram-budget", "4MiB", "--strategies", "precision", "--max-probes", "2"]
     command = ["-m", "autofit", "search", target, *here, *budget, "--out", "r.json"]
     searched = run_python(*command, cwd=tmp_path)
@@ -135,7 +135,7 @@ class LateLeak(nn.Module):
 )
 def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> None:
     workload = autofit.Workload(LateLeak(60, last), torch.randn(8, 32))
-    here: Any = {"device": "cpu", "isolation": "inprocess"}
+    here: Any = {"device": "cpu"}
     report = autofit.search(
         workload, vram_budget="32MiB", max_micro_batch=8, strategies=[], max_probes=2, **here
     )
@@ -152,7 +152,7 @@ def test_a_search_that_may_resplit_is_soaked_by_its_target(
         "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))\n"
         "workload = Workload(model, torch.randn(4, 8), global_batch=8)\n"
     )
-    here = ["--device", "cpu", "--isolation", "inprocess"]
+    here = ["--device", "cpu"]
     limits = ["--allow-resplit", "--vram-budget", "4MiB", "--max-probes", "2", "--out", "r.json"]
     command = ["-m", "autofit", "search", "train.py:workload", *here, *limits]
     assert run_python(*command, cwd=tmp_path).returncode == 0
@@ -177,11 +177,11 @@ def test_a_search_in_a_script_is_soaked_from_the_command_line(
         "def workload():\n"
         "    return autofit.Workload(Net(8, 8), torch.randn(4, 8), optimizer=Slow)\n"
         "if __name__ == '__main__':\n"
-        "    limits = {'vram_budget': '4MiB', 'max_probes': 2, 'isolation': 'inprocess'}\n"
+        "    limits = {'vram_budget': '4MiB', 'max_probes': 2}\n"
         "    autofit.search(workload(), device='cpu', **limits).save('r.json')\n"
     )
     assert run_python("train.py", cwd=tmp_path).returncode == 0
-    here = ["--device", "cpu", "--isolation", "inprocess", "--steps", "8"]
+    here = ["--device", "cpu", "--steps", "8"]
     command = ["-m", "autofit", "soak", "r.json", "train.py:workload", *here]
     soaked = run_python(*command, cwd=tmp_path)
     assert soaked.returncode in (0, 1), soaked.stderr
@@ -192,10 +192,10 @@ def test_a_report_with_an_older_fingerprint_is_compared_by_what_it_says(
     report: autofit.Report, workload: autofit.Workload
 ) -> None:
     record = replace(report.record, workload={**report.record.workload, "fingerprint": "f00d"})
-    assert soak(record, workload, steps=8, isolation="inprocess").measurement.ok
+    assert soak(record, workload, steps=8).measurement.ok
     other = autofit.Workload(nn.Linear(32, 32), torch.randn(8, 32))
     with pytest.raises(InvalidRequest, match="parameters"):
-        soak(record, other, steps=8, isolation="inprocess")
+        soak(record, other, steps=8)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_another_workload_is_refused_with_what_differs(
 ) -> None:
     other = autofit.Workload(model, torch.randn(samples, 32))
     with pytest.raises(InvalidRequest, match=words):
-        soak(report.record, other, steps=STEPS, isolation="inprocess")
+        soak(report.record, other, steps=STEPS)
 
 
 def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:

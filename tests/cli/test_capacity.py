@@ -143,7 +143,7 @@ def report(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a short search on the CPU device."""
     path = tmp_path_factory.mktemp("report") / "report.json"
     searched = ["search", target, "--device", "cpu", "--vram-budget", "512MiB"]
-    quickly = ["--max-probes", "1", "--strategies", "precision", "--isolation", "inprocess"]
+    quickly = ["--max-probes", "1", "--strategies", "precision"]
     ran = CliRunner().invoke(app, [*searched, *quickly, "--out", str(path)])
     assert ran.exit_code == 0, (ran.output, ran.exception)
     return path

@@ -141,7 +141,7 @@ def unlabelled():
 def heavy():
     return Workload(lambda: nn.Linear(512, 512), torch.randn(4, 512))
 '''
-ON_CPU = ("--device", "cpu", "--vram-budget", "32MiB", "--isolation", "inprocess")
+ON_CPU = ("--device", "cpu", "--vram-budget", "32MiB")
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def test_a_study_that_is_done_is_shown_again_without_a_probe(
 ) -> None:
     limits = ("--device", "cpu", "--vram-budget", "32MiB", "--max-probes", "3")
     ran = here(
-        "search", "models.py:small", *limits, "--isolation", "inprocess", "--study", "study.log",
+        "search", "models.py:small", *limits, "--study", "study.log",
         "--json",
     )  # fmt: skip
     assert ran.code == 0, ran.err
@@ -421,7 +421,7 @@ def test_a_micro_batch_keeps_the_workloads_global_batch(here: Callable[..., Ran]
 
 def test_a_plan_that_does_not_fit_exits_with_1(here: Callable[..., Ran]) -> None:
     ran = here(
-        "probe", "models.py:heavy", "--device", "cpu", "--isolation", "inprocess",
+        "probe", "models.py:heavy", "--device", "cpu",
         "--vram-budget", "8MiB", "--micro-batch", "100000",
     )  # fmt: skip
     assert ran.code == 1
@@ -480,7 +480,7 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported(folder: Path) 
         *(["search", target, *more.split()] for more in (
             "--typo", "--vram-budget 24G", "--vram-budget 1.5", "--device tpu", "--strategies no",
             "--numerics sloppy", "--timeout 0", "--timeout nan", "--max-probes 0", "--effort none",
-            "--isolation thread", "--seed -1", "--out no/r.json", "--study=", "--global-batch x",
+            "--seed -1", "--out no/r.json", "--study=", "--global-batch x",
         )),
         *(["probe", target, *more.split()] for more in (
             "--micro-batch 0", "--set no.such=1", "--set precision.dtype", "--plan gone.json",

@@ -227,7 +227,6 @@ def test_a_search_shows_its_progress_in_a_terminal_unless_told_not_to(
                 device="cpu",
                 vram_budget="16MiB",
                 max_probes=1,
-                isolation="inprocess",
                 **more,
             )
         return b"".join(received).decode()
@@ -252,7 +251,7 @@ def test_a_log_that_nobody_watches_gets_plain_lines_at_a_slow_rhythm(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(wording, "SECONDS_BETWEEN", between_s)
-    given: dict[str, Any] = {"device": "cpu", "vram_budget": "16MiB", "isolation": "inprocess"}
+    given: dict[str, Any] = {"device": "cpu", "vram_budget": "16MiB"}
     autofit.search(nn.Linear(8, 4), torch.randn(4, 8), max_probes=1, **given)
     lines = capsys.readouterr().err.splitlines()
     probe = [

@@ -37,7 +37,7 @@ found = {}
 for mode in ("off", "default"):
     plan = autofit.Plan(4096, settings={"compile.mode": mode})
     trial = autofit.probe(
-        workload, plan=plan, device="cuda", isolation="inprocess", strategies=["compile"]
+        workload, plan=plan, device="cuda", strategies=["compile"]
     )
     found[mode] = to_json(trial.measurement)
 

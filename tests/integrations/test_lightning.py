@@ -169,7 +169,7 @@ def test_a_data_module_is_left_for_the_trainer_to_set_up() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_search_tries_what_a_search_of_the_workload_tries(precision: str) -> None:
     module, own = Classifier(), trainer_of(precision=precision)
-    options: Any = {"vram_budget": "64MiB", "max_probes": 1, "isolation": "inprocess"}
+    options: Any = {"vram_budget": "64MiB", "max_probes": 1}
     report = integration.search(module, Data(), trainer=own, **options)
     plain = autofit.search(integration.workload(module, Data(), trainer=own), **options)
     own_types = {"precision.dtype"} if precision == "bf16-mixed" else set()

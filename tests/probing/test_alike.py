@@ -11,7 +11,6 @@ from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, Plan
 from autofit.probing.alike import RankFacts, check_alike, check_shared
 from autofit.probing.probe import probe
-from autofit.probing.prober import Target, open_prober
 from autofit.probing.rank_channel import device_of_rank
 from autofit.registry import load_strategies
 from autofit.strategy import World
@@ -44,11 +43,6 @@ def test_one_named_gpu_is_refused_for_several_ranks() -> None:
     assert device_of_rank("cuda", World(1, 1, 2)) == "cuda:1"
     with pytest.raises(InvalidRequest, match="'cuda:1' names one GPU, and there are 2 ranks"):
         device_of_rank("cuda:1", World(0, 0, 2))
-
-
-def test_this_process_cannot_be_a_rank_of_a_search() -> None:
-    with pytest.raises(InvalidRequest, match='cannot be replaced: use isolation="process"'):
-        open_prober(workload(), (), Target("cpu", isolation="inprocess", ranks=2))
 
 
 def test_ranks_that_would_share_no_gradients_are_refused() -> None:

@@ -89,32 +89,6 @@ with open_prober(Workload(Hangs(), torch.ones(2, 16)), target=Target("cuda")) as
     prober.probe(ProbeRequest(ResolvedPlan(Plan(2))))
 """
 
-IN_THIS_PROCESS = """
-import torch
-from torch import nn
-import autofit
-
-class Asserts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-    def forward(self, inputs):
-        output = self.layer(inputs)
-        if len(inputs) >= 64:
-            output.new_zeros(4)[torch.tensor([10**6], device=output.device)]
-        return output
-
-model = Asserts()
-before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-workload = autofit.Workload(model, torch.ones(2, 16))
-trial = autofit.probe(
-    workload, plan=autofit.Plan(64), device="cuda", strategies=[], isolation="inprocess"
-)
-print(trial.measurement.outcome)
-if all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()):
-    print("the model is as it was")
-"""
-
 
 class AllocatesInBackward(torch.autograd.Function):
     """Needs 2 GiB in backward."""
@@ -311,19 +285,6 @@ def test_after_a_fault_of_the_device_the_search_goes_on(
     assert probe(model, FAULTY).outcome is outcome
     assert probe.worker is None
     assert probe(model, NO_FAULT).ok
-
-
-def test_a_fault_of_the_device_in_this_process_ends_the_probe_alone(run_python: Any) -> None:
-    ran = run_python("-c", IN_THIS_PROCESS)
-    assert ran.stdout == "poisoned\nthe model is as it was\n", ran.stderr
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_a_device_that_dies_in_the_survey_in_this_process_is_said(run_python: Any) -> None:
-    ran = run_python("-c", IN_THIS_PROCESS.replace("strategies=[], ", "").replace(">= 64", ">= 3"))
-    assert "left the device beyond use" in ran.stderr
-    assert "assert" in ran.stderr
-    assert ran.returncode == 1
 
 
 def test_a_strategy_under_which_the_device_dies_looks_at_fewer_samples(probe: Probing) -> None:

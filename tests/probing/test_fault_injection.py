@@ -287,10 +287,10 @@ def test_a_temporary_folder_that_is_missing_says_what_to_do(
         open_probing(FaultyModel({8: exits}))
 
 
-def test_a_model_that_cannot_be_pickled_names_both_ways_out(open_probing: Any) -> None:
+def test_a_model_that_cannot_be_pickled_names_the_way_out(open_probing: Any) -> None:
     model = nn.Linear(16, 16)
     vars(model)["lock"] = threading.Lock()
-    with pytest.raises(InvalidRequest, match=r'a function that builds the model.*"inprocess"'):
+    with pytest.raises(InvalidRequest, match="a function that builds the model"):
         open_probing(model)
     assert isinstance(Workload(model, torch.ones(2, 16)).model, nn.Linear)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from autofit.devices.cpu import CpuDevice
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
-from autofit.probing.prober import Target, open_prober
-from autofit.training.workload import Workload
 from autofit.units import MIB
 
 BUDGET = 64 * MIB
@@ -58,17 +57,23 @@ class Greedy(nn.Module):
         return output
 
 
+def loads_libraries(device: CpuDevice) -> CpuDevice:
+    return LoadsLibraries()
+
+
 @pytest.mark.parametrize(
     ("sizes", "outcome"), [((22, 30), Outcome.OK), ((54,), Outcome.OOM), ((10, 16), Outcome.OK)]
 )
 def test_a_probe_that_loads_libraries_is_held_to_the_budget_beside_them(
-    sizes: tuple[int, ...], outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], outcome: Outcome, open_probing: Any
 ) -> None:
-    device = LoadsLibraries()
-    monkeypatch.setattr("autofit.probing.inprocess.open_device", lambda name: device)
-    workload = Workload(lambda: Greedy(*sizes), torch.ones(2, 4))
-    with open_prober(workload, target=Target(None, BUDGET, isolation="inprocess")) as prober:
-        measured = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement
+    prober = open_probing(
+        Greedy(*sizes),
+        sample_batch=torch.ones(2, 4),
+        vram_budget="64MiB",
+        tamper=loads_libraries,
+    ).prober
+    measured = prober.probe(ProbeRequest(ResolvedPlan(Plan(2)))).measurement
     assert measured.outcome is outcome, measured
     if measured.ok:
         assert measured.held_bytes is not None

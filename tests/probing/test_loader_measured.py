@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from autofit.errors import InvalidRequest, WorkerFailed, release_exception
+from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.plan import Plan
-from autofit.probing import loader as measuring
 from autofit.probing.loader import Delivery, deliver
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
 from autofit.training.loader import LoaderSettings
@@ -67,8 +66,8 @@ def workload(loader: Any) -> Workload:
     return Workload(nn.Linear(4, 3), batch, criterion=nn.CrossEntropyLoss(), loader=loader)
 
 
-def prober_for(loader: Any, isolation: str = "process", **given: Any) -> Prober:
-    return open_prober(workload(loader), (), Target("cpu", "64MiB", isolation=isolation), **given)
+def prober_for(loader: Any, **given: Any) -> Prober:
+    return open_prober(workload(loader), (), Target("cpu", "64MiB"), **given)
 
 
 def with_workers(workers: int) -> LoaderSettings:
@@ -98,12 +97,6 @@ def none_left(folder: Path) -> bool:
     return True
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; a worker measures as long as a user's does."""
-    monkeypatch.setattr(measuring, "DELIVERY_S", 0.3)
-
-
 def test_users_code_runs_in_the_worker_and_the_loaders_processes_end(tmp_path: Path) -> None:
     with prober_for(functools.partial(DataLoader, Rows(tmp_path, tired))) as prober:
         alone, four = delivered(prober), delivered(prober, with_workers(4))
@@ -117,32 +110,6 @@ def test_users_code_runs_in_the_worker_and_the_loaders_processes_end(tmp_path: P
     assert none_left(tmp_path)
 
 
-def test_in_this_process_no_process_is_left_and_the_users_state_is_as_before(
-    tmp_path: Path,
-) -> None:
-    generator = torch.Generator().manual_seed(5)
-    live = DataLoader(Rows(tmp_path, quick), BATCH, shuffle=True, generator=generator)
-    trained = workload(live)
-    before = generator.get_state(), torch.get_rng_state()
-    with open_prober(trained, (), Target("cpu", "64MiB", isolation="inprocess")) as prober:
-        assert delivered(prober, with_workers(2)).samples_per_second > 0
-        assert none_left(tmp_path)
-        assert delivered(prober).samples_per_second > 0
-    after = generator.get_state(), torch.get_rng_state()
-    assert all(map(torch.equal, before, after))
-
-
-def test_a_generator_that_a_function_holds_is_put_back(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(5)
-    function = functools.partial(
-        DataLoader, Rows(tmp_path, quick), shuffle=True, generator=generator
-    )
-    before = generator.get_state()
-    with prober_for(function, "inprocess") as prober:
-        delivered(prober)
-    assert torch.equal(generator.get_state(), before)
-
-
 class Stream(IterableDataset[tuple[torch.Tensor, int]]):
     """Each worker that reads it reads all of it."""
 
@@ -153,9 +120,9 @@ class Stream(IterableDataset[tuple[torch.Tensor, int]]):
 
 def test_a_stream_is_told_from_rows(tmp_path: Path) -> None:
     for dataset, is_stream in ((Stream(), True), (Rows(tmp_path, quick), False)):
-        with prober_for(functools.partial(DataLoader, dataset), "inprocess") as prober:
+        with prober_for(functools.partial(DataLoader, dataset)) as prober:
             assert delivered(prober).is_stream is is_stream
-        with prober_for(DataLoader(dataset), "inprocess") as prober:
+        with prober_for(DataLoader(dataset)) as prober:
             assert delivered(prober).is_stream is is_stream
 
 
@@ -166,7 +133,7 @@ def nothing(rows: Any) -> None:
 def test_what_is_no_batch_is_named_as_the_loaders(tmp_path: Path) -> None:
     loader = functools.partial(DataLoader, Rows(tmp_path, quick), collate_fn=nothing)
     with (
-        prober_for(loader, "inprocess") as prober,
+        prober_for(loader) as prober,
         pytest.raises(InvalidRequest, match="the loader delivers None"),
     ):
         delivered(prober)
@@ -199,16 +166,12 @@ class NoticesReading(TensorDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_an_error_of_the_dataset_is_raised_as_it_was(
-    tmp_path: Path, isolation: str, workers: int
-) -> None:
+def test_an_error_of_the_dataset_is_raised_as_it_was(tmp_path: Path, workers: int) -> None:
     settings = with_workers(workers) if workers else ALONE
     loader = functools.partial(DataLoader, Rows(tmp_path, torn))
-    with prober_for(loader, isolation) as prober:
-        with pytest.raises(ValueError, match="this row is torn") as raised:
+    with prober_for(loader) as prober:
+        with pytest.raises(ValueError, match="this row is torn"):
             delivered(prober, settings)
-        release_exception(raised.value)  # in this process its frames hold the iterator
         assert prober.run(functools.partial(_is_alive)) == "it answers"
     assert none_left(tmp_path)
 
@@ -254,7 +217,7 @@ def test_batches_that_the_search_did_not_see_are_told(tmp_path: Path) -> None:
 
     batch = (torch.ones(BATCH, 4), torch.arange(BATCH) % 3)
     trained = Workload(nn.Linear(4, 3), batch, loss_fn=any_width, loader=loader)
-    with open_prober(trained, (), Target("cpu", "64MiB", isolation="inprocess")) as prober:
+    with open_prober(trained, (), Target("cpu", "64MiB")) as prober:
         (warning,) = delivered(prober).warnings
     assert "float32[8, 6]" in warning
     assert "float32[8, 4]" in warning

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,11 +62,6 @@ def has_a_bug(_: int) -> None:
     raise KeyError("a bug of the user's")
 
 
-def interrupts(samples: int) -> None:
-    if samples > BATCH:
-        raise KeyboardInterrupt
-
-
 @pytest.fixture
 def spared_process() -> Iterator[None]:
     """So that a failing test does not spoil the ones after it."""
@@ -84,14 +78,13 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def searched(model: nn.Module, optimizer: Any, isolation: str, **limits: Any) -> Any:
+def searched(model: nn.Module, optimizer: Any, **limits: Any) -> Any:
     arguments = {"strategies": [], "device": "cpu", "vram_budget": "8MiB"} | limits
     batch = torch.ones(BATCH, 8)
-    return autofit.search(model, batch, optimizer=optimizer, isolation=isolation, **arguments)
+    return autofit.search(model, batch, optimizer=optimizer, **arguments)
 
 
 @pytest.mark.usefixtures("spared_process")
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
 @pytest.mark.parametrize(
     ("fault", "limits", "ends"),
     [
@@ -103,7 +96,7 @@ def searched(model: nn.Module, optimizer: Any, isolation: str, **limits: Any) ->
     ids=["to the end", "out of time", "size limit", "the user's bug"],
 )
 def test_a_search_leaves_nothing_behind(
-    isolation: str, fault: Any, limits: dict[str, Any], ends: type[Exception] | None
+    fault: Any, limits: dict[str, Any], ends: type[Exception] | None
 ) -> None:
     model = Restless(behaves)
     optimizer = trained(model)
@@ -111,31 +104,15 @@ def test_a_search_leaves_nothing_behind(
     objects = {"model": model, "optimizer": optimizer}
     before = digest(objects)
     if ends is None:
-        assert searched(model, optimizer, isolation, **limits).best.measurement.ok
+        assert searched(model, optimizer, **limits).best.measurement.ok
     else:
         with pytest.raises(ends, match=r"a bug of the user's|timeout"):
-            searched(model, optimizer, isolation, **limits)
+            searched(model, optimizer, **limits)
     assert differences(before, digest(objects)) == []
 
 
 @pytest.mark.usefixtures("spared_process")
-def test_an_interrupt_amid_a_probe_in_this_process_leaves_nothing_behind() -> None:
-    model = Restless(behaves)
-    optimizer = trained(model)
-    model.fault = interrupts
-    objects = {"model": model, "optimizer": optimizer}
-    before = digest(objects)
-    try:
-        report = searched(model, optimizer, "inprocess")
-    except KeyboardInterrupt:  # it would end the whole test run
-        pytest.fail("the baseline had been measured, so there is something to report")
-    assert report.record.search.stopped_because == "interrupted"
-    assert differences(before, digest(objects)) == []
-
-
-@pytest.mark.usefixtures("spared_process")
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_out_of_memory_leaves_nothing_behind(isolation: str) -> None:
+def test_out_of_memory_leaves_nothing_behind() -> None:
     model = Restless(behaves)
     optimizer = trained(model)
     objects = {"model": model, "optimizer": optimizer}
@@ -146,7 +123,6 @@ def test_out_of_memory_leaves_nothing_behind(isolation: str) -> None:
         plan=autofit.Plan(2**15),
         device="cpu",
         vram_budget="8MiB",
-        isolation=isolation,
         strategies=[],
     )
     assert trial.measurement.outcome is Outcome.OOM
@@ -154,18 +130,8 @@ def test_out_of_memory_leaves_nothing_behind(isolation: str) -> None:
 
 
 @pytest.mark.usefixtures("spared_process")
-def test_what_cannot_be_pickled_can_be_searched_in_this_process() -> None:
-    model = Restless(behaves)
-    vars(model)["lock"] = threading.Lock()
-    before = digest({"model": model})
-    report = searched(model, torch.optim.SGD(model.parameters()), "inprocess", max_probes=3)
-    assert report.best.measurement.ok
-    assert differences(before, digest({"model": model})) == []
-
-
-@pytest.mark.usefixtures("spared_process")
 def test_no_files_are_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = Restless(behaves)
-    searched(model, torch.optim.SGD(model.parameters()), "process", max_probes=2)
+    searched(model, torch.optim.SGD(model.parameters()), max_probes=2)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Probing is the same through either channel."""
+"""A prober: what it asks of its worker, and what it refuses before there is one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from autofit.units import MIB
 WORKLOAD = Workload(nn.Linear(6, 4), torch.ones(4, 6))
 
 
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> None:
-    opened = open_prober(WORKLOAD, (), Target("cpu", "64MiB", isolation=isolation))
-    with opened as prober:
+def test_it_surveys_probes_compares_and_takes_another_budget() -> None:
+    with open_prober(WORKLOAD, (), Target("cpu", "64MiB")) as prober:
         assert prober.survey().space().baseline == Plan(4)
         assert prober.vram_budget_bytes == 64 * MIB
         assert prober.probe(ProbeRequest(ResolvedPlan(Plan(4)))).measurement.ok
@@ -41,8 +39,6 @@ def test_it_surveys_probes_compares_and_takes_another_budget(isolation: str) -> 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"isolation": "thread"}, "isolation.*process, inprocess.*'thread'"),
-        ({"isolation": ["process"]}, r"isolation.*\['process'\]"),
         ({"device": "tpu"}, "device.*'tpu'"),
         ({"device": ""}, "device.*''"),
         ({"vram_budget": b"3GiB"}, "vram_budget.*24GiB.*b'3GiB'"),

@@ -63,7 +63,7 @@ class Holds(nn.Module):
 
 def profiled(model: nn.Module, plan: Plan | None = None, **given: Any) -> StepProfile:
     workload = Workload(model, torch.ones(2, 1), loss_fn=lambda net, rows: net(rows[:1]).mean())
-    with open_prober(workload, (), Target("cpu", "1GiB", isolation="inprocess")) as prober:
+    with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
         found = prober.run(partial(profile_plan, resolved=ResolvedPlan(plan or Plan(2)), **given))
     assert found is not None
     return found
@@ -121,7 +121,7 @@ def test_a_loop_of_the_users_own_is_profiled_too() -> None:
         return loss.detach()
 
     workload = Workload(Holds(), torch.ones(2, 1), train_step=own)
-    with open_prober(workload, (), Target("cpu", "1GiB", isolation="inprocess")) as prober:
+    with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
         found = prober.run(partial(profile_plan, resolved=ResolvedPlan(Plan(2))))
     assert found is not None
     assert found.shares(1.0)["optimizer"] > 0.5

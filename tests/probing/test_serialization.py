@@ -51,9 +51,9 @@ class CannotBeTold(nn.Linear):
         raise KeyError("the user's own way of pickling")
 
 
-def test_whatever_pickling_raises_the_ways_out_are_named(tmp_path: Path) -> None:
+def test_whatever_pickling_raises_the_way_out_is_named(tmp_path: Path) -> None:
     workload = Workload(CannotBeTold(3, 2), torch.ones(2, 3))
-    with pytest.raises(InvalidRequest, match=r"KeyError.*inprocess"):
+    with pytest.raises(InvalidRequest, match=r"KeyError.*a function that builds"):
         write_payload(Payload(workload, ()), tmp_path / "payload")
 
 
@@ -190,23 +190,22 @@ class _Unreadable:
 
 
 @pytest.mark.parametrize("thing", [threading.Lock(), (n for n in range(3))])
-def test_what_cannot_be_pickled_names_both_ways_out(thing: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_names_the_way_out(thing: Any, tmp_path: Path) -> None:
     model = nn.Linear(6, 2)
     model.thing = thing
     with pytest.raises(InvalidRequest, match="worker") as refusal:
         _copied(Workload(model, X), tmp_path)
     assert "a function that builds the model" in str(refusal.value)
-    assert 'isolation="inprocess"' in str(refusal.value)
     assert type(refusal.value.__cause__).__name__ in str(refusal.value)
 
 
-def test_what_cannot_be_unpickled_names_them_too(tmp_path: Path) -> None:
+def test_what_cannot_be_unpickled_names_it_too(tmp_path: Path) -> None:
     model = nn.Linear(6, 2)
     model.thing = _Unreadable()  # type: ignore[assignment]  # modules hold anything
     with pytest.raises(InvalidRequest, match="worker process") as refusal:
         _copied(Workload(model, X), tmp_path)
     assert "no number" in str(refusal.value)
-    assert 'isolation="inprocess"' in str(refusal.value)
+    assert "a function that builds the model" in str(refusal.value)
 
 
 def test_gradients_do_not_travel_and_their_absence_is_not_the_users(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
-"""A search's view of its worker: it answers as in process, and nothing of the user's is touched."""
+"""A search's view of its worker: it answers, and nothing of the user's is touched."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,25 +108,10 @@ def _untouched(live: Live) -> Iterator[None]:
     assert differences(live.before, live.digest()) == []
 
 
-def test_a_worker_finds_what_would_be_found_in_process(live: Live) -> None:
-    with open_prober(
-        live.workload, load_strategies(None), Target("cpu", BUDGET, isolation="inprocess")
-    ) as here:
-        # How busy the machine is may change from one survey to the next.
-        assert replace(live.prober.survey(), busy=None) == replace(here.survey(), busy=None)
-        plan = here.survey().space().baseline
-        away = live.prober.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS)).measurement
-        near = here.probe(ProbeRequest(ResolvedPlan(plan), **HOPELESS)).measurement
-    assert away.ok
-    assert away.loss == pytest.approx(near.loss, rel=1e-5)
-    assert away.peak_allocated_bytes == near.peak_allocated_bytes
-    assert away.peak_reserved_bytes == near.peak_reserved_bytes
-
-
 def test_the_optimizers_state_is_part_of_what_a_plan_holds(live: Live) -> None:
     """What is there before the first step must count as what a first step makes."""
     fresh = Workload(live.model, live.batch, criterion=_criterion, optimizer=_adam(live.model))
-    with open_prober(fresh, target=Target("cpu", BUDGET, isolation="inprocess")) as prober:
+    with open_prober(fresh, target=Target("cpu", BUDGET)) as prober:
         probed = prober.probe(ProbeRequest(ResolvedPlan(Plan(4)), **HOPELESS))
     made = probed.measurement.peak_allocated_bytes
     brought = live.probe(4, **HOPELESS).measurement.peak_allocated_bytes
@@ -257,11 +241,10 @@ def exits() -> nn.Module:
     sys.exit(0)
 
 
-@pytest.mark.parametrize("isolation", ["process", "inprocess"])
-def test_an_exit_while_the_model_is_built_is_the_users_error(isolation: Any) -> None:
+def test_an_exit_while_the_model_is_built_is_the_users_error() -> None:
     workload = Workload(exits, (torch.randn(4, 6), torch.arange(4)), criterion=_criterion)
     with pytest.raises(SystemExit) as exited:
-        autofit.probe(workload, device="cpu", vram_budget=BUDGET, isolation=isolation)
+        autofit.probe(workload, device="cpu", vram_budget=BUDGET)
     assert exited.value.code == 0
     assert is_users(exited.value)
     assert "in exits" in "".join(traceback.format_exception(exited.value))

@@ -99,7 +99,7 @@ def test_what_begins_after_the_search_tells_what_it_found() -> None:
     seen: list[events.Event] = []
     report = autofit.search(
         torch.nn.Linear(8, 4), torch.randn(4, 8), global_batch=8, device="cpu", seed=1,
-        vram_budget="8MiB", strategies=["precision"], isolation="inprocess", max_probes=4,
+        vram_budget="8MiB", strategies=["precision"], max_probes=4,
         progress=seen.append,
     )  # fmt: skip
     last = [each for each in seen if isinstance(each, events.StageStarted)][-1]

@@ -89,7 +89,7 @@ class _Timed:
     """
 
     strategies = ()
-    start_s, has_workers = 5.0, True
+    start_s = 5.0
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class _Interrupting:
 
     def __init__(self, device: SimulatedDevice, at: int) -> None:
         self._inner, self._left = device.prober(), at
-        self.strategies, self.start_s, self.has_workers = (), 0.0, True
+        self.strategies, self.start_s = (), 0.0
 
     def probe(self, request: ProbeRequest) -> ProbeResult:
         self._left -= 1

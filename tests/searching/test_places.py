@@ -66,7 +66,6 @@ def test_two_devices_run_plans_of_one_search(tmp_path: Path) -> None:
         ({"device": "cpu,cuda:0"}, "numbered"),
         ({"device": []}, "device is empty"),
         ({"device": ["cpu", "tpu"]}, "tpu"),
-        ({"device": ["cpu", "cpu"], "isolation": "inprocess"}, "one at a time"),
     ],
 )
 def test_devices_that_cannot_be_meant_are_refused(given: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""What a user's functions reach is found, so that probing in their process puts it back."""
+"""What a user's functions reach is found, so that a prediction in their process puts it back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ import autofit
 from autofit.snapshot.objects import reachable
 from autofit.training.workload import Workload
 
-HERE: dict[str, Any] = {
-    "device": "cpu",
-    "vram_budget": "32MiB",
-    "isolation": "inprocess",
-    "strategies": [],
-    "max_probes": 2,
-    "max_micro_batch": 8,
-}
 CRITIC = nn.Linear(4, 1)
 DATA = [torch.zeros(4)]
 
@@ -80,61 +72,31 @@ def test_a_critic_is_reached(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_critic_has_no_gradients_after_a_search(kind: str) -> None:
+def test_a_critic_has_no_gradients_after_a_prediction(kind: str) -> None:
     critic, loss_fn = critic_and_loss(kind)
-    autofit.search(nn.Linear(8, 4), batch(), loss_fn=loss_fn, **HERE)
+    autofit.predict(Workload(nn.Linear(8, 4), batch(), loss_fn=loss_fn), gpu="H100")
     assert all(parameter.grad is None for parameter in critic.parameters())
 
 
 def test_the_network_that_a_function_hands_out_is_not_trained() -> None:
     network = nn.Linear(8, 4)
     before = network.weight.detach().clone()
-    autofit.search(lambda: network, batch(), **HERE)
+    autofit.predict(Workload(lambda: network, batch()), gpu="H100")
     assert torch.equal(network.weight, before)
 
 
-KEPT: dict[str, list[Any]] = {"before": [1.0], "losses": []}
-TIMES_CALLED = 0
+KEPT: dict[str, list[Any]] = {"losses": []}
 
 
 def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    global TIMES_CALLED
-    TIMES_CALLED += 1
     loss: torch.Tensor = model(samples).mean()
-    KEPT["losses"].append(0.0)
-    KEPT[f"call {TIMES_CALLED}"] = []
+    KEPT["losses"].append(loss.item())
     return loss
 
 
-RUNS: dict[str, Callable[[Workload], object]] = {
-    "search": lambda workload: autofit.search(workload, **HERE),
-    "probe": lambda workload: autofit.probe(
-        workload, device="cpu", vram_budget="32MiB", isolation="inprocess", strategies=[]
-    ),
-}
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_what_a_loss_writes_to_globals_is_the_users(run: str) -> None:
-    """A dict in the loss's own file keeps its entries, and its counters run on."""
-    KEPT["before"], called = [run], TIMES_CALLED
-    RUNS[run](Workload(nn.Linear(8, 4), batch(), loss_fn=counts_in_globals))
-    assert called < TIMES_CALLED
-    assert KEPT["before"] == [run]
-    assert len(KEPT["losses"]) == TIMES_CALLED
-    assert f"call {TIMES_CALLED}" in KEPT
-
-
-def test_a_list_of_losses_in_an_enclosing_function_keeps_them() -> None:
-    kept: list[float] = []
-
-    def loss_fn(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(samples).mean()
-        kept.append(loss.item())
-        return loss
-
-    autofit.search(nn.Linear(8, 4), batch(), loss_fn=loss_fn, **HERE)
-    assert len(kept) > 1
+def test_a_prediction_leaves_the_globals_of_a_loss_alone() -> None:
+    autofit.predict(Workload(nn.Linear(8, 4), batch(), loss_fn=counts_in_globals), gpu="H100")
+    assert KEPT == {"losses": []}
 
 
 def test_members_of_containers_are_reached() -> None:

@@ -189,7 +189,6 @@ def test_a_plan_with_it_runs_and_needs_less() -> None:
             workload(),
             plan=Plan(8, settings={SETTING: value}),
             device="cpu",
-            isolation="inprocess",
             strategies=["adam_state"],
         ).measurement
         for value in ("as_is", "bitsandbytes_8bit")

@@ -37,7 +37,10 @@ def deep() -> Workload:
 def probed(workload: Workload, value: bool, device: str = "cpu") -> Measurement:
     plan = Plan(SAMPLES, settings={SETTING: value})
     trial = autofit.probe(
-        workload, plan=plan, device=device, strategies=["offload"], isolation="inprocess"
+        workload,
+        plan=plan,
+        device=device,
+        strategies=["offload"],
     )
     return trial.measurement
 
@@ -317,7 +320,6 @@ def test_a_search_offers_it_only_where_it_is_named(strategies: list[str] | None)
         deep(),
         device="cpu",
         vram_budget="64MiB",
-        isolation="inprocess",
         max_micro_batch=SAMPLES,
         max_probes=4,
         strategies=strategies,

@@ -201,7 +201,6 @@ def test_a_search_runs_both_kinds() -> None:
         _workload(),
         device="cpu",
         vram_budget="64MiB",
-        isolation="inprocess",
         strategies=strategies,
         max_probes=6,
         max_micro_batch=8,
