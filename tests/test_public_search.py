@@ -751,7 +751,7 @@ def test_few_frames_of_autofits_are_above_a_users_loss_in_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the process that searches, up to where it asks the worker, and in the worker."""
-    path, tell = tmp_path / "stacks", WorkerProcess.tell
+    path, ask = tmp_path / "stacks", WorkerProcess.ask
     owners: list[list[str]] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -759,15 +759,15 @@ def test_few_frames_of_autofits_are_above_a_users_loss_in_a_probe(
             print(json.dumps(own_frames()), file=file)
         return cross_entropy_of(model, batch)
 
-    def noted(worker: WorkerProcess, message: Any) -> None:
+    def noted(worker: WorkerProcess, message: Any, *given: Any) -> Any:
         owners.append(own_frames())
-        tell(worker, message)
+        return ask(worker, message, *given)
 
-    monkeypatch.setattr(WorkerProcess, "tell", noted)
+    monkeypatch.setattr(WorkerProcess, "ask", noted)
     autofit.search(classifier(), labelled(), loss_fn=loss, strategies=[], max_probes=3, **HERE)
     workers = [json.loads(line) for line in path.read_text().splitlines()]
     in_worker = [stack for stack in workers if "measure" in stack]
-    in_owner = [stack for stack in owners if "probe" in stack]
+    in_owner = [stack for stack in owners if stack[1] == "probe"]
     assert len(in_worker) > 3
     assert len(in_owner) >= 3
     assert "search" in in_owner[0][-2:]  # below what hides own frames

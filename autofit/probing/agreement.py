@@ -1,4 +1,4 @@
-"""What the ranks' answers to one probe come to: one measurement, the same whoever is asked. Pure.
+"""What the answers of several ranks to one request come to: one reply. Pure.
 
 A cause beats a consequence: a rank whose connection to another one closed, or that waited for it,
 says nothing of the plan while any rank names a reason of its own. Among reasons the gravest
@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autofit.measurement import Measurement, Outcome, RankUse
+from autofit.measurement import Measurement, Outcome
 from autofit.probing.fault_table import GRAVITY, OTHER_COUNT, row_of_last_words
-from autofit.probing.faults import Fault
+from autofit.probing.faults import fault_of
+from autofit.probing.messages import NoReply, Reply
 
-_SILENT = "no answer"
-_NOBODY = "each rank waits for another one"
+Answer = Reply | NoReply | None
+"""The reply of a rank, or how its worker was lost; None: nothing was heard of it."""
 
 _ORDER: tuple[Outcome, ...] = (
     *(outcome for outcome in GRAVITY if outcome not in (Outcome.TIMEOUT, Outcome.USER_ERROR)),
@@ -37,102 +38,117 @@ _WAITING = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py|autog
 
 
 @dataclass(frozen=True)
-class RankReply:
-    """The answer of one rank to a probe.
+class _End:
+    """How a request ended on one rank.
 
     Attributes:
-        measurement: how it ended there; None: no answer came.
-        is_consequence: the rank itself knows that another one is to blame.
+        outcome, detail: in what, and in words.
+        is_consequence: whether the rank itself knows that another one is to blame.
     """
 
-    measurement: Measurement | None = None
+    outcome: Outcome
+    detail: str = "no detail"
     is_consequence: bool = False
 
-    @property
-    def outcome(self) -> Outcome:
-        """How it ended; a rank that is silent counts as hung."""
-        return Outcome.TIMEOUT if self.measurement is None else self.measurement.outcome
+    @classmethod
+    def of(cls, answer: Answer) -> _End:
+        """Return how it ended; the last words of a worker that a collective ended say why."""
+        if answer is None:
+            return cls(Outcome.TIMEOUT, "no answer")
+        if isinstance(answer, NoReply):
+            row = row_of_last_words(answer.detail) if answer.outcome is Outcome.CRASHED else None
+            if row is None:
+                return cls(answer.outcome, answer.detail)
+            return cls(row.outcome, f"{row.name}: {answer.detail}", row.is_consequence)
+        if isinstance(answer.value, Measurement):
+            seen = answer.value
+            return cls(seen.outcome, seen.detail or cls.detail, answer.is_consequence)
+        if answer.exception is None:
+            return cls(Outcome.OK)
+        fault = fault_of(answer.exception)
+        return cls(fault.outcome, fault.detail, fault.is_consequence)
 
-    @property
-    def detail(self) -> str:
-        """What the rank says of it."""
-        return _SILENT if self.measurement is None else self.measurement.detail or "no detail"
+
+def is_fault(answer: Answer) -> bool:
+    """Return whether a rank ended otherwise than by doing what was asked."""
+    return not _End.of(answer).outcome.ran
 
 
-def agree(replies: Sequence[RankReply]) -> Measurement:
-    """Return the one measurement that the ranks' answers come to.
+def agree(answers: Sequence[Answer], *, is_probe: bool) -> Reply:
+    """Return the one reply that the ranks' answers come to.
 
     Args:
-        replies: by rank.
+        answers: by rank.
+        is_probe: whether a plan was run; else a function was called, whose value is rank 0's.
+
+    Raises:
+        NoReply: outside of a probe, the rank that decides was lost.
     """
-    read = [_read(reply) for reply in replies]
-    failed = {rank: reply for rank, reply in enumerate(read) if not reply.outcome.ran}
+    ends = [_End.of(answer) for answer in answers]
+    failed = {rank: end for rank, end in enumerate(ends) if not end.outcome.ran}
+    replies = [answer for answer in answers if isinstance(answer, Reply)]
     if not failed:
-        return _merged([reply.measurement for reply in read if reply.measurement is not None])
-    causes = {
-        rank: reply
-        for rank, reply in failed.items()
-        if not reply.is_consequence and reply.outcome is not Outcome.TIMEOUT
-    }
-    if causes:
-        rank = min(causes, key=lambda rank: _ORDER.index(causes[rank].outcome))
-        blamed = None if OTHER_COUNT in causes[rank].detail else rank
-        return _blaming(blamed, rank, read)
-    late = [rank for rank, reply in failed.items() if _was_busy(reply)]
-    late += [rank for rank, reply in failed.items() if reply.measurement is None]
-    if late:
-        return _blaming(late[0], late[0], read)
-    rank = next(iter(failed))
-    words = f"{_NOBODY}: {OTHER_COUNT}, or they lost their connection; rank {rank}: "
-    return Measurement(Outcome.TIMEOUT, words + failed[rank].detail, ranks=_uses(read))
-
-
-def gravest(faults: Mapping[int, Fault]) -> int:
-    """Return the rank whose exception decides, of those that raised some outside a probe."""
-    causes = {rank: fault for rank, fault in faults.items() if not fault.is_consequence} or faults
-    return min(causes, key=lambda rank: _ORDER.index(causes[rank].outcome))
-
-
-def _read(reply: RankReply) -> RankReply:
-    """Return the reply, with the end of a worker that collectives ended taken for what it is."""
-    seen = reply.measurement
-    row = row_of_last_words(seen.detail or "") if seen and seen.outcome is Outcome.CRASHED else None
-    if row is None or seen is None:
-        return reply
-    named = replace(seen, outcome=row.outcome, detail=f"{row.name}: {seen.detail}")
-    return RankReply(named, is_consequence=row.is_consequence)
-
-
-def _was_busy(reply: RankReply) -> bool:
-    """Return whether a rank that was late was at something else than waiting for another one."""
-    if reply.measurement is None or reply.is_consequence:
-        return False
-    innermost = next((line for line in reply.detail.splitlines() if "File " in line), "")
-    return not _WAITING.search(innermost)
-
-
-def _blaming(blamed: int | None, of: int, read: Sequence[RankReply]) -> Measurement:
-    """Return the measurement of rank `of`, with who is to blame for it."""
-    reply = read[of]
-    seen = reply.measurement or Measurement(reply.outcome, reply.detail)
-    contended = any(each.measurement.contended for each in read if each.measurement)
-    return replace(
-        seen,
-        detail=f"rank {of}: {reply.detail}",
-        contended=contended,
+        return _of_all(replies) if is_probe else replies[0]
+    rank, blamed = _decisive(failed)
+    decisive, detail = answers[rank], f"rank {rank}: {ends[rank].detail}"
+    if not is_probe:
+        if isinstance(decisive, Reply):
+            return replace(decisive, spent=True)
+        raise NoReply(ends[rank].outcome, detail)
+    if blamed is None and ends[rank].outcome is Outcome.TIMEOUT:
+        words = f"each rank waits for another one: {OTHER_COUNT}, or they lost their connection"
+        detail = f"{words}; {detail}"
+    seen = [each.value for each in replies if isinstance(each.value, Measurement)]
+    of_decisive = decisive.value if isinstance(decisive, Reply) else None
+    uses = [use for each in seen for use in each.ranks]
+    measured = replace(
+        of_decisive or Measurement(ends[rank].outcome),
+        detail=detail,
+        contended=any(each.contended for each in seen),
         failed_rank=blamed,
-        ranks=_uses(read),
+        ranks=uses if len(uses) == len(answers) else [],  # as far as every one measured it
+    )
+    raised = decisive if isinstance(decisive, Reply) else Reply()
+    return Reply(
+        measured,
+        exception=raised.exception,
+        traceback=raised.traceback,
+        spent=len(replies) < len(answers),
+        worth_repeating=any(each.worth_repeating for each in replies),
     )
 
 
-def _merged(seen: Sequence[Measurement]) -> Measurement:
-    """Return the measurement of ranks that all ran: the most that one held, the slowest steps."""
+def _decisive(failed: Mapping[int, _End]) -> tuple[int, int | None]:
+    """Return the rank whose end is that of all, and the rank to blame, if it is one."""
+    causes = {
+        rank: end
+        for rank, end in failed.items()
+        if not end.is_consequence and end.outcome is not Outcome.TIMEOUT
+    }
+    if causes:
+        rank = min(causes, key=lambda rank: _ORDER.index(causes[rank].outcome))
+        return rank, None if OTHER_COUNT in causes[rank].detail else rank
+    late = {rank: end for rank, end in failed.items() if not end.is_consequence}
+    silent = [rank for rank, end in late.items() if end == _End.of(None)]
+    busy = [rank for rank, end in late.items() if rank not in silent and not _waits(end)]
+    found = [*busy, *silent]
+    return (found[0], found[0]) if found else (next(iter(failed)), None)
+
+
+def _waits(end: _End) -> bool:
+    """Return whether a rank that was late was waiting for another one."""
+    innermost = next((line for line in end.detail.splitlines() if "File " in line), "")
+    return bool(_WAITING.search(innermost))
+
+
+def _of_all(replies: Sequence[Reply]) -> Reply:
+    """Return the reply of ranks that all ran: the most that one held, the slowest steps."""
+    seen: list[Measurement] = [reply.value for reply in replies]
     gravest = min(range(len(seen)), key=lambda rank: _ORDER.index(seen[rank].outcome))
     fullest = max(seen, key=lambda each: each.held_bytes or 0)
-    first, worst = seen[0], seen[gravest]
-    is_fault = worst.outcome is not Outcome.OK
-    return replace(
-        first,
+    worst, is_fault = seen[gravest], seen[gravest].outcome is not Outcome.OK
+    measured = replace(
+        seen[0],
         outcome=worst.outcome,
         detail=f"rank {gravest}: {worst.detail}" if is_fault else worst.detail,
         step_times_s=[max(times) for times in zip(*(m.step_times_s for m in seen), strict=False)],
@@ -146,9 +162,5 @@ def _merged(seen: Sequence[Measurement]) -> Measurement:
         failed_rank=gravest if is_fault else None,
         ranks=[use for each in seen for use in each.ranks],
     )
-
-
-def _uses(read: Sequence[RankReply]) -> list[RankUse]:
-    """Return what each rank held, as far as every one of them measured that."""
-    uses = [use for reply in read if reply.measurement for use in reply.measurement.ranks]
-    return uses if len(uses) == len(read) else []
+    worth_repeating = any(reply.worth_repeating for reply in replies)
+    return Reply(measured, worth_repeating=worth_repeating)

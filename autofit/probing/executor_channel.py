@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,10 +33,9 @@ from autofit.probing.messages import (
     OnStage,
     Reply,
     Request,
-    exception_from_dict,
-    exception_to_dict,
-    reply_from_dict,
-    request_to_dict,
+    message_of_reply,
+    message_of_request,
+    reply_of,
 )
 from autofit.probing.serialization import Payload, nameless_file, read_payload, write_payload
 from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel, path_of
@@ -88,6 +87,10 @@ class _Asked:
     environment: Mapping[str, str]
 
 
+_Answer = dict[str, Any] | NoReply | SearchTimedOut
+"""The message of a reply, or why there is none."""
+
+
 def _no_answer(given: object) -> WorkerFailed:
     return WorkerFailed(
         f"the executor gave {str(given)[:80]} for what the function returns that it was given: "
@@ -116,7 +119,7 @@ class ExecutorChannel:
         device: str | None = None,
         seed: int = 0,
     ) -> None:
-        self.environment: Mapping[str, str] = {}
+        self.environment: dict[str, str] = {}
         self._executor, self._strategies = executor, strategies
         self._opening = _Opening(
             _payload_of(workload, strategies),
@@ -138,18 +141,17 @@ class ExecutorChannel:
         """Have a process of the executor start a worker, and return what it says of the device."""
         if self._device is None:
             try:
-                answer = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at))
+                opened = self._ask(None, Deadline.after(START_TIMEOUT_S, ends_at))
             except NoReply as lost:
                 raise WorkerFailed(lost.detail) from None
-            try:
-                self._device = DeviceFacts(**answer["device"])
-            except (KeyError, TypeError) as error:
-                raise _no_answer(answer) from error
+            if opened.exception is not None:
+                raise opened.exception
+            self._device = opened.value
         return self._device
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request and return the reply; stages stay where they are."""
-        return reply_from_dict(self._ask(request_to_dict(request, self._strategies), deadline))
+        return self._ask(message_of_request(request, self._strategies), deadline)
 
     def drop(self) -> None:
         """Have the next request answered by a fresh worker, and wait for none any more."""
@@ -163,8 +165,8 @@ class ExecutorChannel:
         with suppress(Exception):  # the executor was shut down, or is broken
             self._executor.submit(end, self._key)
 
-    def _ask(self, message: Mapping[str, Any] | None, deadline: Deadline) -> dict[str, Any]:
-        """Return the answer of a process; a process that went away is replaced once."""
+    def _ask(self, message: Mapping[str, Any] | None, deadline: Deadline) -> Reply:
+        """Return the reply of a process; a process that went away is replaced once."""
         asked = _Asked(
             message,
             deadline.seconds,
@@ -181,21 +183,20 @@ class ExecutorChannel:
             except _Gone as gone:
                 words = f"what ran it went away, twice: {gone}"
                 raise NoReply(Outcome.CRASHED, words) from None
-        if "lost" in answer:
-            raise NoReply(Outcome(answer["lost"][0]), answer["lost"][1])
-        if "timed_out" in answer:
-            raise SearchTimedOut("the time of the search is over")
-        if "raised" in answer:
-            raise exception_from_dict(answer["raised"])
-        return answer
+        if isinstance(answer, NoReply | SearchTimedOut):
+            raise answer
+        try:
+            return reply_of(answer)
+        except (KeyError, TypeError) as error:
+            raise _no_answer(answer) from error
 
-    def _answer(self, asked: _Asked, deadline: Deadline) -> dict[str, Any]:
+    def _answer(self, asked: _Asked, deadline: Deadline) -> _Answer:
         answer = self._submitted(None, asked, deadline)
         if answer is None:  # the process lacks the workload
             answer = self._submitted(self._opening, asked, deadline)
-        if not isinstance(answer, dict):
-            raise _no_answer(kind_of(answer))
-        return answer
+        if isinstance(answer, dict | NoReply | SearchTimedOut):
+            return answer
+        raise _no_answer(kind_of(answer))
 
     def _submitted(self, opening: _Opening | None, asked: _Asked, deadline: Deadline) -> Any:
         """Return what a process answers; it may wait in a queue as long as the search lasts."""
@@ -250,25 +251,24 @@ class _Held:
             threads=torch.get_num_threads(),  # of this machine, not of the one that searches
         )
 
-    def answer(self, asked: _Asked) -> dict[str, Any]:
+    def answer(self, asked: _Asked) -> _Answer:
         """Return the worker's answer, or why there is none."""
         ends_at = time.monotonic() + asked.ends_in_s
         if asked.needs_fresh_worker:
             self._channel.drop()
-        self._channel.environment = asked.environment
+        self._channel.environment = dict(asked.environment)
         try:
             device = self._channel.open(ends_at)
             if self._lock is None and device.exclusive_key is not None:
                 self._lock = DeviceLock(device.exclusive_key)
             if asked.message is None:
-                return {"device": asdict(replace(device, exclusive_key=None))}
-            return self._channel.exchange(asked.message, Deadline.after(asked.seconds, ends_at))
-        except NoReply as lost:
-            return {"lost": [lost.outcome.value, lost.detail]}
-        except SearchTimedOut:
-            return {"timed_out": True}
+                return message_of_reply(Reply(replace(device, exclusive_key=None)))
+            assert self._channel.process is not None  # it is open
+            return self._channel.process.ask(asked.message, Deadline.after(asked.seconds, ends_at))
+        except (NoReply, SearchTimedOut) as none:
+            return none
         except Exception as error:
-            return {"raised": exception_to_dict(error, None)}
+            return message_of_reply(Reply(exception=error))
 
     def close(self) -> None:
         """End the worker, and give the device back."""
@@ -283,7 +283,7 @@ _held: dict[str, _Held] = {}
 _idle: list[threading.Timer] = []
 
 
-def serve(key: str, opening: _Opening | None, asked: _Asked) -> dict[str, Any] | None:
+def serve(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
     """Answer a request of the search of that key; None: its workload has not come here yet."""
     return _THREAD.submit(_served, key, opening, asked).result()
 
@@ -293,7 +293,7 @@ def end(key: str) -> None:
     _THREAD.submit(_end, key).result()
 
 
-def _served(key: str, opening: _Opening | None, asked: _Asked) -> dict[str, Any] | None:
+def _served(key: str, opening: _Opening | None, asked: _Asked) -> _Answer | None:
     while _idle:
         _idle.pop().cancel()
     if key not in _held:
@@ -304,7 +304,7 @@ def _served(key: str, opening: _Opening | None, asked: _Asked) -> dict[str, Any]
         try:
             _held[key] = _Held(opening)
         except Exception as error:
-            return {"raised": exception_to_dict(error, None)}
+            return message_of_reply(Reply(exception=error))
     answer = _held[key].answer(asked)
     timer = threading.Timer(IDLE_S, _THREAD.submit, (_end, key))
     timer.daemon = True

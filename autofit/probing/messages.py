@@ -240,20 +240,20 @@ class Deadline:
 
 
 class Channel(Protocol):
-    """A way to whoever holds the workload and the device; a `Prober` needs no more than this.
+    """A way to whoever holds the workload and the device: a worker, or several that answer as one.
 
     Attributes:
-        pid: the process id; None where there is none now.
-        environment: variables that the next process has besides those of this one.
+        environment: variables that the next worker has besides those of this process.
     """
 
-    environment: Mapping[str, str]
+    environment: dict[str, str]
 
     @property
-    def pid(self) -> int | None: ...
+    def pid(self) -> int | None:
+        """The process id of the worker; None where there is none now."""
 
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
-        """Have the device open, and a worker running where there is to be one.
+        """Have a worker running, and the device open in it.
 
         Args:
             ends_at: when the search ends, in the seconds of `time.monotonic`.
@@ -267,24 +267,19 @@ class Channel(Protocol):
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request and return the reply; called after `open`.
 
-        Args:
-            request: what is asked.
-            deadline: until when the reply is awaited.
-            on_stage: called with the name of each stage that begins meanwhile.
-
         Raises:
-            NoReply: there was none by the deadline, where that can be helped.
+            NoReply: there was none by the deadline; the worker has been ended.
             SearchTimedOut: likewise, and the deadline is the search's.
         """
 
     def drop(self) -> None:
-        """End the process that answers; `open` starts another."""
+        """End the worker; `open` starts another."""
 
     def close(self) -> None:
         """Give everything back; the channel is not used after that."""
 
 
-# The JSON form of requests and replies.
+# A message is one line of JSON: its number, and what it says, pickled.
 
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal the worker prints its main thread's stack."""
@@ -307,16 +302,16 @@ def reply_to(number: str, line: str) -> dict[str, Any] | None:
     return message if is_it else None
 
 
-def request_to_dict(request: Request, strategies: Sequence[Strategy]) -> dict[str, Any]:
-    """Return the JSON form of a request; these strategies are named in it, not contained."""
+def message_of_request(request: Request, strategies: Sequence[Strategy]) -> dict[str, Any]:
+    """Return the message of a request; these strategies are named in it, not contained."""
     by_value = unreachable_by_value() if isinstance(request, Call) else nullcontext()
     with by_value:
-        return {"request": _encoded(dumps(request, {id(each): each.name for each in strategies}))}
+        return {"request": _text(dumps(request, {id(each): each.name for each in strategies}))}
 
 
-def request_from_dict(data: Mapping[str, Any], strategies: Sequence[Strategy]) -> Request:
-    """Return the request that `request_to_dict` wrote, with those of the strategies here."""
-    written = io.BytesIO(base64.b64decode(data["request"]))
+def request_of(message: Mapping[str, Any], strategies: Sequence[Strategy]) -> Request:
+    """Return the request in a message, with those of the strategies here."""
+    written = io.BytesIO(base64.b64decode(message["request"]))
     request: Request = _RequestReader(written, strategies).load()
     return request
 
@@ -335,61 +330,63 @@ class _RequestReader(pickle.Unpickler):
         return self._by_name[pid]
 
 
-def reply_to_dict(reply: Reply) -> dict[str, Any]:
-    """Return the JSON form of a reply."""
+def message_of_reply(reply: Reply) -> dict[str, Any]:
+    """Return the message of a reply."""
     error = reply.exception
-    return {
-        "reply": _encoded(dumps(replace(reply, exception=None))),
-        "exception": exception_to_dict(error, reply.traceback) if error is not None else None,
-    }
+    raised = None if error is None else _Raised.of(error, reply.traceback)
+    return {"reply": _text(dumps((replace(reply, exception=None), raised)))}
 
 
-def reply_from_dict(data: Mapping[str, Any]) -> Reply:
-    """Return the reply that `reply_to_dict` wrote."""
-    raised = data["exception"]
-    reply: Reply = pickle.loads(base64.b64decode(data["reply"]))
-    if not raised:
+def reply_of(message: Mapping[str, Any]) -> Reply:
+    """Return the reply in a message."""
+    reply: Reply
+    reply, raised = pickle.loads(base64.b64decode(message["reply"]))
+    if raised is None:
         return reply
-    return replace(reply, exception=exception_from_dict(raised), traceback=raised["traceback"])
+    return replace(reply, exception=raised.exception(), traceback=raised.traceback)
 
 
-def _encoded(data: bytes) -> str:
+def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
 # Exceptions by value.
 
 
-def exception_to_dict(exception: BaseException, traceback: str | None) -> dict[str, Any]:
-    """Return an exception as JSON data: by value where possible, and always as text.
+@dataclass(frozen=True)
+class _Raised:
+    """An exception by value where that is possible, and always as text."""
 
-    Args:
-        exception: the exception.
-        traceback: its traceback as text; None: that which it still has.
-    """
-    if traceback is None and exception.__traceback__ is not None:
-        traceback = traceback_text(exception)
-    return {
-        "type": f"{type(exception).__module__}.{type(exception).__qualname__}",
-        "message": text_of(exception),
-        "traceback": traceback or "",
-        "pickled": _pickled(exception),
-        "is_users": is_users(exception),
-    }
+    words: str
+    traceback: str
+    pickled: bytes | None
+    is_users: bool
+
+    @classmethod
+    def of(cls, exception: BaseException, traceback: str | None) -> _Raised:
+        """Return an exception with its traceback as text; None: that which it still has."""
+        if traceback is None and exception.__traceback__ is not None:
+            traceback = traceback_text(exception)
+        kind = f"{type(exception).__module__}.{type(exception).__qualname__}"
+        return cls(
+            f"{kind}: {text_of(exception)}",
+            traceback or "",
+            _pickled(exception),
+            is_users(exception),
+        )
+
+    def exception(self) -> BaseException:
+        """Return it with its own type; `WorkloadFailed` where it did not travel by value."""
+        error: BaseException = WorkloadFailed(self.words)
+        if self.pickled is not None:
+            with suppress(Exception):  # its class is the user's: unpickling it may do anything
+                error = _loads(self.pickled)
+        if self.is_users:
+            mark_users(error)
+        return error
 
 
-def exception_from_dict(data: Mapping[str, Any]) -> BaseException:
-    """Return the exception with its own type; `WorkloadFailed` where it did not travel by value."""
-    error: BaseException = WorkloadFailed(f"{data['type']}: {data['message']}")
-    if data["pickled"] is not None:
-        with suppress(Exception):  # its class is the user's: unpickling it may do anything
-            error = _loads(base64.b64decode(data["pickled"]))
-    if data["is_users"]:
-        mark_users(error)
-    return error
-
-
-def _pickled(exception: BaseException) -> str | None:
+def _pickled(exception: BaseException) -> bytes | None:
     """Return as much of an exception as can be read back; None where not even its class can.
 
     The `__init__` of many classes takes more than `args` holds; those are made without calling it.
@@ -400,7 +397,7 @@ def _pickled(exception: BaseException) -> str | None:
             whole = exception if state is None else _Bare(type(exception), exception.args, state)
             data = dumps(whole)
             if len(data) <= _MOST_PICKLED_BYTES and type(_loads(data)) is type(exception):
-                return _encoded(data)
+                return data
         except Exception:  # an exception may hold anything
             continue
     return None

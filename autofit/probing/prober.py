@@ -373,12 +373,12 @@ class Prober(AbstractContextManager["Prober"]):
     def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
         """Have what is asked inside answered by fresh workers with these environment variables."""
         self._channel.drop()
-        self._channel.environment = variables
+        self._channel.environment.update(variables)
         try:
             yield
         finally:
             self._channel.drop()
-            self._channel.environment = {}
+            self._channel.environment.clear()
 
     def interrupt(self) -> None:
         """End what runs in another thread, with its worker."""

@@ -14,18 +14,15 @@ from __future__ import annotations
 import queue
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from autofit.errors import DeviceUnavailable, InvalidRequest, SearchTimedOut, WorkerFailed
-from autofit.measurement import Measurement, Outcome
-from autofit.probing.agreement import RankReply, agree, gravest
-from autofit.probing.faults import fault_of
+from autofit.probing.agreement import Answer, agree, is_fault
 from autofit.probing.messages import (
     Call,
     Deadline,
@@ -37,10 +34,8 @@ from autofit.probing.messages import (
     Reply,
     Request,
     ignore_stage,
-    reply_from_dict,
-    request_to_dict,
 )
-from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel, WorkerProcess
+from autofit.probing.worker_channel import START_TIMEOUT_S, WorkerChannel
 from autofit.strategy import Strategy, World
 from autofit.training.ranks import join
 from autofit.training.workload import Workload
@@ -55,36 +50,7 @@ _SLACK_S = 5.0
 _POLL_S = 0.02
 """Between two looks for a stage to tell of."""
 _HOST = "127.0.0.1"
-_Answer = TypeVar("_Answer")
-
-
-class SparedChannel(WorkerChannel):
-    """A channel to a worker that can be replaced at once: the next one waits, torch imported."""
-
-    _spare: WorkerProcess | None = None
-    _spare_environment: Mapping[str, str] | None = None
-
-    def warm(self) -> None:
-        """Start the next worker, if none waits; it takes no memory of the device."""
-        if self._spare is None:
-            self._spare, self._spare_environment = self._start(), self.environment
-            self._spare.tell({"warm": True})
-
-    def _next_process(self) -> WorkerProcess:
-        if self._spare_environment != self.environment:
-            self._end_spare()
-        spare, self._spare = self._spare, None
-        return spare or self._start()
-
-    def _end_spare(self) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.kill()
-
-    def close(self) -> None:
-        """End both workers, and let the workload's files go."""
-        self._end_spare()
-        super().close()
+_Result = TypeVar("_Result")
 
 
 class RankChannel:
@@ -120,21 +86,21 @@ class RankChannel:
 
         if device_of_rank(device, World(0, 0, size)) == "cpu":  # which they share
             threads = threads or max(1, torch.get_num_threads() // size)
-        self._strategies = strategies
         self.seconds_to_agree = self.seconds_to_replace = 0.0
         self._generation = 0
         self._facts: DeviceFacts | None = None
         self._asked: list[Future[Reply]] = []
-        self._stages: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._channels: list[SparedChannel] = []
+        self._channels: list[WorkerChannel] = []
+        self.environment: dict[str, str] = {}
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         try:
             for rank in range(size):
                 world = World(rank, rank, size)
                 name = device_of_rank(device, world)
-                channel = SparedChannel(
+                channel = WorkerChannel(
                     workload, strategies, device=name, seed=seed, world=world, threads=threads
                 )
+                channel.environment = self.environment
                 self._channels.append(channel)
             with socket.create_server((_HOST, 0)) as server:  # torch's own listens to all the world
                 port, listening = server.getsockname()[1], server.detach()
@@ -144,16 +110,6 @@ class RankChannel:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Variables that the next workers have besides those of this process."""
-        return self._channels[0].environment
-
-    @environment.setter
-    def environment(self, variables: Mapping[str, str]) -> None:
-        for channel in self._channels:
-            channel.environment = variables
 
     @property
     def pid(self) -> int | None:
@@ -171,7 +127,7 @@ class RankChannel:
             joins = partial(_join, host=_HOST, port=self._store.port, name=name)
             budget = min(facts.total_bytes for facts in opened)
             deadline = Deadline.after(START_TIMEOUT_S, ends_at)
-            reply = self._agreed_call(Call(joins, budget), deadline, ignore_stage)
+            reply = self.call(Call(joins, budget), deadline, ignore_stage)
             if reply.exception is not None:
                 self.drop()
                 raise WorkerFailed(f"the ranks' workers could not join: {reply.exception}")
@@ -185,9 +141,17 @@ class RankChannel:
 
         The value of a call is rank 0's.
         """
-        if isinstance(request, ProbeRequest):
-            return self._agreed_probe(request, deadline, on_stage)
-        return self._agreed_call(request, deadline, on_stage)
+        stages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._asked = self._on_each(lambda channel: channel.call(request, deadline, stages.put))
+        try:
+            self._await(deadline, stages, on_stage)
+            answers = [_answer(future) if future.done() else None for future in self._asked]
+        except BaseException:  # Ctrl-C: a rank may answer later, to nobody
+            self.drop()
+            raise
+        if any(is_fault(each) or (isinstance(each, Reply) and each.spent) for each in answers):
+            self.drop()
+        return agree(answers, is_probe=isinstance(request, ProbeRequest))
 
     def drop(self) -> None:
         """End every rank's worker, and have each rank start another one that waits."""
@@ -198,7 +162,7 @@ class RankChannel:
             channel.drop()
         wait(self._asked)  # whose workers have ended
         self.seconds_to_replace = time.monotonic() - began
-        self._on_each(SparedChannel.warm)
+        self._on_each(WorkerChannel.warm)
 
     def close(self) -> None:
         """End all workers, and let the workload's files go."""
@@ -210,85 +174,19 @@ class RankChannel:
         for channel in self._channels:  # what a thread started meanwhile
             channel.close()
 
-    def _on_each(self, do: Callable[[SparedChannel], _Answer]) -> list[Future[_Answer]]:
+    def _on_each(self, do: Callable[[WorkerChannel], _Result]) -> list[Future[_Result]]:
         return [
             thread.submit(do, channel)
             for thread, channel in zip(self._threads, self._channels, strict=True)
         ]
 
-    def _agreed_probe(self, request: ProbeRequest, deadline: Deadline, on_stage: OnStage) -> Reply:
-        replies = self._ask(request, deadline, on_stage)
-        agreed = agree([_of_rank(reply) for reply in replies])
-        blamed = None if agreed.failed_rank is None else replies[agreed.failed_rank]
-        kept = [reply for reply in replies if isinstance(reply, Reply)]
-        if len(kept) < len(replies) or any(_must_go(reply) for reply in kept):
-            self.drop()
-        is_users = agreed.outcome is Outcome.USER_ERROR
-        raised = blamed if is_users and isinstance(blamed, Reply) else Reply()
-        return Reply(
-            agreed,
-            exception=raised.exception,
-            traceback=raised.traceback,
-            spent=len(kept) < len(replies),
-            worth_repeating=any(reply.worth_repeating for reply in kept),
-        )
-
-    def _agreed_call(self, call: Call, deadline: Deadline, on_stage: OnStage) -> Reply:
-        replies = self._ask(call, deadline, on_stage)
-        raised = {
-            rank: fault_of(reply.exception)
-            for rank, reply in enumerate(replies)
-            if isinstance(reply, Reply) and reply.exception is not None
-        }
-        lost = [
-            reply or NoReply(Outcome.TIMEOUT, f"rank {rank} did not answer")
-            for rank, reply in enumerate(replies)
-            if not isinstance(reply, Reply)
-        ]
-        if raised or lost:
-            self.drop()
-        named = [reply for reply in lost if reply.outcome is not Outcome.TIMEOUT]
-        if raised and not (named and all(fault.is_consequence for fault in raised.values())):
-            decisive = replies[gravest(raised)]
-            assert isinstance(decisive, Reply)  # it raised
-            return replace(decisive, spent=True)
-        if lost:
-            raise (named or lost)[0]
-        assert isinstance(replies[0], Reply)  # none is lost
-        return replies[0]
-
-    def _ask(
-        self, request: Request, deadline: Deadline, on_stage: OnStage
-    ) -> list[Reply | NoReply | None]:
-        """Return every rank's reply, or how its worker was lost; None: nothing was heard of it.
-
-        Raises:
-            SearchTimedOut: the deadline was the search's.
-        """
-        message = request_to_dict(request, self._strategies)
-
-        def exchanged(channel: SparedChannel) -> Reply:
-            return reply_from_dict(channel.exchange(message, deadline, self._stages.put))
-
-        self._asked = self._on_each(exchanged)
-        try:
-            self._await(deadline, on_stage)
-        except BaseException:  # Ctrl-C: a rank may answer later, to nobody
-            self.drop()
-            raise
-        replies = [_read(future) if future.done() else None for future in self._asked]
-        if any(isinstance(reply, SearchTimedOut) for reply in replies):
-            self.drop()
-            raise SearchTimedOut("the time of the search is over")
-        return [None if isinstance(reply, SearchTimedOut) else reply for reply in replies]
-
-    def _await(self, deadline: Deadline, on_stage: OnStage) -> None:
+    def _await(self, deadline: Deadline, stages: queue.SimpleQueue[str], on_stage: OnStage) -> None:
         """Wait for every rank, or until `GRACE_S` after the first fault."""
         first_fault: float | None = None
         while any(not future.done() for future in self._asked):
             wait(self._asked, _POLL_S)
-            while not self._stages.empty():
-                on_stage(self._stages.get())
+            while not stages.empty():
+                on_stage(stages.get())
             now = time.monotonic()
             if first_fault is None and any(map(_tells_of_a_fault, self._asked)):
                 first_fault = now
@@ -337,34 +235,20 @@ def _join(session: Session, host: str, port: int, name: str) -> None:
 def _tells_of_a_fault(asked: Future[Reply]) -> bool:
     if not asked.done():
         return False
-    reply = _read(asked)
-    if not isinstance(reply, Reply):
-        return True
-    seen = reply.value
-    ended_badly = isinstance(seen, Measurement) and not seen.outcome.ran
-    return reply.exception is not None or ended_badly
+    return asked.exception() is not None or is_fault(asked.result())
 
 
-def _read(asked: Future[Reply]) -> Reply | NoReply | SearchTimedOut:
-    """Return the reply of a rank that answered, or what its channel raised instead."""
-    error = asked.exception()
-    if isinstance(error, NoReply | SearchTimedOut):
-        return error
-    if error is not None:
+def _answer(asked: Future[Reply]) -> Answer:
+    """Return the reply of a rank that answered, or what its channel raised instead.
+
+    Raises:
+        SearchTimedOut: the deadline was the search's.
+    """
+    try:
+        return asked.result()
+    except NoReply as lost:
+        return lost
+    except SearchTimedOut:
+        raise
+    except Exception as error:
         return Reply(exception=error, spent=True)
-    return asked.result()
-
-
-def _of_rank(reply: Reply | NoReply | None) -> RankReply:
-    """Return the part of a rank's reply that the ranks' agreement needs."""
-    if reply is None:
-        return RankReply()
-    if isinstance(reply, NoReply):
-        return RankReply(Measurement(reply.outcome, reply.detail))
-    seen = reply.value or Measurement(Outcome.CRASHED, str(reply.exception))
-    return RankReply(seen, reply.is_consequence)
-
-
-def _must_go(reply: Reply) -> bool:
-    """Return whether all workers are replaced after this: after every fault, of whatever kind."""
-    return reply.spent or reply.value is None or not reply.value.outcome.ran

@@ -25,7 +25,7 @@ from autofit.probing.faults import (
     spilled,
 )
 from autofit.probing.measure import measure
-from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, Request, ignore_stage
+from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, ignore_stage
 from autofit.strategy import ALONE, Strategy, World
 from autofit.training.builder import TrainingBuilder
 from autofit.training.workload import Workload
@@ -67,11 +67,6 @@ class Session:
         self.strategies, self.notes = strategies, notes
         self.on_stage: OnStage = ignore_stage
         self._device = device
-
-    def answer(self, request: Request, on_stage: OnStage) -> Reply:
-        """Run the plan, or call the function; what either raises is part of the reply."""
-        self.on_stage = on_stage
-        return self.probe(request) if isinstance(request, ProbeRequest) else self.run(request)
 
     def run(self, call: Call) -> Reply:
         """Call a function within its budget; what it raises is part of the reply."""

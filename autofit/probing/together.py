@@ -7,10 +7,8 @@ does the same call by itself.
 from __future__ import annotations
 
 import atexit
-import base64
 import json
 import os
-import pickle
 import signal
 import sys
 import time
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autofit.errors import InvalidRequest, WorkerFailed
 from autofit.interrupts import interrupts_deferred
 from autofit.plan import check_count
-from autofit.probing.messages import Reply, exception_from_dict, exception_to_dict
+from autofit.probing.messages import Reply, message_of_reply, reply_of
 from autofit.probing.process_identity import runs_here, this_process
 from autofit.strategy import World
 from autofit.world import check_ranks, world_of_environment
@@ -74,9 +72,9 @@ def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None)
         check_ranks(ranks or world.size, world)  # here, so that all ranks end alike
         result = lead(world.size)
     except BaseException as error:
-        _publish(store, error, None)
+        _publish(store, Reply(exception=error))
         raise
-    _publish(store, None, result)
+    _publish(store, Reply(result))
     return result
 
 
@@ -135,12 +133,10 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
         ) from None
 
 
-def _publish(store: Store, error: BaseException | None, result: Any) -> None:
+def _publish(store: Store, reply: Reply) -> None:
     """Say how the call ended: with an error, or with plain data."""
-    raised = None if error is None else exception_to_dict(error, None)
-    data = base64.b64encode(pickle.dumps(result)).decode()
     with interrupts_deferred(), suppress(RuntimeError):  # who waits sees that the store is gone
-        store.set("ended", json.dumps({"raised": raised, "result": data}))
+        store.set("ended", json.dumps(message_of_reply(reply)))
 
 
 def _result_of_owner(store: Store) -> Any:
@@ -150,16 +146,10 @@ def _result_of_owner(store: Store) -> Any:
         InvalidRequest: it did not make the call.
         WorkerFailed: it ended without a word.
     """
-    ended = _awaited(store)
-    if ended["raised"] is None:
-        return pickle.loads(base64.b64decode(ended["result"]))
-    reply = Reply(
-        exception=exception_from_dict(ended["raised"]), traceback=ended["raised"]["traceback"]
-    )
-    error = reply.exception_to_raise()
-    assert error is not None  # it was given
-    vars(error)["said_by_rank_0"] = True  # the command line says it once
-    raise error
+    reply = reply_of(_awaited(store))
+    if reply.exception is not None:
+        vars(reply.exception)["said_by_rank_0"] = True  # the command line says it once
+    return reply.value_or_raise()
 
 
 def _awaited(store: Store) -> dict[str, Any]:

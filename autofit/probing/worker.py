@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -29,9 +28,10 @@ from autofit.probing.faults import fault_of, text_of
 from autofit.probing.messages import (
     STACK_SIGNAL,
     DeviceFacts,
+    ProbeRequest,
     Reply,
-    reply_to_dict,
-    request_from_dict,
+    message_of_reply,
+    request_of,
     send,
 )
 from autofit.probing.serialization import read_payload
@@ -40,14 +40,46 @@ from autofit.snapshot import process
 from autofit.strategy import World
 
 
-def main(requests_fd: int, replies_fd: int) -> None:
+def main(requests_fd: int, replies_fd: int, *, is_rank: bool) -> None:
     """Serve requests until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
     _tell_of_exits()
     faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=False)
+    # What the first optimizer, and the first sharded model, import in any case
+    importlib.import_module("torch._dynamo")
+    if is_rank:
+        importlib.import_module("torch.distributed.fsdp")
+    own_pid, answered = os.getpid(), 0
+    session: Session | None = None
     with os.fdopen(requests_fd) as requests, os.fdopen(replies_fd, "w") as replies:
-        _serve(requests, replies)
+        for line in requests:
+            message = json.loads(line)
+            number, reply = message["number"], Reply()
+            try:
+                if session is None:
+                    session, device = _open(message["open"])
+                    reply = Reply(device)
+                else:
+                    session.on_stage = partial(_send_stage, replies, number)
+                    request = request_of(message, session.strategies)
+                    if isinstance(request, ProbeRequest):
+                        reply = session.probe(request)
+                    else:
+                        reply = session.run(request)
+                answer = message_of_reply(reply)
+            # The device could not be opened, a result does not pickle, or unpickling the workload
+            # ended
+            except (Exception, SystemExit) as error:
+                answer = message_of_reply(Reply(exception=error))
+            if os.getpid() != own_pid:
+                os._exit(0)  # the user's code forked, and this is the twin
+            send(replies, {**answer, "number": number})
+            if reply.device_fault is not None:
+                os._exit(0)  # what a dead context leaves behind can only be freed by an abort
+            answered += 1
+            if answered <= 2:  # opened; then trained for the first time
+                _spare_collections()
 
 
 def _tell_of_exits() -> None:
@@ -62,62 +94,17 @@ def _tell_of_exits() -> None:
     os._exit = leave_with_words
 
 
-def _serve(requests: IO[str], replies: IO[str]) -> None:
-    own_pid = os.getpid()
-    session: Session | None = None
-    is_dead = False
-    answer: dict[str, Any]
-    answered = 0
-    for line in requests:
-        message = json.loads(line)
-        if "warm" in message:
-            _import_slow_parts()
-            continue
-        try:
-            if session is None:
-                session, device = _open(message["open"])
-                answer = {"device": device, "exception": None}
-            else:
-                request = request_from_dict(message, session.strategies)
-                on_stage = partial(_send_stage, replies, message["number"])
-                reply = session.answer(request, on_stage)
-                is_dead = reply.device_fault is not None
-                answer = reply_to_dict(reply)
-        # The device could not be opened, a result does not pickle, or unpickling the workload ended
-        except (Exception, SystemExit) as error:
-            answer = reply_to_dict(Reply(exception=error))
-        if os.getpid() != own_pid:
-            os._exit(0)  # the user's code forked, and this is the twin
-        send(replies, {**answer, "number": message["number"]})
-        if is_dead:
-            os._exit(0)  # what a dead context leaves behind can only be freed by an abort
-        answered += 1
-        if answered <= 2:  # opened; then trained for the first time
-            _spare_collections()
-
-
-def _import_slow_parts(*, of_ranks: bool = True) -> None:
-    """Import what the first optimizer, and the first sharded model, import in any case.
-
-    Here, later garbage collections pass over it.
-    """
-    importlib.import_module("torch._dynamo")
-    if of_ranks:
-        importlib.import_module("torch.distributed.fsdp")
-
-
 def _send_stage(replies: IO[str], number: int, stage: str) -> None:
     send(replies, {"stage": stage, "number": number})
 
 
-def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
+def _open(opening: Mapping[str, Any]) -> tuple[Session, DeviceFacts]:
     path = Path(opening["payload"])
     payload = read_payload(path)
     process.restore(payload.computing)
     if opening["threads"] is not None:
         torch.set_num_threads(opening["threads"])
     world = World(**opening["world"])
-    _import_slow_parts(of_ranks=world.size > 1)
     device = _open_device(opening["device"])
     session = Session(
         lambda: read_payload(path, device.torch_device).workload,
@@ -127,7 +114,7 @@ def _open(opening: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
         world=world,
         notes=notes_on_choice(opening["device"]),
     )
-    return session, asdict(DeviceFacts.of(device))
+    return session, DeviceFacts.of(device)
 
 
 def _open_device(name: str | None) -> Device:

@@ -38,11 +38,10 @@ from autofit.probing.messages import (
     OnStage,
     Reply,
     Request,
-    exception_from_dict,
     ignore_stage,
-    reply_from_dict,
+    message_of_request,
+    reply_of,
     reply_to,
-    request_to_dict,
 )
 from autofit.probing.process_lifetime import kill_marked, new_mark
 from autofit.probing.serialization import Payload, beyond_standard, nameless_file, write_payload
@@ -68,6 +67,7 @@ class WorkerChannel:
     Attributes:
         payload: path of the workload's file, which vanishes with the channel.
         environment: variables that the next worker has besides those of this process.
+        process: the worker; None where none was started.
 
     Raises:
         InvalidRequest: the workload cannot be pickled.
@@ -84,13 +84,14 @@ class WorkerChannel:
         world: World = ALONE,
         threads: int | None = None,
     ) -> None:
-        self._process: WorkerProcess | None = None
+        self.process: WorkerProcess | None = None
+        self._spare: tuple[WorkerProcess, Mapping[str, str]] | None = None  # and its variables
         self._device: DeviceFacts | None = None
         self._strategies = strategies
-        self.environment: Mapping[str, str] = {}
+        self.environment: dict[str, str] = {}
         self._files = [nameless_file()]
         self.payload, loader = path_of(self._files[0]), None
-        self._opening = {
+        self._opening: dict[str, Any] = {
             "payload": str(self.payload),
             "device": str(device) if device else None,  # a torch.device cannot be sent as JSON
             "seed": seed,
@@ -109,11 +110,12 @@ class WorkerChannel:
     @property
     def pid(self) -> int | None:
         """Process id of the worker; None where there is none now."""
-        return None if self._process is None else self._process.pid
+        is_there = self.process is not None and not self.process.has_ended
+        return self.process.pid if is_there and self.process is not None else None
 
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start a worker where there is none, and have it open the device."""
-        if self._process is None or self._device is None:
+        if self.pid is None or self._device is None:
             try:
                 opened = self._opened(ends_at)
             except NoReply as lost:
@@ -123,57 +125,61 @@ class WorkerChannel:
                     opened = self._opened(ends_at)
                 except NoReply as lost_again:
                     raise WorkerFailed(lost_again.detail) from None
-            if opened["exception"] is not None:
+            if (error := opened.exception) is not None:
                 self.drop()
-                error = exception_from_dict(opened["exception"])
                 if isinstance(error, SystemExit):  # of the user's code that unpickling runs
                     mark_users(error)
                 if isinstance(error, InvalidRequest) and self._device is not None:
                     raise WorkerFailed(f"{error}: it could be read before") from error
                 fault = fault_of(error)
                 raise _full(fault.detail) if fault.outcome is Outcome.OOM else error
-            self._device = DeviceFacts(**opened["device"])
+            self._device = opened.value
+        assert self._device is not None  # as above
         return self._device
 
     def call(self, request: Request, deadline: Deadline, on_stage: OnStage) -> Reply:
         """Send a request; a worker that does not answer is ended."""
-        sent = request_to_dict(request, self._strategies)
-        return reply_from_dict(self.exchange(sent, deadline, on_stage))
+        assert self.process is not None  # a prober opens before it calls
+        message = message_of_request(request, self._strategies)
+        return reply_of(self.process.ask(message, deadline, on_stage))
 
     def drop(self) -> None:
         """End the worker; the next one is started by `open`."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
 
+    def warm(self) -> None:
+        """Start the next worker, if none waits; it takes no memory of the device."""
+        if self._spare is None:
+            self._spare = self._start(), dict(self.environment)
+
     def close(self) -> None:
-        """End the worker, and let the workload's files go."""
+        """End the workers, and let the workload's files go."""
         with interrupts_deferred():
             self.drop()
+            self._end_spare()
             for file in self._files:
                 file.close()
 
-    def _opened(self, ends_at: float) -> dict[str, Any]:
+    def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
-        self._process = self._next_process()
-        return self.exchange({"open": self._opening}, Deadline.after(START_TIMEOUT_S, ends_at))
-
-    def _next_process(self) -> WorkerProcess:
-        return self._start()
+        if self._spare is not None and self._spare[1] != self.environment:
+            self._end_spare()
+        spare, self._spare = self._spare, None
+        self.process = spare[0] if spare is not None else self._start()
+        deadline = Deadline.after(START_TIMEOUT_S, ends_at)
+        return reply_of(self.process.ask({"open": self._opening}, deadline))
 
     def _start(self) -> WorkerProcess:
-        return WorkerProcess([file.fileno() for file in self._files], self.environment)
+        is_rank = self._opening["world"]["size"] > 1
+        files = [file.fileno() for file in self._files]
+        return WorkerProcess(files, self.environment, is_rank=is_rank)
 
-    def exchange(
-        self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
-    ) -> dict[str, Any]:
-        """Send a request as JSON and return the reply as JSON; `call` says what it raises."""
-        assert self._process is not None  # a prober opens before it calls
-        try:
-            return self._process.ask(message, deadline, on_stage)
-        except BaseException:  # after a Ctrl-C it may answer later, to nobody
-            self.drop()
-            raise
+    def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare[0].kill()
 
 
 def path_of(file: IO[bytes]) -> Path:
@@ -196,7 +202,7 @@ sys.argv[:] = [given["argv0"]]
 from autofit.probing.process_lifetime import die_with_parent
 die_with_parent(*given["lifeline"])  # before torch is imported, which takes seconds
 from autofit.probing.worker import main
-main(*given["pipes"])
+main(*given["pipes"], is_rank=given["is_rank"])
 """
 
 
@@ -206,7 +212,7 @@ def start_worker(
     """Start a worker in a session of its own; the one place where such a process is made.
 
     Args:
-        given: read by `_BOOTSTRAP`: `sys_path`, `argv0`, `lifeline` and `pipes`.
+        given: read by `_BOOTSTRAP`: `sys_path`, `argv0`, `lifeline`, `pipes` and `is_rank`.
         inherited: descriptors that the worker keeps.
         environment: of the worker.
     """
@@ -266,6 +272,10 @@ class WorkerProcess:
     Args:
         files: descriptors of files that the worker may open as `/dev/fd/N`.
         environment: variables that it has besides those of this process.
+        is_rank: whether it will be one of several ranks.
+
+    Attributes:
+        has_ended: whether it was ended.
 
     Raises:
         WorkerFailed: it could not be started.
@@ -275,12 +285,15 @@ class WorkerProcess:
         self,
         files: Sequence[int] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_rank: bool = False,
     ) -> None:
         if not sys.executable:
             raise WorkerFailed(
                 "sys.executable does not name the Python to start a worker with, as where Python "
                 "is embedded in another program: set it"
             )
+        self.has_ended = False
         requests_read, requests_write = _pipe()
         replies_read, replies_write = _pipe()
         lifeline_read, self._lifeline = _pipe()
@@ -291,6 +304,7 @@ class WorkerProcess:
             "argv0": sys.argv[0] if sys.argv else "",
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],
+            "is_rank": is_rank,
         }
         self._mark = new_mark()
         variables = {**_QUIET, **os.environ, **environment, **self._mark}
@@ -319,11 +333,6 @@ class WorkerProcess:
         """Its process id."""
         return self._process.pid
 
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Send what no reply is waited for."""
-        self._asked = secrets.token_hex(8)  # which nothing that writes to every pipe can guess
-        self._outbox.put(json.dumps({**message, "number": self._asked}))
-
     def ask(
         self, message: Mapping[str, Any], deadline: Deadline, on_stage: OnStage = ignore_stage
     ) -> dict[str, Any]:
@@ -334,7 +343,8 @@ class WorkerProcess:
             SearchTimedOut: it did not answer before the search ended; it has been killed.
         """
         kills = oom_kills()
-        self.tell(message)
+        self._asked = secrets.token_hex(8)  # which nothing that writes to every pipe can guess
+        self._outbox.put(json.dumps({**message, "number": self._asked}))
         try:
             while (reply := self._reply(deadline, on_stage)) is not None and "stage" in reply:
                 on_stage(reply["stage"])
@@ -346,6 +356,9 @@ class WorkerProcess:
             self.kill()
             words = f"no answer within {format_seconds(deadline.seconds)}; it hung here:\n{stack}"
             raise NoReply(Outcome.TIMEOUT, words) from None
+        except BaseException:  # after a Ctrl-C it may answer later, to nobody
+            self.kill()
+            raise
         if reply is None:
             returncode = self._reap()
             self.kill()  # now everything that it printed has been read
@@ -373,6 +386,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End it and all that it started at once, and wait for it (within bounds)."""
+        self.has_ended = True
         with interrupts_deferred(), self._ending:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -8,9 +8,9 @@ import pytest
 
 from autofit.codec import from_json, to_json
 from autofit.measurement import Measurement, Outcome, RankUse
-from autofit.probing.agreement import RankReply, agree, gravest
+from autofit.probing.agreement import Answer, agree
 from autofit.probing.fault_table import OTHER_COUNT
-from autofit.probing.faults import Fault, fault_of
+from autofit.probing.messages import NoReply, Reply
 
 WAITS = """no answer within 8.00 s; it hung here:
   File "/site-packages/torch/distributed/distributed_c10d.py", line 3199 in all_reduce
@@ -32,17 +32,25 @@ NCCL_GAVE_UP = """the worker was ended by SIGABRT; it printed last:
 [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"""
 
 
-def ended(outcome: Outcome, detail: str | None = None) -> RankReply:
-    return RankReply(Measurement(outcome, detail))
+def agreed_on(answers: Sequence[Answer]) -> Measurement:
+    measured: Measurement = agree(answers, is_probe=True).value
+    return measured
 
 
-def lost_peer() -> RankReply:
-    return RankReply(Measurement(Outcome.TIMEOUT, "connection closed"), is_consequence=True)
+def ended(outcome: Outcome, detail: str | None = None) -> Answer:
+    """A worker that said how the plan ended; one that did not answer, or died, is lost."""
+    if outcome in (Outcome.CRASHED, Outcome.TIMEOUT):
+        return NoReply(outcome, detail or "")
+    return Reply(Measurement(outcome, detail))
 
 
-def ran(held: int = 10, times: Sequence[float] = (1.0, 2.0)) -> RankReply:
+def lost_peer() -> Answer:
+    return Reply(Measurement(Outcome.TIMEOUT, "connection closed"), is_consequence=True)
+
+
+def ran(held: int = 10, times: Sequence[float] = (1.0, 2.0)) -> Answer:
     use = RankUse(held, held, 0, times[0])
-    return RankReply(
+    return Reply(
         Measurement(
             Outcome.OK,
             step_times_s=times,
@@ -54,7 +62,7 @@ def ran(held: int = 10, times: Sequence[float] = (1.0, 2.0)) -> RankReply:
     )
 
 
-SILENT = RankReply()
+SILENT = None
 OOM, BUG = ended(Outcome.OOM, "out of memory"), ended(Outcome.USER_ERROR, "ValueError")
 KILLED = ended(Outcome.CRASHED, "the worker was ended by SIGKILL")
 
@@ -71,7 +79,7 @@ KILLED = ended(Outcome.CRASHED, "the worker was ended by SIGKILL")
         ([BUG, OOM], Outcome.OOM, 1),
         ([OOM, ended(Outcome.POISONED)], Outcome.POISONED, 1),
         ([KILLED, OOM], Outcome.OOM, 1),
-        ([RankReply(Measurement(Outcome.POISONED), is_consequence=True), OOM], Outcome.OOM, 1),
+        ([Reply(Measurement(Outcome.POISONED), is_consequence=True), OOM], Outcome.OOM, 1),
         ([BUG, SILENT], Outcome.USER_ERROR, 0),
         ([ended(Outcome.TIMEOUT, WAITS), BUG], Outcome.USER_ERROR, 1),
         ([ran(), ended(Outcome.LEAK)], Outcome.LEAK, 1),
@@ -99,9 +107,9 @@ KILLED = ended(Outcome.CRASHED, "the worker was ended by SIGKILL")
     ],
 )
 def test_a_cause_beats_a_consequence_and_the_gravest_cause_decides(
-    replies: list[RankReply], outcome: Outcome, rank: int | None
+    replies: list[Answer], outcome: Outcome, rank: int | None
 ) -> None:
-    agreed = agree(replies)
+    agreed = agreed_on(replies)
     assert (agreed.outcome, agreed.failed_rank) == (outcome, rank)
     if rank is not None:
         assert agreed.detail is not None
@@ -115,12 +123,12 @@ def test_a_cause_beats_a_consequence_and_the_gravest_cause_decides(
         [ended(Outcome.TIMEOUT, WAITS), ended(Outcome.TIMEOUT, WAITS_IN_BACKWARD)],
     ],
 )
-def test_ranks_whose_forwards_differ_in_number_are_told_so(replies: list[RankReply]) -> None:
-    assert OTHER_COUNT in (agree(replies).detail or "")
+def test_ranks_whose_forwards_differ_in_number_are_told_so(replies: list[Answer]) -> None:
+    assert OTHER_COUNT in (agreed_on(replies).detail or "")
 
 
 def test_the_fullest_rank_and_the_slowest_steps_are_those_of_all() -> None:
-    agreed = agree([ran(10, (1.0, 4.0)), ran(30, (2.0, 3.0)), ran(20, (1.5, 3.5))])
+    agreed = agreed_on([ran(10, (1.0, 4.0)), ran(30, (2.0, 3.0)), ran(20, (1.5, 3.5))])
     assert agreed.ok
     assert agreed.failed_rank is None
     assert agreed.step_times_s == (2.0, 4.0)
@@ -130,17 +138,44 @@ def test_the_fullest_rank_and_the_slowest_steps_are_those_of_all() -> None:
 
 
 def test_a_rank_that_went_over_the_budget_is_named() -> None:
-    over = RankReply(Measurement(Outcome.OVER_BUDGET, "held too much", peak_reserved_bytes=90))
-    agreed = agree([ran(), over])
+    over = Reply(Measurement(Outcome.OVER_BUDGET, "held too much", peak_reserved_bytes=90))
+    agreed = agreed_on([ran(), over])
     assert (agreed.outcome, agreed.failed_rank) == (Outcome.OVER_BUDGET, 1)
 
 
-def test_outside_of_probes_too_a_cause_beats_a_consequence() -> None:
-    peer = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
-    faults: dict[int, Fault] = {
-        0: fault_of(RuntimeError(peer)),
-        1: fault_of(ValueError("the user's own")),
-    }
-    assert faults[0].is_consequence
-    assert gravest(faults) == 1
-    assert gravest({0: faults[0]}) == 0
+CLOSED = Reply(
+    exception=RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    )
+)
+RAISED = Reply(exception=ValueError("the user's own"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "decisive"),
+    [([CLOSED, RAISED], RAISED), ([RAISED, SILENT], RAISED), ([CLOSED, CLOSED], CLOSED)],
+)
+def test_outside_of_probes_too_a_cause_beats_a_consequence(
+    answers: list[Answer], decisive: Reply
+) -> None:
+    agreed = agree(answers, is_probe=False)
+    assert agreed.exception is decisive.exception
+    assert agreed.spent
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([CLOSED, KILLED], "rank 1: the worker was ended by SIGKILL"),
+        ([ended(Outcome.TIMEOUT, WAITS), ended(Outcome.TIMEOUT, HANGS)], "rank 1: no answer"),
+        ([Reply(3), SILENT], "rank 1: no answer"),
+    ],
+)
+def test_a_call_that_a_rank_did_not_survive_has_no_reply(answers: list[Answer], words: str) -> None:
+    with pytest.raises(NoReply) as lost:
+        agree(answers, is_probe=False)
+    assert lost.value.detail.startswith(words)
+
+
+def test_the_value_of_a_call_is_that_of_rank_0() -> None:
+    assert agree([Reply(3), Reply(4)], is_probe=False).value == 3

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +21,10 @@ from autofit.probing.messages import (
     ProbeRequest,
     ProbeResult,
     Reply,
-    exception_from_dict,
-    exception_to_dict,
-    reply_from_dict,
-    reply_to_dict,
-    request_from_dict,
-    request_to_dict,
+    message_of_reply,
+    message_of_request,
+    reply_of,
+    request_of,
     send,
 )
 from autofit.registry import load_strategies
@@ -59,8 +58,8 @@ class Mute(Exception):
 
 
 def _there_and_back(exception: BaseException, traceback: str | None = "where it was") -> Any:
-    sent = json.dumps(reply_to_dict(Reply(exception=exception, traceback=traceback)))
-    return reply_from_dict(json.loads(sent)).exception_to_raise()
+    sent = json.dumps(message_of_reply(Reply(exception=exception, traceback=traceback)))
+    return reply_of(json.loads(sent)).exception_to_raise()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_what_init_wants_does_not_matter() -> None:
 
 @pytest.mark.parametrize("exception", [Holding("not fine"), Heavy("with a batch")])
 def test_what_cannot_travel_stays_behind_and_the_type_does_not(exception: BaseException) -> None:
-    assert len(json.dumps(exception_to_dict(exception, None))) < 2**20
+    assert len(json.dumps(message_of_reply(Reply(exception=exception)))) < 2**20
     back = _there_and_back(exception)
     assert type(back) is type(exception)
     assert str(back) == str(exception)
@@ -121,11 +120,27 @@ def test_notes_travel() -> None:
     assert _there_and_back(noted).__notes__ == ["in sample 7"]
 
 
-def test_an_unreadable_exception_is_described_in_words() -> None:
-    data = exception_to_dict(Strict(3, "bad"), "where") | {"pickled": "bm90IGEgcGlja2xl"}
-    back = exception_from_dict(data)
+class OfAFile(Exception):
+    """Reads a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return of_file, (self.args[0],)
+
+
+def of_file(path: Path) -> OfAFile:
+    path.read_text()
+    return OfAFile(path)
+
+
+def test_an_unreadable_exception_is_described_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "needed"
+    path.touch()
+    message = message_of_reply(Reply(exception=OfAFile(path)))
+    assert type(reply_of(message).exception) is OfAFile
+    path.unlink()
+    back = reply_of(message).exception
     assert isinstance(back, WorkloadFailed)
-    assert "Strict: 3: bad" in str(back)
+    assert f"OfAFile: {path}" in str(back)
     assert type(_there_and_back(Mute())) is Mute
 
 
@@ -172,16 +187,16 @@ def test_every_other_outcome_is_not_an_error_of_the_users_code(outcome: Outcome)
 )
 def test_requests_cross_as_one_line(request_: ProbeRequest) -> None:
     pipe = io.StringIO()
-    send(pipe, request_to_dict(request_, ()))
+    send(pipe, message_of_request(request_, ()))
     (line,) = pipe.getvalue().splitlines()
-    assert request_from_dict(json.loads(line), ()) == request_
+    assert request_of(json.loads(line), ()) == request_
 
 
 @pytest.mark.parametrize("make", [ProbeRequest, lambda resolved: Call(partial(print, resolved), 1)])
 def test_strategies_are_those_of_the_receiver(make: Any) -> None:
     (sent,), (received,) = load_strategies(["precision"]), load_strategies(["precision"])
-    data = request_to_dict(make(ResolvedPlan(Plan(4), strategies=[sent])), [sent])
-    arrived: Any = request_from_dict(json.loads(json.dumps(data)), [received])
+    data = message_of_request(make(ResolvedPlan(Plan(4), strategies=[sent])), [sent])
+    arrived: Any = request_of(json.loads(json.dumps(data)), [received])
     resolved = arrived.resolved if make is ProbeRequest else arrived.function.args[0]
     assert resolved.strategies == [received]
     assert resolved.strategies[0] is received is not sent
