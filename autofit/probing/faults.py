@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autofit.devices.base import MemoryReading
 from autofit.errors import chain_of
@@ -177,16 +177,13 @@ def is_explained(fault: Fault, after: MemoryReading, *, vram_budget_bytes: int) 
     return needed > vram_budget_bytes
 
 
-def spilled(measurement: Measurement, *, available_bytes: int) -> Measurement:
-    """Return the measurement; over budget if the process held more than the device had left."""
-    held = measurement.held_bytes
-    if not measurement.ok or held is None or held <= available_bytes:
-        return measurement
-    return replace(
-        measurement,
-        outcome=Outcome.OVER_BUDGET,
-        detail=f"held {format_bytes(held)} where the device had {format_bytes(available_bytes)} "
-        "left after other processes: the rest lay in host memory",
+def spilled(held_bytes: int, available_bytes: int) -> str | None:
+    """Return in words that the process held more than the device had left; None: it did not."""
+    if held_bytes <= available_bytes:
+        return None
+    return (
+        f"held {format_bytes(held_bytes)} where the device had {format_bytes(available_bytes)} "
+        "left after other processes: the rest lay in host memory"
     )
 
 

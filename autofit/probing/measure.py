@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -22,6 +22,7 @@ from autofit.devices.base import Device, MemoryReading
 from autofit.errors import collect_garbage
 from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.plan import Plan
+from autofit.probing.faults import has_moved, spilled
 from autofit.probing.messages import ProbeRequest
 from autofit.training.batch import Batch, map_tensors
 from autofit.training.builder import TrainingBuilder
@@ -54,7 +55,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
     places = micro_batches_to_run(workload, plan, full_accumulation=request.full_accumulation)
     sizes = plan.micro_batch_sizes_of(builder.world.rank)
     batch = map_tensors(device.stage, workload.batch(sum(sizes[place] for place in places)))
-    counts = stands_for(plan, places)
+    counts, foreign_before = stands_for(plan, places), device.foreign_bytes()
     steps = _Steps()
     with ExitStack() as applied:
         with device.accounting():
@@ -87,15 +88,59 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
             steps.times_s += times_s if training.ranks is None else training.ranks.largest(times_s)
             if not math.isfinite(steps.loss):
                 break
-        steps.busy_percent = device.busy_percent()
+        busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
         run = len(places) if training.has_split else 1  # a train_step may take all at once
         notes = training.notes()
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
-    measured = _measurement(steps, before, after, growth, vram_budget_bytes, run)
-    measured = replace(measured, notes=notes, start_up_s=steps.start_up_s())
-    return measured if training.ranks is None else replace(measured, ranks=[_own_use(after, steps)])
+    foreign = device.foreign_bytes()
+    available = device.total_bytes - max(foreign or 0, foreign_before or 0)
+    held = after.peak_reserved_bytes + after.non_torch_bytes
+    retries = after.allocator_retries - before.allocator_retries
+    outcome, detail = _verdict(steps.loss, growth, retries, held, vram_budget_bytes, available)
+    return Measurement(
+        outcome,
+        detail,
+        step_times_s=steps.times_s,
+        peak_allocated_bytes=after.peak_allocated_bytes,
+        peak_reserved_bytes=after.peak_reserved_bytes,
+        non_torch_bytes=after.non_torch_bytes,
+        allocator_retries=retries,
+        loss=steps.loss if math.isfinite(steps.loss) else None,
+        losses=[loss for loss in steps.losses if math.isfinite(loss)],
+        micro_batches_run=run,
+        contended=has_moved(foreign_before, foreign, total_bytes=device.total_bytes),
+        busy_percent=busy_percent,
+        start_up_s=steps.start_up_s(),
+        notes=notes,
+        ranks=[] if training.ranks is None else [_own_use(after, steps)],
+    )
+
+
+def _verdict(
+    loss: float,
+    growth: Growth | None,
+    retries: int,
+    held_bytes: int,
+    vram_budget_bytes: int,
+    available_bytes: int,
+) -> tuple[Outcome, str | None]:
+    """Return how steps that all ran ended, and in words what is to say of it."""
+    headroom = vram_budget_bytes - held_bytes
+    if not math.isfinite(loss):
+        return Outcome.NONFINITE, f"the loss became {loss}"
+    if growth is not None and growth.is_leak(headroom):
+        return Outcome.LEAK, growth.words(headroom)
+    if held_bytes > vram_budget_bytes:
+        words = f"held {format_bytes(held_bytes)} of {format_bytes(vram_budget_bytes)} allowed"
+        return Outcome.OVER_BUDGET, words
+    if retries > 0:
+        flushed = f"the allocator flushed its cache {counted(retries, 'time')} in the timed steps"
+        return Outcome.RETRIES, flushed
+    if (words_of_spill := spilled(held_bytes, available_bytes)) is not None:
+        return Outcome.OVER_BUDGET, words_of_spill
+    return Outcome.OK, growth.words(headroom) if growth is not None and growth.collectable else None
 
 
 @dataclass
@@ -112,7 +157,6 @@ class _Steps:
     end_bytes: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     loss: float = math.nan
-    busy_percent: int | None = None
     warm_up_s: float = 0.0
     warm_up_steps: int = 0
 
@@ -213,45 +257,6 @@ def _seconds(device: Device, marks: Sequence[Any], counts: Sequence[float]) -> f
     if len(micro_batches) != len(counts):
         counts = [sum(counts) / len(counts)] * len(micro_batches)
     return update + sum(s * count for s, count in zip(micro_batches, counts, strict=True))
-
-
-def _measurement(
-    steps: _Steps,
-    before: MemoryReading,
-    after: MemoryReading,
-    growth: Growth | None,
-    vram_budget_bytes: int,
-    micro_batches_run: int,
-) -> Measurement:
-    retries = after.allocator_retries - before.allocator_retries
-    held = after.peak_reserved_bytes + after.non_torch_bytes
-    headroom = vram_budget_bytes - held
-    outcome, detail = Outcome.OK, None
-    if growth is not None and growth.collectable:
-        detail = growth.words(headroom)
-    if not math.isfinite(steps.loss):
-        outcome, detail = Outcome.NONFINITE, f"the loss became {steps.loss}"
-    elif growth is not None and growth.is_leak(headroom):
-        outcome, detail = Outcome.LEAK, growth.words(headroom)
-    elif held > vram_budget_bytes:
-        outcome = Outcome.OVER_BUDGET
-        detail = f"held {format_bytes(held)} of {format_bytes(vram_budget_bytes)} allowed"
-    elif retries > 0:
-        outcome = Outcome.RETRIES
-        detail = f"the allocator flushed its cache {counted(retries, 'time')} in the timed steps"
-    return Measurement(
-        outcome,
-        detail,
-        step_times_s=steps.times_s,
-        peak_allocated_bytes=after.peak_allocated_bytes,
-        peak_reserved_bytes=after.peak_reserved_bytes,
-        non_torch_bytes=after.non_torch_bytes,
-        allocator_retries=retries,
-        loss=steps.loss if math.isfinite(steps.loss) else None,
-        losses=[loss for loss in steps.losses if math.isfinite(loss)],
-        micro_batches_run=micro_batches_run,
-        busy_percent=steps.busy_percent,
-    )
 
 
 # How many optimizer steps are timed: the one rule, for real and simulated devices alike.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from autofit.devices.base import Device, MemoryReading
@@ -22,7 +21,6 @@ from autofit.probing.faults import (
     is_explained,
     memory_was_short,
     only_libraries_went_over,
-    spilled,
 )
 from autofit.probing.measure import measure
 from autofit.probing.messages import Call, OnStage, ProbeRequest, Reply, ignore_stage
@@ -92,7 +90,7 @@ class Session:
             return Reply(measurement, spent=True, device_fault=broken)
         budget = request.vram_budget_bytes
         assert budget is not None  # the prober fills it in
-        before, foreign_before = self._device.read(), _unless_dead(self._device.foreign_bytes)
+        before, foreign_before = self._device.read(), self._device.foreign_bytes()
         measured, error, text, fault = None, None, None, None
         try:
             self._device.limit(budget)
@@ -107,11 +105,29 @@ class Session:
             is_dead = fault.outcome is Outcome.POISONED or not self._synchronizes()
             (never_release if is_dead else release_exception)(error)
         self.builder.reclaim_or_not()
-        reply = self._judged(measured, fault, budget, before, foreign_before)
-        if error is not None and reply.value.outcome is Outcome.USER_ERROR:
+        is_explained = True
+        if (broken := self.device_fault()) is not None:
+            measured = Measurement(Outcome.POISONED, broken if fault is None else fault.detail)
+        elif fault is not None:
+            measured, is_explained = self._measured_of(fault, budget, before, foreign_before)
+        assert measured is not None  # a probe without a fault measured something
+        is_poisoned = measured.outcome is Outcome.POISONED
+        is_users = error is not None and measured.outcome is Outcome.USER_ERROR
+        if is_users and error is not None:
             mark_users(error)
-            reply = replace(reply, exception=error, traceback=text)
-        return reply
+        after = _unless_dead(self._device.read)
+        retained = 0 if after is None else after.allocated_bytes - before.allocated_bytes
+        kills = is_poisoned or (fault is not None and fault.kills_context)
+        went_over = only_libraries_went_over(measured, before, budget)
+        return Reply(
+            measured,
+            exception=error if is_users else None,
+            traceback=text if is_users else None,
+            spent=kills or retained > RETAINED_BYTES,
+            device_fault=measured.detail or "no detail" if is_poisoned else None,
+            worth_repeating=not is_explained or went_over,
+            is_consequence=fault is not None and fault.is_consequence,
+        )
 
     def device_fault(self) -> str | None:
         """Return how the device fails at a small computation now; None: it works, or is full."""
@@ -123,61 +139,27 @@ class Session:
             return None if is_full else fault.detail
         return None
 
-    def _judged(
-        self,
-        measured: Measurement | None,
-        fault: Fault | None,
-        budget: int,
-        before: MemoryReading,
-        foreign_before: int | None,
-    ) -> Reply:
-        """Return what came of a probe in the light of what the device shows after it."""
-        foreign = _unless_dead(self._device.foreign_bytes)
-        available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
-        unexplained = False
-        if fault is not None:
-            measured, unexplained = self._after_fault(fault, before, budget, available)
-        elif (broken := self.device_fault()) is not None:
-            measured = Measurement(Outcome.POISONED, broken)
-        assert measured is not None  # a probe without a fault measured something
-        moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
-        crowded = unexplained and available < budget
-        measured = replace(spilled(measured, available_bytes=available), contended=moved or crowded)
-        poisoned = measured.outcome is Outcome.POISONED
-        kills = poisoned or (fault is not None and fault.kills_context)
-        return Reply(
-            measured,
-            spent=kills or self._retained(before) > RETAINED_BYTES,
-            device_fault=measured.detail or "no detail" if poisoned else None,
-            worth_repeating=unexplained or only_libraries_went_over(measured, before, budget),
-            is_consequence=fault is not None and fault.is_consequence,
-        )
-
-    def _after_fault(
-        self, fault: Fault, before: MemoryReading, budget: int, available_bytes: int
+    def _measured_of(
+        self, fault: Fault, budget: int, before: MemoryReading, foreign_before: int | None
     ) -> tuple[Measurement, bool]:
-        """Return what a fault means now that the device can be read, and if it is unexplained."""
-        if self.device_fault() is not None:
-            return Measurement(Outcome.POISONED, fault.detail), False
-        after = self._device.read()
-        short = memory_was_short(
-            before, after, vram_budget_bytes=budget, available_bytes=available_bytes
-        )
+        """Return what a fault means now that the device can be read, and if memory explains it."""
+        after, foreign = self._device.read(), self._device.foreign_bytes()
+        available = self._device.total_bytes - max(foreign or 0, foreign_before or 0)
+        short = memory_was_short(before, after, vram_budget_bytes=budget, available_bytes=available)
         outcome = fault.outcome_where(memory_was_short=short)
+        explained = outcome is not Outcome.OOM or is_explained(
+            fault, after, vram_budget_bytes=budget
+        )
+        moved = has_moved(foreign_before, foreign, total_bytes=self._device.total_bytes)
         measurement = Measurement(
             outcome,
             fault.detail,
             peak_allocated_bytes=after.peak_allocated_bytes,
             peak_reserved_bytes=after.peak_reserved_bytes,
             non_torch_bytes=after.non_torch_bytes,
+            contended=moved or (not explained and available < budget),
         )
-        explained = is_explained(fault, after, vram_budget_bytes=budget)
-        return measurement, outcome is Outcome.OOM and not explained
-
-    def _retained(self, before: MemoryReading) -> int:
-        """Return the bytes that outlived the probe; 0 where a dead device cannot be read."""
-        after = _unless_dead(self._device.read)
-        return 0 if after is None else after.allocated_bytes - before.allocated_bytes
+        return measurement, explained
 
     def _synchronizes(self) -> bool:
         """Return whether the device still answers; unlike a health check, this takes no memory."""

@@ -253,7 +253,8 @@ class Training(AbstractContextManager["Training"]):
         """
         total: torch.Tensor | None = None
         for micro_batch, weight in self.micro_batches(batch):
-            loss = self.loss(micro_batch)
+            with self.context():
+                loss, self.loss_source = self.recipe.loss_and_source(self.model, micro_batch)
             share = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
             total = share if total is None else total + share
             self.backward(loss, weight)

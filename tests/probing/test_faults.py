@@ -10,7 +10,7 @@ from torch._inductor.exc import InductorError
 
 from autofit.devices.base import MemoryReading
 from autofit.errors import Unsupported, chain_of
-from autofit.measurement import Measurement, Outcome
+from autofit.measurement import Outcome
 from autofit.probing.fault_table import GRAVITY, ROWS
 from autofit.probing.faults import (
     MESSAGE_BYTES,
@@ -492,14 +492,8 @@ def test_an_oom_is_explained_by_live_bytes(
 
 
 def test_what_lay_in_host_memory_is_no_fit() -> None:
-    ran = Measurement(Outcome.OK, peak_reserved_bytes=9 * GIB, non_torch_bytes=GIB)
-    assert spilled(ran, available_bytes=10 * GIB) is ran
-    found = spilled(ran, available_bytes=10 * GIB - 1)
-    assert found.outcome is Outcome.OVER_BUDGET
-    assert found.detail is not None
-    assert "host memory" in found.detail
-    failed = Measurement(Outcome.OOM, peak_reserved_bytes=9 * GIB)
-    assert spilled(failed, available_bytes=GIB) is failed
+    assert spilled(10 * GIB, 10 * GIB) is None
+    assert "host memory" in (spilled(10 * GIB, 10 * GIB - 1) or "")
 
 
 @pytest.mark.parametrize(

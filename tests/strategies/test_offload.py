@@ -298,9 +298,21 @@ def test_one_tensor_is_back_before_it_is_asked_for() -> None:
     assert float(host.bring_back(first).mean()) == 1.0
 
 
-def test_a_host_without_room_is_the_hosts_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Training, "host_available_bytes", 2 * offload.LEAST_BYTES)
-    measured = probed(deep(), True)
+class Cramped:
+    """The worker that reads it has hardly any host memory."""
+
+    def __reduce__(self) -> Any:
+        return cramp, ()
+
+
+def cramp() -> None:
+    setattr(Training, "host_available_bytes", 2 * offload.LEAST_BYTES)  # noqa: B010  # a property
+
+
+def test_a_host_without_room_is_the_hosts_fault() -> None:
+    workload = deep()
+    vars(workload.model)["host"] = Cramped()
+    measured = probed(workload, True)
     assert measured.outcome is Outcome.HOST_OOM
     assert "the host's available memory" in (measured.detail or "")
 
