@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InvalidRequest
 from autofit.plan import Dimension, settings_of
@@ -15,59 +14,41 @@ if TYPE_CHECKING:
     from autofit.training.builder import TrainingBuilder
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """What must not differ between ranks.
-
-    Attributes:
-        gpu, driver, torch: of its device and software; None: there is none.
-        weights: a number that other first weights would change.
-    """
-
-    gpu: str | None
-    driver: str | None
-    torch: str
-    weights: float
-
-
 def check_ranks_alike(builder: TrainingBuilder, weights: float) -> None:
     """Refuse ranks that differ; every rank of the builder's world calls this.
 
     Args:
         builder: of this rank.
-        weights: see `RankFacts`.
+        weights: a number that other first weights would change.
 
     Raises:
         InvalidRequest: they are not alike.
     """
     from autofit.training.ranks import Ranks
 
-    found = builder.device.environment
-    own = RankFacts(gpu=found.gpu, driver=found.driver, torch=found.torch, weights=weights)
+    own = {"gpu": builder.device.environment.gpu, "weights": weights}
     check_alike(Ranks(builder.world, builder.device.torch_device).objects(own))
 
 
-def check_alike(ranks: Sequence[RankFacts]) -> None:
-    """Refuse ranks that differ.
+def check_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse ranks that differ in GPU or first weights, by the first that does.
 
     Raises:
-        InvalidRequest: the first that does, and what it has instead.
+        InvalidRequest: what it has instead.
     """
     first = ranks[0]
     for rank, facts in enumerate(ranks):
-        if facts.weights != first.weights:
+        if facts["weights"] != first["weights"]:
             raise InvalidRequest(
                 f"rank {rank} starts from other weights than rank 0: the function that builds the "
                 "model draws them from something else than torch's random numbers, which are "
                 "seeded alike"
             )
-        for name in ("gpu", "driver", "torch"):
-            own, theirs = getattr(facts, name), getattr(first, name)
-            if own != theirs:
-                raise InvalidRequest(
-                    f"rank {rank} has {name} {own}, rank 0 {theirs}: a search needs {len(ranks)} "
-                    "alike"
-                )
+        if facts["gpu"] != first["gpu"]:
+            raise InvalidRequest(
+                f"rank {rank} has gpu {facts['gpu']}, rank 0 {first['gpu']}: a search needs "
+                f"{len(ranks)} alike"
+            )
 
 
 def check_shared(

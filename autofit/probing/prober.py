@@ -41,7 +41,6 @@ from autofit.probing.messages import (
     OnStage,
     ProbeRequest,
     ProbeResult,
-    Reply,
     ignore_stage,
 )
 from autofit.probing.survey import (
@@ -238,7 +237,7 @@ class Prober(AbstractContextManager["Prober"]):
             )
             looks = _Looks([each.name for each in self.strategies], self._deadlines)
             try:
-                survey: Survey = self._answer(call, looks=looks).value_or_raise()
+                survey: Survey = self._answer(call, looks=looks)
                 return survey
             except StrategyLost as lost:
                 known = left_out if lost.strategy in sparing else sparing
@@ -270,26 +269,28 @@ class Prober(AbstractContextManager["Prober"]):
         except DeviceFull as full:
             return ProbeResult(Measurement(Outcome.OOM, str(full), contended=True))
         began, contended, doubted = time.monotonic(), False, False
+        error = None
         try:
             for _ in range(1 + MOST_REPEATS):
-                deadline = self._ready(wait_s, ends_at)
+                self._open(ends_at)
+                deadline = Deadline.after(wait_s, ends_at)
                 reply = self._channel.call(
                     request, deadline, lambda stage: self._on_stage(f"{stage} {request.plan}")
                 )
-                self._settle(reply)
                 seen: Measurement = reply.value
+                error, is_spent = reply.exception_to_raise(), reply.spent
                 contended = contended or seen.contended
                 again = seen.contended or (reply.worth_repeating and not doubted)
-                if reply.spent or not again:
+                if is_spent:
+                    self._channel.drop()
+                if is_spent or not again:
                     break
                 doubted = doubted or reply.worth_repeating
         except NoReply as lost:
-            seen = Measurement(lost.outcome, lost.detail)
-            reply = Reply(seen, spent=True)
+            seen, is_spent = Measurement(lost.outcome, lost.detail), True
         seen = replace(seen, contended=contended, seconds=time.monotonic() - began)
-        if reply.spent and seen.outcome.may_be_accident:
+        if is_spent and seen.outcome.may_be_accident:
             self._note_lost_worker(request.plan, seen)
-        error = reply.exception_to_raise()
         if error is not None:
             note_tried(error, f"probing {request.plan}")
         return ProbeResult(seen, error)
@@ -330,35 +331,30 @@ class Prober(AbstractContextManager["Prober"]):
             Exception: what the function raised, as it was raised.
         """
         call = Call(function, vram_budget_bytes or self.vram_budget_bytes)
-        result: _Result = self._answer(call, expected_seconds).value_or_raise()
+        result: _Result = self._answer(call, expected_seconds)
         return result
 
     def _answer(
-        self,
-        call: Call,
-        expected_seconds: float | None = None,
-        *,
-        looks: _Looks | None = None,
-        has_died: bool = False,
-    ) -> Reply:
-        again = partial(self._answer, call, expected_seconds, looks=looks, has_died=True)
-        try:
-            deadline = self._ready(self._deadlines.of(expected_seconds), self._ends_at)
+        self, call: Call, expected_seconds: float | None = None, looks: _Looks | None = None
+    ) -> Any:
+        """Return what a function returns, or raise what it raised; `run` says what else."""
+        for is_last in (False, True):
+            self._open(self._ends_at)
+            deadline = Deadline.after(self._deadlines.of(expected_seconds), self._ends_at)
             on_stage = self._on_stage if looks is None else looks.bounding(deadline, self._on_stage)
-            reply = self._channel.call(call, deadline, on_stage)
-        except NoReply as lost:
-            if looks is not None and looks.now is not None:
-                raise StrategyLost(looks.now, lost.detail) from None
-            if has_died or lost.outcome is Outcome.TIMEOUT:
-                raise WorkerFailed(lost.detail) from None
-            return again()
-        self._settle(reply)
-        is_look = isinstance(reply.exception, StrategyLost)  # which its next look repeats
-        has_failed = None not in (reply.device_fault, reply.exception)
-        if is_look or not has_failed:
-            return reply
-        if not has_died:
-            return again()
+            try:
+                reply = self._channel.call(call, deadline, on_stage)
+            except NoReply as lost:
+                if looks is not None and looks.now is not None:
+                    raise StrategyLost(looks.now, lost.detail) from None
+                if is_last or lost.outcome is Outcome.TIMEOUT:
+                    raise WorkerFailed(lost.detail) from None
+                continue
+            if reply.spent:
+                self._channel.drop()
+            is_look = isinstance(reply.exception, StrategyLost)  # which its next look repeats
+            if is_look or reply.exception is None or reply.device_fault is None:
+                return reply.value_or_raise()
         raise WorkerFailed(
             f"the device failed outside a probe, also in a fresh worker: {reply.device_fault}. A "
             "device-side assert is most often an index out of range in the model, the loss or the "
@@ -407,16 +403,6 @@ class Prober(AbstractContextManager["Prober"]):
         if had_none:
             self.start_s = time.monotonic() - began
         return facts
-
-    def _ready(self, wait_s: float, ends_at: float) -> Deadline:
-        """Have the channel open; return until when to await the reply of what is asked now."""
-        self._open(ends_at)
-        return Deadline.after(wait_s, ends_at)
-
-    def _settle(self, reply: Reply) -> None:
-        """Drop a worker that may not answer again."""
-        if reply.spent:
-            self._channel.drop()
 
 
 class _Looks:
