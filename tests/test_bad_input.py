@@ -101,10 +101,10 @@ def _holding_itself() -> list[Any]:
         ({"sample_batch": torch.tensor(1.0)}, r"tensor.*n -> batch"),
         ({"sample_batch": torch.zeros(0, 8)}, r"\b0 samples"),
         (
-            {"sample_batch": torch.zeros(4, 8, device="meta"), "isolation": "process"},
+            {"sample_batch": torch.zeros(4, 8, device="meta")},
             r"sample batch.*meta.*values",
         ),
-        ({"model": model().to("meta"), "isolation": "process"}, r"model.*meta.*values"),
+        ({"model": model().to("meta")}, r"model.*meta.*values"),
         ({"profile": "a\0.json"}, r"profile.*NUL"),
         ({"sample_batch": _holding_itself()}, r"batch \(a list\) holds itself"),
         (

@@ -14,7 +14,7 @@ from autofit.errors import (
     with_type,
 )
 from autofit.probing.faults import fault_of
-from autofit.probing.messages import exception_from_dict, exception_to_dict
+from autofit.probing.messages import Reply, message_of_reply, reply_of
 
 
 class Guarded(Exception):
@@ -66,9 +66,9 @@ def test_the_text_of_an_exception_is_cut() -> None:
         error = raised(RuntimeError(text))
         shown = traceback_text(error)
         assert len(shown) < 10**5
-        sent = exception_to_dict(error, None)
-        assert sum(len(part) for part in sent.values() if isinstance(part, str)) < 10**5
-        assert str(exception_from_dict(sent)).startswith("builtins.RuntimeError: x")
+        sent = message_of_reply(Reply(exception=error))
+        assert len(sent["reply"]) < 2 * 10**5
+        assert str(reply_of(sent).exception).startswith("builtins.RuntimeError: x")
         assert len(fault_of(error).message) < 10**4
         assert with_type(error).startswith("RuntimeError: x")
         assert max(len(with_type(error)), len(in_one_line(error))) < 10**4
@@ -81,5 +81,6 @@ def test_a_long_text_leaves_the_place_where_it_was_raised() -> None:
 def test_a_text_that_interrupts_is_described() -> None:
     error = raised(Unspeakable())
     assert "Unspeakable" in fault_of(error).message
-    assert "Unspeakable" in exception_to_dict(error, "")["message"]
+    message = message_of_reply(Reply(exception=error))
+    assert type(reply_of(message).exception) is Unspeakable
     assert "test_errors.py" in traceback_text(error)

@@ -465,7 +465,6 @@ def open_prober(
     device = device_meant(target.device, live)
     check_budget(target.vram_budget)
     _check_seed(target.seed)
-    _check_has_values(live)
     channel: Channel
     if target.ranks > 1:
         channel = _rank_channel(workload, strategies, target)
@@ -499,15 +498,6 @@ def _rank_channel(workload: Workload, strategies: Sequence[Strategy], target: Ta
         seed=target.seed,
         threads=target.threads,
     )
-
-
-def _check_has_values(model: torch.nn.Module | None) -> None:
-    """Refuse a live model on the meta device: it can be predicted, but not run."""
-    if model is not None and any(p.is_meta for p in model.parameters()):
-        raise InvalidRequest(
-            "the model lies on the meta device and has no values to train: give a function that "
-            "builds it, or a model on the CPU"
-        )
 
 
 def _check_seed(seed: Any) -> None:
