@@ -116,7 +116,7 @@ class SupportsProbing(Protocol):
         """
 
     def renew(self) -> None:
-        """Have the next probe run in a fresh worker."""
+        """Have the next probe run in a fresh worker; end one that runs in another thread."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class Prober(AbstractContextManager["Prober"]):
         ) from reply.exception_to_raise()
 
     def renew(self) -> None:
-        """Have the next request answered by a fresh worker."""
+        """Have the next request answered by a fresh worker; end what runs in another thread."""
         self._channel.drop()
 
     @contextmanager
@@ -375,10 +375,6 @@ class Prober(AbstractContextManager["Prober"]):
         finally:
             self._channel.drop()
             self._channel.environment.clear()
-
-    def interrupt(self) -> None:
-        """End what runs in another thread, with its worker."""
-        self._channel.drop()
 
     def close(self) -> None:
         """End the worker, and give the device back."""

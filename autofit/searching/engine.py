@@ -40,7 +40,7 @@ from autofit.report.record import Skipped
 from autofit.searching import events, result, trial_codec
 from autofit.searching.limits import COMPARED, Allowance
 from autofit.searching.result import INTERRUPTED, SearchResult
-from autofit.searching.runner import Job, Runner
+from autofit.searching.runner import Job, Place, Runner
 from autofit.searching.sampler import PlannerSampler
 from autofit.searching.study import Store
 
@@ -97,7 +97,7 @@ def run_search(
     with held as opened:
         opened.begin(spec)
         search = Search(
-            prober if isinstance(prober, Runner) else Runner(prober),
+            prober if isinstance(prober, Runner) else Runner([Place(prober)]),
             opened.spec or spec,
             opened,
             None if isinstance(sampler, PlannerSampler) else sampler,

@@ -2,13 +2,13 @@
 
 Promises: the one process that searches submits every job and hears how each ended.
 
-In: jobs, as many at once as there are lanes. Out: each job with the result of its probe.
+In: jobs, as many at once as there are places. Out: each job with the result of its probe.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 
@@ -43,15 +43,17 @@ class Job:
     is_replicate: bool = False
 
 
-class Bench:
-    """A prober, and what its present worker has run.
+class Place:
+    """One place where a job can run: a prober, its thread, and what its worker has run.
 
     Args:
-        prober: used by one thread at a time.
+        prober: of the place's device.
+        thread: that runs the jobs, and has opened the prober; None: the one that waits for them.
     """
 
-    def __init__(self, prober: SupportsProbing) -> None:
-        self._prober = prober
+    def __init__(self, prober: SupportsProbing, thread: Executor | None = None) -> None:
+        self.prober, self.thread = prober, thread
+        self.replicates: Counter[Plan] = Counter()
         self._replicated: set[Plan] = set()  # by the present worker, which ran nothing else
 
     def run(self, job: Job) -> ProbeResult:
@@ -60,7 +62,7 @@ class Bench:
         is_used = job.is_replicate and (not self._replicated or plan in self._replicated)
         if job.needs_fresh_worker or job.runs_alone or is_used:
             self._renew()
-        result = self._prober.probe(job.request)
+        result = self.prober.probe(job.request)
         if job.runs_alone:
             self._renew()
         elif job.is_replicate:
@@ -70,49 +72,26 @@ class Bench:
         return result
 
     def _renew(self) -> None:
-        self._prober.renew()
+        self.prober.renew()
         self._replicated.clear()
 
 
-@dataclass(frozen=True, eq=False)
-class Lane:
-    """One place where a job can run.
-
-    Attributes:
-        run: runs a job there.
-        executor: takes it there; None: it runs in the thread that waits for it.
-        stop: ends what runs there, so that its future ends soon.
-    """
-
-    run: Callable[[Job], ProbeResult]
-    executor: Executor | None = None
-    stop: Callable[[], object] = lambda: None
-
-
 class Runner:
-    """Runs jobs on lanes, one on each at a time.
+    """Runs jobs at places, one at each at a time.
 
     Args:
-        prober: of the device that the search looked at; its facts hold for all lanes.
-        lanes: where jobs run; None: on the prober, in the caller's thread.
+        places: where jobs run; the facts of the first one's prober hold for all.
         on_stage: called with a line of words where nothing has ended for `QUIET_S`.
     """
 
-    def __init__(
-        self,
-        prober: SupportsProbing,
-        lanes: Sequence[Lane] | None = None,
-        on_stage: OnStage = ignore_stage,
-    ) -> None:
-        self._prober, self._on_stage = prober, on_stage
-        self._lanes = lanes or [Lane(Bench(prober).run)]
-        self._in_flight: dict[Future[ProbeResult], tuple[Job, Lane]] = {}
-        self._replicates: dict[Lane, Counter[Plan]] = {lane: Counter() for lane in self._lanes}
+    def __init__(self, places: Sequence[Place], on_stage: OnStage = ignore_stage) -> None:
+        self._places, self._prober, self._on_stage = places, places[0].prober, on_stage
+        self._in_flight: dict[Future[ProbeResult], tuple[Job, Place]] = {}
 
     @property
     def slots(self) -> int:
         """How many jobs can be in flight."""
-        return len(self._lanes)
+        return len(self._places)
 
     @property
     def strategies(self) -> Sequence[Strategy]:
@@ -125,20 +104,20 @@ class Runner:
         return self._prober.start_s
 
     def submit(self, job: Job) -> None:
-        """Run a job on a free lane; a replicate on the one that ran its plan least often."""
-        busy = {lane for _, lane in self._in_flight.values()}
-        free = [lane for lane in self._lanes if lane not in busy]
-        lane = min(free, key=lambda lane: self._replicates[lane][job.request.plan])
-        self._replicates[lane][job.request.plan] += job.is_replicate
-        future = Future() if lane.executor is None else lane.executor.submit(lane.run, job)
-        self._in_flight[future] = job, lane
+        """Run a job at a free place; a replicate at the one that ran its plan least often."""
+        busy = {place for _, place in self._in_flight.values()}
+        free = [place for place in self._places if place not in busy]
+        place = min(free, key=lambda place: place.replicates[job.request.plan])
+        place.replicates[job.request.plan] += job.is_replicate
+        future = Future() if place.thread is None else place.thread.submit(place.run, job)
+        self._in_flight[future] = job, place
 
     def next_ended(self) -> tuple[Job, Future[ProbeResult]]:
         """Wait for a job in flight to end; return it with its ended future, the oldest first."""
-        for future, (job, lane) in self._in_flight.items():
-            if lane.executor is None:
+        for future, (job, place) in self._in_flight.items():
+            if place.thread is None:
                 try:
-                    future.set_result(lane.run(job))
+                    future.set_result(place.run(job))
                 except Exception as error:
                     future.set_exception(error)
         while True:
@@ -151,7 +130,7 @@ class Runner:
 
     def cancel(self) -> None:
         """End what is in flight; its results are lost."""
-        for future, (_, lane) in self._in_flight.items():
+        for future, (_, place) in self._in_flight.items():
             if not future.cancel():
-                lane.stop()
+                place.prober.renew()
         self._in_flight.clear()

@@ -30,9 +30,9 @@ from autofit.searching import events
 from autofit.searching.engine import run_search
 from autofit.searching.events import Event, OnEvent
 from autofit.searching.findings import SHARE_FOR_LOADER, look_for_findings
-from autofit.searching.lanes import Places, open_runner
 from autofit.searching.limits import Allowance, check_search_arguments
 from autofit.searching.options import SearchOptions
+from autofit.searching.places import Places, open_runner
 from autofit.searching.predicted_lines import predicted_lines
 from autofit.searching.result import (
     INTERRUPTED,

@@ -21,7 +21,7 @@ from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
 from autofit.probing.session import Session
 from autofit.searching.options import SearchOptions
-from autofit.searching.runner import Bench, Lane, Runner
+from autofit.searching.runner import Place, Runner
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def open_runner(
     """
     others = places.devices[1:]
     if not others:
-        yield Runner(prober, on_stage=on_stage)
+        yield Runner([Place(prober)], on_stage)
         return
     on_stage(f"starting workers on {len(others)} more")
     with ExitStack() as held:
@@ -91,11 +91,7 @@ def open_runner(
         probers = [prober, *_all_opened(opening, held)]
         _check_alike(probers, places.devices)
         prober.vram_budget_bytes = min(each.vram_budget_bytes for each in probers)
-        lanes = [
-            Lane(Bench(each).run, thread, each.interrupt)
-            for thread, each in zip(threads, probers, strict=True)
-        ]
-        yield Runner(prober, lanes, on_stage)
+        yield Runner(list(map(Place, probers, threads)), on_stage)
 
 
 def _all_opened(opening: Sequence[Future[Prober]], held: ExitStack) -> list[Prober]:
