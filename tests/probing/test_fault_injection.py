@@ -190,7 +190,7 @@ def test_much_output_harms_nothing(probing: Any) -> None:
     worker = probing.worker
     assert probing.at(SIZES[floods]).ok
     assert probing.worker == worker
-    assert len(probing.prober._channel._process._tail) <= 64 * 2**10
+    assert len(probing.prober._channel.process._tail) <= 64 * 2**10
 
 
 @pytest.mark.parametrize("noise", [writes_to_every_pipe, forks])
@@ -204,7 +204,7 @@ def test_what_the_users_code_started_ends_with_the_worker(
     probing: Any, running: Callable[[int], bool]
 ) -> None:
     assert probing.at(NO_FAULT).ok
-    threads = list(probing.prober._channel._process._threads)
+    threads = list(probing.prober._channel.process._threads)
     assert probing.at(SIZES[starts_strays]).outcome is Outcome.USER_ERROR
     strays = probing.raised.args
     assert all(map(running, strays))

@@ -1,4 +1,4 @@
-"""What a user's functions reach is found, so that a prediction in their process puts it back."""
+"""What a user's functions reach is found."""
 
 from __future__ import annotations
 
@@ -69,13 +69,6 @@ KINDS = ["closure", "default", "partial", "object", "method", "global", "helper"
 def test_a_critic_is_reached(kind: str) -> None:
     critic, loss_fn = critic_and_loss(kind)
     assert any(each is critic for each in reachable(loss_fn, "loss_fn").values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_critic_has_no_gradients_after_a_prediction(kind: str) -> None:
-    critic, loss_fn = critic_and_loss(kind)
-    autofit.predict(Workload(nn.Linear(8, 4), batch(), loss_fn=loss_fn), gpu="H100")
-    assert all(parameter.grad is None for parameter in critic.parameters())
 
 
 def test_the_network_that_a_function_hands_out_is_not_trained() -> None:
