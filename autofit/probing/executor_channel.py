@@ -77,14 +77,12 @@ class _Asked:
         seconds: after which the worker counts as hung.
         ends_in_s: after which the search ends; infinite where nothing ends it.
         needs_fresh_worker: whether a worker that is there is ended first.
-        environment: variables of the worker besides those of its process.
     """
 
     message: Mapping[str, Any] | None
     seconds: float
     ends_in_s: float
     needs_fresh_worker: bool
-    environment: Mapping[str, str]
 
 
 _Answer = dict[str, Any] | NoReply | SearchTimedOut
@@ -119,7 +117,6 @@ class ExecutorChannel:
         device: str | None = None,
         seed: int = 0,
     ) -> None:
-        self.environment: dict[str, str] = {}
         self._executor, self._strategies = executor, strategies
         self._opening = _Opening(
             _payload_of(workload, strategies),
@@ -172,7 +169,6 @@ class ExecutorChannel:
             deadline.seconds,
             deadline.ends_at - time.monotonic(),
             self._is_dropped,
-            dict(self.environment),
         )
         self._is_dropped = False
         try:
@@ -256,7 +252,6 @@ class _Held:
         ends_at = time.monotonic() + asked.ends_in_s
         if asked.needs_fresh_worker:
             self._channel.drop()
-        self._channel.environment = dict(asked.environment)
         try:
             device = self._channel.open(ends_at)
             if self._lock is None and device.exclusive_key is not None:

@@ -240,13 +240,7 @@ class Deadline:
 
 
 class Channel(Protocol):
-    """A way to whoever holds the workload and the device: a worker, or several that answer as one.
-
-    Attributes:
-        environment: variables that the next worker has besides those of this process.
-    """
-
-    environment: dict[str, str]
+    """A way to whoever holds the workload and the device: a worker, or several that act as one."""
 
     @property
     def pid(self) -> int | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -364,17 +364,6 @@ class Prober(AbstractContextManager["Prober"]):
     def renew(self) -> None:
         """Have the next request answered by a fresh worker; end what runs in another thread."""
         self._channel.drop()
-
-    @contextmanager
-    def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
-        """Have what is asked inside answered by fresh workers with these environment variables."""
-        self._channel.drop()
-        self._channel.environment.update(variables)
-        try:
-            yield
-        finally:
-            self._channel.drop()
-            self._channel.environment.clear()
 
     def close(self) -> None:
         """End the worker, and give the device back."""

@@ -63,7 +63,6 @@ class RankChannel:
         threads: that torch computes with on each rank; None: as here, or on the CPU a share.
 
     Attributes:
-        environment: variables that the next workers have besides those of this process.
         seconds_to_agree: from the first fault to the agreement on it, in the last faulty probe.
         seconds_to_replace: to end all ranks' workers, the last time they were.
 
@@ -91,7 +90,6 @@ class RankChannel:
         self._facts: DeviceFacts | None = None
         self._asked: list[Future[Reply]] = []
         self._channels: list[WorkerChannel] = []
-        self.environment: dict[str, str] = {}
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         try:
             for rank in range(size):
@@ -100,7 +98,6 @@ class RankChannel:
                 channel = WorkerChannel(
                     workload, strategies, device=name, seed=seed, world=world, threads=threads
                 )
-                channel.environment = self.environment
                 self._channels.append(channel)
             with socket.create_server((_HOST, 0)) as server:  # torch's own listens to all the world
                 port, listening = server.getsockname()[1], server.detach()

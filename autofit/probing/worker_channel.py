@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed, mark_users
@@ -66,7 +65,6 @@ class WorkerChannel:
 
     Attributes:
         payload: path of the workload's file, which vanishes with the channel.
-        environment: variables that the next worker has besides those of this process.
         process: the worker; None where none was started.
 
     Raises:
@@ -85,10 +83,9 @@ class WorkerChannel:
         threads: int | None = None,
     ) -> None:
         self.process: WorkerProcess | None = None
-        self._spare: tuple[WorkerProcess, Mapping[str, str]] | None = None  # and its variables
+        self._spare: WorkerProcess | None = None
         self._device: DeviceFacts | None = None
         self._strategies = strategies
-        self.environment: dict[str, str] = {}
         self._files = [nameless_file()]
         self.payload, loader = path_of(self._files[0]), None
         self._opening: dict[str, Any] = {
@@ -152,7 +149,7 @@ class WorkerChannel:
     def warm(self) -> None:
         """Start the next worker, if none waits; it takes no memory of the device."""
         if self._spare is None:
-            self._spare = self._start(), dict(self.environment)
+            self._spare = self._start()
 
     def close(self) -> None:
         """End the workers, and let the workload's files go."""
@@ -164,22 +161,19 @@ class WorkerChannel:
 
     def _opened(self, ends_at: float) -> Reply:
         """Start a worker and return what it says of the device; a death raises NoReply."""
-        if self._spare is not None and self._spare[1] != self.environment:
-            self._end_spare()
-        spare, self._spare = self._spare, None
-        self.process = spare[0] if spare is not None else self._start()
+        self.process, self._spare = self._spare or self._start(), None
         deadline = Deadline.after(START_TIMEOUT_S, ends_at)
         return reply_of(self.process.ask({"open": self._opening}, deadline))
 
     def _start(self) -> WorkerProcess:
         is_rank = self._opening["world"]["size"] > 1
         files = [file.fileno() for file in self._files]
-        return WorkerProcess(files, self.environment, is_rank=is_rank)
+        return WorkerProcess(files, is_rank=is_rank)
 
     def _end_spare(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
-            spare[0].kill()
+            spare.kill()
 
 
 def path_of(file: IO[bytes]) -> Path:
@@ -242,12 +236,6 @@ def _flags() -> list[str]:
     return ["-u", "-P", *(flag for flag, is_set in given.items() if is_set)]
 
 
-def _added_paths(environment: Mapping[str, str]) -> list[str]:
-    """Return where the worker's variables have it look for modules besides this process."""
-    asked = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return [path for path in asked if path and path not in sys.path]
-
-
 def _is_text(path: Any) -> bool:
     return isinstance(path, str)  # Python ignores all else on its path
 
@@ -271,7 +259,6 @@ class WorkerProcess:
 
     Args:
         files: descriptors of files that the worker may open as `/dev/fd/N`.
-        environment: variables that it has besides those of this process.
         is_rank: whether it will be one of several ranks.
 
     Attributes:
@@ -284,7 +271,6 @@ class WorkerProcess:
     def __init__(
         self,
         files: Sequence[int] = (),
-        environment: Mapping[str, str] = MappingProxyType({}),
         *,
         is_rank: bool = False,
     ) -> None:
@@ -299,15 +285,14 @@ class WorkerProcess:
         lifeline_read, self._lifeline = _pipe()
         inherited = (requests_read, replies_write, lifeline_read)
         given = {
-            # For imports by name to mean the same in the worker
-            "sys_path": [*_added_paths(environment), *filter(_is_text, sys.path)],
+            "sys_path": [*filter(_is_text, sys.path)],  # for imports by name to mean the same there
             "argv0": sys.argv[0] if sys.argv else "",
             "lifeline": [os.getpid(), lifeline_read],
             "pipes": [requests_read, replies_write],
             "is_rank": is_rank,
         }
         self._mark = new_mark()
-        variables = {**_QUIET, **os.environ, **environment, **self._mark}
+        variables = {**_QUIET, **os.environ, **self._mark}
         try:
             self._process = start_worker(given, (*inherited, *files), variables)
         except OSError as error:

@@ -7,10 +7,13 @@ emulated cuDNN tells are estimates; `Look.estimates` names them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import emulated_gpu
 from autofit.devices.gpus import Gpu
@@ -63,11 +66,32 @@ def card_of(gpu: Gpu) -> Card:
 
 
 class _Channel(WorkerChannel):
-    """To a worker on a GPU that no other process can find, so that there is nothing to lock."""
+    """To a worker on a GPU that no other process can find, so that there is nothing to lock.
+
+    Attributes:
+        environment: variables of the worker besides those of this process.
+    """
+
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def open(self, ends_at: float = math.inf) -> DeviceFacts:
         """Start the worker, and have it open the device."""
-        return replace(super().open(ends_at), exclusive_key=None)
+        with _variables(self.environment):
+            return replace(super().open(ends_at), exclusive_key=None)
+
+
+@contextmanager
+def _variables(given: Mapping[str, str]) -> Iterator[None]:
+    """Have a process that is started inside see these variables, and the modules they name."""
+    before, path = dict(os.environ), list(sys.path)
+    os.environ.update(given)
+    sys.path[:0] = filter(None, given.get("PYTHONPATH", "").split(os.pathsep))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Emulation(AbstractContextManager["Emulation"]):
