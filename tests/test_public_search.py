@@ -252,6 +252,11 @@ def test_a_search_changes_nothing_of_the_users(searched: Searched) -> None:
     assert all(parameter.grad is None for parameter in searched.model.parameters())
 
 
+def shown_but_lines_to_run(report: autofit.Report) -> list[str]:
+    """What a report prints, less the lines that can be run as printed."""
+    return [line for line in str(report).splitlines() if not line.startswith(("Apply:", "More:"))]
+
+
 def test_its_file_is_strict_json_and_reads_back(searched: Searched, tmp_path: Path) -> None:
     path = searched.report.save(tmp_path / "report.json")
 
@@ -265,7 +270,8 @@ def test_its_file_is_strict_json_and_reads_back(searched: Searched, tmp_path: Pa
     assert data["best"]["paste"]
     loaded = autofit.load(path)
     assert loaded.best == searched.report.best
-    assert str(loaded) == str(searched.report)
+    # The loaded one does not know the loss, so its line to apply names it.
+    assert shown_but_lines_to_run(loaded) == shown_but_lines_to_run(searched.report)
     table = loaded.to_dataframe()
     assert set(loaded.best.plan.settings) <= set(table.columns)
     assert len(table) == len(loaded.trials)
@@ -331,7 +337,7 @@ def test_apply_refuses_to_train_on_a_stand_in_for_a_loss() -> None:
     report = search_here(criterion=None, sample_batch=torch.randn(8, 8), max_probes=1)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert "the search had no loss: give your own" in str(report)
+    assert any(line.startswith("! ") and "criterion=" in line for line in str(report).splitlines())
     with pytest.raises(autofit.InvalidRequest, match=r"no loss .*mean.*criterion="):
         report.apply(model, optimizer)
     with warnings.catch_warnings():
@@ -620,9 +626,8 @@ def test_a_free_global_batch_is_said_to_have_changed() -> None:
     report = search_here(global_batch=None, max_probes=6, max_micro_batch=64)
     assert all(trial.plan.accumulation_steps == 1 for trial in report.trials)
     assert report.best.plan.micro_batch > 4
-    assert str(report).startswith(
-        f"The global batch changed from 4 to {report.best.plan.micro_batch} samples"
-    )
+    size = report.best.plan.micro_batch
+    assert f"! The global batch changed from 4 to {size} samples" in str(report)
 
 
 # -- a single probe ---------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def test_the_largest_micro_batch_fits_with_room_for_nccl() -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        ({"world_size": 0}, "world_size must be a whole number from 1"),
+        ({"world_size": 0}, "world_size must be a whole number .*1, got 0"),
         ({"world_size": 4, "plan": Plan(4, world_size=2)}, "the plan is of 2 ranks"),
         (
             {"world_size": 8, "plan": Plan(3, accumulation_steps=2, global_batch=6)},
@@ -352,9 +352,7 @@ def test_a_live_optimizer_is_refused_where_parameters_are_replaced(mode: str) ->
 def test_parameters_of_several_types_are_not_gathered_together() -> None:
     model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh(), nn.LayerNorm(8))
     given = of_model(model, torch.randn(4, 8, dtype=torch.float64))
-    with pytest.raises(
-        Unsupported, match=r"those of the model are of torch.float32, torch.float64"
-    ):
+    with pytest.raises(Unsupported, match=r"fully_shard.*torch\.float32, torch\.float64"):
         predict(given, "fsdp2")
 
 
@@ -432,10 +430,7 @@ def test_the_process_is_left_as_it_was() -> None:
     assert torch.distributed.all_reduce is all_reduce
 
 
-def test_a_process_of_another_group_cannot_tell() -> None:
-    with (
-        sharded.one_of_ranks(World(size=2)),
-        pytest.raises(CannotTell, match=r"before torch\.distributed\.init_process_group"),
-    ):
-        predict(workload(), "ddp")
-    assert predict(workload(), "ddp").required_bytes > 0
+def test_a_process_of_another_group_predicts_as_one_of_none() -> None:
+    alone = predict(workload(), "ddp").required_bytes
+    with sharded.one_of_ranks(World(size=2)):
+        assert predict(workload(), "ddp").required_bytes == alone

@@ -83,7 +83,7 @@ KEPT: dict[str, list[Any]] = {"losses": []}
 
 def counts_in_globals(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(samples).mean()
-    KEPT["losses"].append(loss.item())
+    KEPT["losses"].append(0.0)
     return loss
 
 
