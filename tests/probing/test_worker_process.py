@@ -213,4 +213,4 @@ def test_ctrl_c_after_the_search_ends_it_with_its_report() -> None:
     )
     assert report.record.search.stopped_because == "interrupted"
     assert report.record.memory
-    assert "bounds" not in report.record.findings
+    assert not report.record.findings["bounds"]
