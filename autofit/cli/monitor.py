@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -58,6 +59,8 @@ def monitor(
         raise InvalidRequest(
             "give a command to run after --, or --pid PID of a process that runs: one of them"
         )
+    if math.isnan(every):  # older versions of click take it for within any range
+        raise InvalidRequest("--every must be a number of seconds, got nan")
     for path in out or ():
         check_writable(path, _FORMS, "a timeline")
     what = f"process {pid}" if command is None else shorten(shlex.join(command), 80)
