@@ -81,7 +81,7 @@ def test_a_slow_loader_is_the_bottleneck_and_workers_are_recommended(tmp_path: P
     assert set(report.record.findings["bounds"]["best"]) >= {"arithmetic", "launches"}
     report.save(saved)
     assert autofit.load(saved).record.findings == report.record.findings
-    assert said(autofit.load(saved)) == said(report)
+    assert "The loader is slower than the device" in said(autofit.load(saved))
 
 
 def test_a_loader_that_keeps_up_needs_no_workers() -> None:

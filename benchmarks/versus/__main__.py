@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -134,14 +134,15 @@ def bench(
 ) -> Iterator[Bench]:
     """Make the place: for an emulated one a card that ends at the budget."""
     environment = dict(os.environ)
-    machine = emulated_gpu.new_machine()
-    if place == "emulated":
-        cards = [emulated_gpu.find_card(memory=budget_bytes)]
-        environment = emulated_gpu.environment(cards, machine=machine, values=False)
     task = {"workload": workload, "place": place, "budget_bytes": budget_bytes}
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as held:
+        if place == "emulated":
+            machine = emulated_gpu.new_machine()
+            held.callback(machine.remove)
+            cards = [emulated_gpu.find_card(memory=budget_bytes)]
+            environment = emulated_gpu.environment(cards, machine=machine, values=False)
+        folder = held.enter_context(tempfile.TemporaryDirectory())
         yield Bench(task, environment, Path(folder), steps, repeats, limit_s)
-    machine.remove()
 
 
 def compared(at: Bench, names: Sequence[str], precisions: Sequence[str]) -> Comparison:

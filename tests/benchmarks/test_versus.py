@@ -19,6 +19,7 @@ from benchmarks.versus.state import changes, state_of
 from benchmarks.versus.table import Comparison, Row, markdown
 
 ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT), str(ROOT / "emulated_gpu" / "src")]
 WORKLOAD = "tiny_resnet"
 QUICK: dict[str, Any] = {"max_probes": 4, "strategies": ["precision"]}
 
@@ -33,7 +34,7 @@ def test_peers_run_out_of_memory_where_autofit_does_not(tmp_path: Path) -> None:
     ran = subprocess.run(
         [*command, str(tmp_path / "found.json")],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "VERSUS_SEARCH": json.dumps(QUICK)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(PATHS), "VERSUS_SEARCH": json.dumps(QUICK)},
         capture_output=True,
         text=True,
     )
