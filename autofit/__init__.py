@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from autofit.checks.card_table import Cards as Cards
     from autofit.checks.cards import cards as cards
     from autofit.checks.check import check as check
-    from autofit.checks.soak import Endurance as Endurance
+    from autofit.checks.soak import SoakResult as SoakResult
     from autofit.checks.verdict import Verdict as Verdict
     from autofit.errors import (
         AutofitError as AutofitError,
-        CannotTell as CannotTell,
         DeviceUnavailable as DeviceUnavailable,
-        InvalidRequest as InvalidRequest,
+        InvalidArgument as InvalidArgument,
         NoFeasiblePlan as NoFeasiblePlan,
+        PredictionUnavailable as PredictionUnavailable,
         SearchTimedOut as SearchTimedOut,
-        StudyRefused as StudyRefused,
+        StudyError as StudyError,
         WorkerFailed as WorkerFailed,
         WorkloadFailed as WorkloadFailed,
     )
     from autofit.measurement import (
         Measurement as Measurement,
         Outcome as Outcome,
-        Role as Role,
         Trial as Trial,
+        TrialKind as TrialKind,
     )
-    from autofit.plan import Dimension as Dimension, Hint as Hint, Plan as Plan
+    from autofit.plan import CostHint as CostHint, Dimension as Dimension, Plan as Plan
     from autofit.prediction.predict import Prediction as Prediction, predict as predict
     from autofit.probing.probe import probe as probe
     from autofit.report.report import Report as Report, load as load
@@ -48,20 +48,20 @@ _HOMES = {
     "autofit.checks.card_table": ("Cards",),
     "autofit.checks.cards": ("cards",),
     "autofit.checks.check": ("check",),
-    "autofit.checks.soak": ("Endurance",),
+    "autofit.checks.soak": ("SoakResult",),
     "autofit.errors": (
         "AutofitError",
-        "CannotTell",
+        "PredictionUnavailable",
         "DeviceUnavailable",
-        "InvalidRequest",
+        "InvalidArgument",
         "NoFeasiblePlan",
         "SearchTimedOut",
-        "StudyRefused",
+        "StudyError",
         "WorkerFailed",
         "WorkloadFailed",
     ),
-    "autofit.measurement": ("Measurement", "Outcome", "Role", "Trial"),
-    "autofit.plan": ("Dimension", "Hint", "Plan"),
+    "autofit.measurement": ("Measurement", "Outcome", "TrialKind", "Trial"),
+    "autofit.plan": ("Dimension", "CostHint", "Plan"),
     "autofit.prediction.predict": ("Prediction", "predict"),
     "autofit.report.report": ("Report", "load"),
     "autofit.searching.options": ("SearchOptions",),

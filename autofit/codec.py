@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 # Bounds also refuse what is not finite: no comparison with nan holds.
 _INT64 = 2**63 - 1  # the largest bound that the library takes
@@ -77,14 +77,14 @@ def from_json(data: Any, kind: type[_Read], place: str) -> _Read:
         place: of the data in words, for the message.
 
     Raises:
-        InvalidRequest: they are no such value; the message names the place.
+        InvalidArgument: they are no such value; the message names the place.
     """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(_in_words(error, data, place)) from error
+        raise InvalidArgument(_in_words(error, data, place)) from error
     except (OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"{place} holds what is too large: {error}") from error
+        raise InvalidArgument(f"{place} holds what is too large: {error}") from error
 
 
 _MOST_CHARACTERS = 2**26
@@ -116,7 +116,7 @@ def _in_words(error: msgspec.ValidationError, data: Any, place: str) -> str:
     ending = _ENDING.search(text)
     path = ending["path"] if ending else ""
     reason, where = text[: ending.start()] if ending else text, f"{place}{path}"
-    if isinstance(error.__cause__, InvalidRequest):  # of a dataclass that checks itself
+    if isinstance(error.__cause__, InvalidArgument):  # of a dataclass that checks itself
         return f"{where}: {error.__cause__}"
     if (lacking := re.fullmatch("Object missing required field `(.*)`", reason)) is not None:
         return f"{where} lacks {lacking[1]!r}"

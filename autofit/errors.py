@@ -30,13 +30,13 @@ class AutofitError(Exception):
     exit_code = 4
 
 
-class InvalidRequest(AutofitError, ValueError):
+class InvalidArgument(AutofitError, ValueError):
     """An argument, a sample batch, a budget or a file that cannot mean what was asked."""
 
     exit_code = 2
 
 
-class StudyRefused(InvalidRequest):
+class StudyError(InvalidArgument):
     """A study that belongs to another search, is in use, or cannot be read or written."""
 
 
@@ -93,13 +93,13 @@ class Unsupported(AutofitError):
     exit_code = 2
 
 
-class CannotTell(AutofitError):
+class PredictionUnavailable(AutofitError):
     """A question that could be answered neither by tracing nor by running."""
 
     exit_code = 5
 
 
-class SearchTimedOut(CannotTell):
+class SearchTimedOut(PredictionUnavailable):
     """The search's timeout was reached before any plan that fits had been measured."""
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from autofit.codec import Amount, Count, Duration, Number, Wait, to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.units import format_bytes, format_rate, format_seconds
 
@@ -69,14 +69,14 @@ class Outcome(StrEnum):
         return self in (Outcome.HOST_OOM, Outcome.TIMEOUT, Outcome.CRASHED, Outcome.POISONED)
 
 
-class Role(StrEnum):
+class TrialKind(StrEnum):
     """The reason why a trial was run."""
 
     BASELINE = "baseline"
     """The first probe: plain settings, at the sample batch's own size."""
     SEARCH = "search"
     """It was expected to gain enough to be worth a probe."""
-    CONFIRMED = "confirmed"
+    CONFIRMATION = "confirmation"
     """A leading plan or the baseline, run again at the end."""
     VETOED = "vetoed"
     """Proposed, and refused before it ran: it is not a probe."""
@@ -224,14 +224,14 @@ class Trial:
 
     Attributes:
         number: its number in the study, counted from 0; numbers of lost trials are missing.
-        role: why it was run.
+        kind: why it was run.
         plan: the plan that was run.
         measurement: the result.
         predicted_peak_bytes: held bytes that the planner expected before it ran; None: unknown.
     """
 
     number: Amount
-    role: Role
+    kind: TrialKind
     plan: Plan
     measurement: Measurement
     predicted_peak_bytes: Amount | None = None
@@ -245,7 +245,10 @@ class Trial:
     def blames_workload(self) -> bool:
         """Whether the workload itself failed, which ends a search; it may be mended since."""
         outcome = self.measurement.outcome
-        fails_plain = self.role is Role.BASELINE and outcome in (Outcome.NONFINITE, Outcome.LEAK)
+        fails_plain = self.kind is TrialKind.BASELINE and outcome in (
+            Outcome.NONFINITE,
+            Outcome.LEAK,
+        )
         return fails_plain or outcome is Outcome.USER_ERROR
 
     @property
@@ -275,7 +278,7 @@ class Trial:
         """Return it as a flat object of JSON: the rates that follow, the measurement's own keys."""
         return {
             "number": self.number,
-            "role": self.role.value,
+            "kind": self.kind.value,
             "plan": to_json(self.plan),
             "samples_per_second": self.samples_per_second,
             "samples_per_second_low": self.samples_per_second_low,
@@ -313,15 +316,15 @@ def check_ran(trial: Trial) -> None:
     """Check that a trial that was read from a file ran within the budget, with speed and memory.
 
     Raises:
-        InvalidRequest: it did not.
+        InvalidArgument: it did not.
     """
     if not trial.ok or not trial.samples_per_second or trial.measurement.held_bytes is None:
-        raise InvalidRequest(f"trial {trial.number} did not run, or lacks its speed or memory")
+        raise InvalidArgument(f"trial {trial.number} did not run, or lacks its speed or memory")
 
 
 def probes_of(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that were run: all but the vetoed."""
-    return [trial for trial in trials if trial.role is not Role.VETOED]
+    return [trial for trial in trials if trial.kind is not TrialKind.VETOED]
 
 
 def oom_probes_of(trials: Sequence[Trial]) -> int:

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
-from autofit.measurement import Role, Trial, median_error
+from autofit.measurement import Trial, TrialKind, median_error
 from autofit.plan import Plan
 
 BETWEEN = 0.01
@@ -42,7 +42,7 @@ class Noise:
         timed = [trial for trial in probes if trial.measurement.step_times_s]
         self._usual = _of_similar([(seconds_of(trial), _error_of_steps(trial)) for trial in timed])
         self.repeated = _repeated(timed)
-        compared = _repeated(trial for trial in timed if trial.role is Role.CONFIRMED)
+        compared = _repeated(trial for trial in timed if trial.kind is TrialKind.CONFIRMATION)
         self._between, self._degrees = self._learned(self.repeated)
         self._learned_compared = self._between, self._degrees
         found = self._learned(compared)
@@ -73,7 +73,7 @@ class Noise:
         The blocks of the final comparison ran in turns and in full; once some were repeated, they
         say it alone. The machine may have changed since the search.
         """
-        if trials and all(trial.role is Role.CONFIRMED for trial in trials):
+        if trials and all(trial.kind is TrialKind.CONFIRMATION for trial in trials):
             return self._learned_compared
         return self._between, self._degrees
 

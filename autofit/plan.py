@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from autofit.codec import Count, Number, SettingValue
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from autofit.strategy import Strategy
@@ -68,7 +68,7 @@ def steps_for(global_batch: int, micro_batch: int, world_size: int = 1) -> int:
 
 def _check_shared(global_batch: int, world_size: int) -> None:
     if global_batch < world_size:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"a global batch of {global_batch} samples is too small for {world_size} "
             "ranks: use a larger global_batch or fewer ranks"
         )
@@ -76,7 +76,7 @@ def _check_shared(global_batch: int, world_size: int) -> None:
 
 def _even_share(global_batch: int, world_size: int) -> int:
     if global_batch % world_size:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"a global batch of {global_batch} samples cannot be split evenly over "
             f"{world_size} ranks: use a multiple of {world_size}"
         )
@@ -93,14 +93,14 @@ def check_count(name: str, value: Any) -> int:
     """Return the count as an int; NumPy's and other integers are accepted.
 
     Raises:
-        InvalidRequest: the value is not a whole number from 1; the message contains `name`.
+        InvalidArgument: the value is not a whole number from 1; the message contains `name`.
     """
     try:
         count = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = 0
     if count < 1:
-        raise InvalidRequest(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise InvalidArgument(f"{name} must be a whole number of at least 1, got {value!r}")
     return count
 
 
@@ -122,7 +122,7 @@ class Plan:
         world_size: devices that train together, N; each is a rank.
 
     Raises:
-        InvalidRequest: a count is below one, there are more than `MOST_RANKS` ranks or
+        InvalidArgument: a count is below one, there are more than `MOST_RANKS` ranks or
             `MOST_ACCUMULATION_STEPS` micro-batches in a step, or the micro-batches do not
             add up to the global batch.
     """
@@ -137,9 +137,9 @@ class Plan:
         for name in ("micro_batch", "accumulation_steps", "world_size"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.world_size > MOST_RANKS:
-            raise InvalidRequest(f"world_size can be at most {MOST_RANKS}, got {self.world_size}")
+            raise InvalidArgument(f"world_size can be at most {MOST_RANKS}, got {self.world_size}")
         if self.accumulation_steps > MOST_ACCUMULATION_STEPS:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"accumulation_steps can be at most {MOST_ACCUMULATION_STEPS}, got "
                 f"{self.accumulation_steps}: use a larger micro_batch or a smaller "
                 "global_batch"
@@ -155,7 +155,7 @@ class Plan:
         largest = -(-share // steps)
         if share < steps or largest != self.micro_batch:
             ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"a global batch of {global_batch} in {steps} micro-batches{ranks} means "
                 f"micro-batches of {largest}, not {self.micro_batch}: use micro_batch={largest}, "
                 "or leave global_batch out"
@@ -181,7 +181,7 @@ class Plan:
             world_size: devices that train together.
 
         Raises:
-            InvalidRequest: one of the counts is below one, or the samples do not suffice for the
+            InvalidArgument: one of the counts is below one, or the samples do not suffice for the
                 ranks.
         """
         steps = steps_for(
@@ -230,7 +230,7 @@ class Plan:
         """Return the plan of so many ranks: of the same global batch, where one was given.
 
         Raises:
-            InvalidRequest: that cannot be shared by so many.
+            InvalidArgument: that cannot be shared by so many.
         """
         if self.world_size == world_size:
             return self
@@ -296,7 +296,7 @@ operators; time in which no operator works; the update."""
 
 
 @dataclass(frozen=True)
-class Hint:
+class CostHint:
     """The expected effect of a value, before anything is measured.
 
     Every number is a ratio to the dimension's first value; None: unknown.
@@ -335,43 +335,42 @@ class Dimension:
             has no such setting, or nothing to choose of it.
         trial_cost_s: extra seconds that a probe of a value other than the first costs; values of
             a dimension with a cost are tried last, on the leading plans only, and in no search
-            that was told neither `train_steps` nor the name of their strategy.
+            that was told neither `planned_steps` nor the name of their strategy.
         trial_costs_s: the same of single values, in place of `trial_cost_s`. Below zero where a
             value makes what another setting costs cheaper.
         fresh_worker: a probe of a value other than the first wants a worker of its own.
         needs_accumulation: with one accumulation step the other values are the same as the first,
             so that they are tried with more alone.
-        addresses: which of `BOUNDS` its values shorten; a report names the dimension where that
+        relieves: which of `BOUNDS` its values shorten; a report names the dimension where that
             takes most of a step's time.
     """
 
     values: Sequence[Scalar]
     payloads: Mapping[Scalar, Any] = field(default_factory=dict, kw_only=True)
-    hints: Mapping[Scalar, Hint] = field(default_factory=dict, kw_only=True)
+    hints: Mapping[Scalar, CostHint] = field(default_factory=dict, kw_only=True)
     when: Mapping[str, Sequence[Scalar | None]] | None = field(default=None, kw_only=True)
     trial_cost_s: float = field(default=0.0, kw_only=True)
     trial_costs_s: Mapping[Scalar, float] = field(default_factory=dict, kw_only=True)
     fresh_worker: bool = field(default=False, kw_only=True)
     needs_accumulation: bool = field(default=False, kw_only=True)
-    addresses: Sequence[str] = field(default=(), kw_only=True)
+    relieves: Sequence[str] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
-        object.__setattr__(self, "addresses", tuple(self.addresses))
-        if strange := set(self.addresses) - set(BOUNDS):
-            raise InvalidRequest(
-                f"a dimension's `addresses` must be among {', '.join(BOUNDS)}, got "
-                f"{sorted(strange)}"
+        object.__setattr__(self, "relieves", tuple(self.relieves))
+        if strange := set(self.relieves) - set(BOUNDS):
+            raise InvalidArgument(
+                f"a dimension's `relieves` must be among {', '.join(BOUNDS)}, got {sorted(strange)}"
             )
         if not self.values:
-            raise InvalidRequest("a dimension needs at least one value, the default")
+            raise InvalidArgument("a dimension needs at least one value, the default")
         if len(self.values) > MOST_VALUES:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"a dimension has at most {MOST_VALUES} values, got {len(self.values)}: each is a "
                 "plan to choose among, so offer some of them"
             )
         if len(set(self.values)) != len(self.values):
-            raise InvalidRequest(f"a dimension's values must be distinct, got {list(self.values)}")
+            raise InvalidArgument(f"a dimension's values must be distinct, got {list(self.values)}")
         means = {value: _as_json(payload) for value, payload in self.payloads.items()}
         means = {value: payload for value, payload in means.items() if payload is not None}
         object.__setattr__(self, "payloads", means)
@@ -380,7 +379,7 @@ class Dimension:
             object.__setattr__(self, name, MappingProxyType(dict(given)))
             unknown = set(given) - set(self.values)
             if unknown:
-                raise InvalidRequest(
+                raise InvalidArgument(
                     f"{name} has values that the dimension does not: {sorted(map(str, unknown))}"
                 )
 
@@ -426,13 +425,13 @@ class DimensionForm:
 
     values: Sequence[Scalar]
     payloads: Sequence[Any] = ()
-    hints: Sequence[Hint | None] = ()
+    hints: Sequence[CostHint | None] = ()
     when: Mapping[str, Sequence[Scalar | None]] | None = None
     trial_cost_s: Number = 0.0
     trial_costs_s: Sequence[Number | None] = ()
     fresh_worker: bool = False
     needs_accumulation: bool = False
-    addresses: Sequence[str] = ()
+    relieves: Sequence[str] = ()
 
     @classmethod
     def of(cls, dimension: Dimension) -> DimensionForm:
@@ -445,13 +444,13 @@ class DimensionForm:
         """Return the dimension of a form.
 
         Raises:
-            InvalidRequest: there is none of these values.
+            InvalidArgument: there is none of these values.
         """
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in _BY_VALUE:
             pairs = zip(self.values, known[name], strict=False)
             known[name] = {value: of for value, of in pairs if of is not None}
-        known["addresses"] = [each for each in self.addresses if each in BOUNDS]
+        known["relieves"] = [each for each in self.relieves if each in BOUNDS]
         return Dimension(**known)
 
 
@@ -464,6 +463,6 @@ def dimensions_of(forms: Mapping[str, DimensionForm]) -> dict[str, Dimension]:
     """Return the dimensions that `forms_of` wrote.
 
     Raises:
-        InvalidRequest: a form has values of which there is no dimension.
+        InvalidArgument: a form has values of which there is no dimension.
     """
     return {name: form.dimension() for name, form in forms.items()}

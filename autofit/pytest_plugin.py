@@ -39,7 +39,7 @@ def autofit_check() -> Checker:
 
     It takes the workload, `vram_budget`, and either `plan` or `micro_batch`, `accumulation_steps`,
     `global_batch` and `settings`, as on the command line, and the other arguments of
-    `autofit.check`, whose verdict it returns. It raises `autofit.InvalidRequest` where `plan` and
+    `autofit.check`, whose verdict it returns. It raises `autofit.InvalidArgument` where `plan` and
     a part of a plan are both given.
     """
 
@@ -57,7 +57,7 @@ def autofit_check() -> Checker:
     ) -> Verdict:
         __tracebackhide__ = True
         from autofit.checks.check import check
-        from autofit.errors import InvalidRequest
+        from autofit.errors import InvalidArgument
         from autofit.training.workload import check_arguments
 
         check_arguments(workload, plan, None)
@@ -69,7 +69,7 @@ def autofit_check() -> Checker:
         }
         beside = [f"{name}=" for name, value in parts.items() if value is not None]
         if plan is not None and beside:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"plan= sets the whole plan: do not pass {' and '.join(beside)} with it"
             )
         verdict = check(

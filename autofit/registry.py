@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from itertools import pairwise
 from typing import Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan, ResolvedPlan, payloads_of, settings_of
 from autofit.space import Space
 from autofit.strategy import Context, Numerics, Phase, Strategy
@@ -43,12 +43,12 @@ def check_installed(name: str) -> None:
     """Refuse a name that no installed strategy has, without importing one.
 
     Raises:
-        InvalidRequest: there is no such strategy.
+        InvalidArgument: there is no such strategy.
     """
     installed = installed_names()
     if name not in installed:
         known = ", ".join(installed) or "none (is torch-autofit installed?)"
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"unknown strategy {name!r}; installed: {known}. To use your own, pass the object"
         )
 
@@ -81,7 +81,7 @@ def load_strategies(
         Strategies ordered by phase, and by name within a phase.
 
     Raises:
-        InvalidRequest: an unknown name or level, a given strategy that goes further than
+        InvalidArgument: an unknown name or level, a given strategy that goes further than
             `numerics`, two strategies of one name, or a plug-in that breaks the contract.
     """
     allowed = numerics_level(numerics)
@@ -98,11 +98,11 @@ def load_strategies(
     if isinstance(strategies, str):
         strategies = [strategies]
     if not isinstance(strategies, Iterable):
-        raise InvalidRequest(f"strategies must be names or Strategy objects, got {strategies!r}")
+        raise InvalidArgument(f"strategies must be names or Strategy objects, got {strategies!r}")
     chosen = [_by_name(one) if isinstance(one, str) else _checked(one) for one in strategies]
     for place, strategy in enumerate(chosen):
         if (narrowed := _within(strategy, allowed)) is None:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the strategy {strategy.name!r} needs "
                 f"numerics={strategy.numerics.name.lower()!r}, "
                 f"but only numerics={allowed.name.lower()!r} is allowed: drop the "
@@ -125,7 +125,7 @@ def strategies_of(
         remembered: objects that come before the installed ones of their names.
 
     Raises:
-        InvalidRequest: a strategy is not installed, or breaks the contract.
+        InvalidArgument: a strategy is not installed, or breaks the contract.
     """
     chosen = [given] if isinstance(given, str) else list(given or ())
     known = {strategy.name: strategy for strategy in remembered}
@@ -152,7 +152,7 @@ def resolve(
             here may have any value.
 
     Raises:
-        InvalidRequest: a setting or a value that the space does not have, or a given payload that
+        InvalidArgument: a setting or a value that the space does not have, or a given payload that
             its strategy cannot read.
     """
     chosen = plan or space.baseline
@@ -182,7 +182,7 @@ def _check_payloads(resolved: ResolvedPlan, given: Mapping[str, Any]) -> None:
             if own:
                 strategy.describe(settings, payloads)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"cannot read the payload of {', '.join(own)} ({type(error).__name__}: "
                 f"{error}): pass it as it appears in a report or plan file"
             ) from error
@@ -195,7 +195,7 @@ def collect_dimensions(strategies: Sequence[Strategy], context: Context) -> dict
     type and gets a note that names the strategy.
 
     Raises:
-        InvalidRequest: the dimensions of a strategy break the contract.
+        InvalidArgument: the dimensions of a strategy break the contract.
     """
     found: dict[str, Dimension] = {}
     for strategy in strategies:
@@ -213,7 +213,7 @@ def numerics_level(numerics: Numerics | str) -> Numerics:
     """Return the level of that name; a level is returned as it is.
 
     Raises:
-        InvalidRequest: there is no such level.
+        InvalidArgument: there is no such level.
     """
     if isinstance(numerics, Numerics):
         return numerics
@@ -221,7 +221,7 @@ def numerics_level(numerics: Numerics | str) -> Numerics:
         return Numerics.parse(numerics)
     except (KeyError, AttributeError):
         known = ", ".join(level.name.lower() for level in Numerics)
-        raise InvalidRequest(f"numerics must be one of {known}, got {numerics!r}") from None
+        raise InvalidArgument(f"numerics must be one of {known}, got {numerics!r}") from None
 
 
 def _installed(*groups: str) -> dict[str, EntryPoint]:
@@ -229,7 +229,7 @@ def _installed(*groups: str) -> dict[str, EntryPoint]:
     for entry in (entry for group in groups for entry in entry_points(group=group)):
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"two installed strategies are named {entry.name!r}: {_origin(other)} and "
                 f"{_origin(entry)}. Uninstall one of them"
             )
@@ -246,13 +246,13 @@ def _load(entry: EntryPoint) -> Strategy:
         loaded = entry.load()
         strategy = loaded() if isinstance(loaded, type) else loaded
     except (Exception, SystemExit) as error:  # else it would end a command as if all were well
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"cannot load the strategy plug-in {_origin(entry)} ({type(error).__name__}: "
             f"{error}): fix or uninstall it, or name the strategies to use"
         ) from error
     checked = _checked(strategy, _origin(entry))
     if checked.name != entry.name:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the strategy plug-in {_origin(entry)} is named {checked.name!r}: its "
             "entry point and its `name` must match"
         )
@@ -263,19 +263,19 @@ def _checked(strategy: object, origin: str | None = None) -> Strategy:
     """Return the object after checking those parts of the contract that need no run."""
     who = f"the strategy plug-in {origin or repr(strategy)}"
     if isinstance(strategy, type):
-        raise InvalidRequest(f"{who} is a class: pass an instance")
+        raise InvalidArgument(f"{who} is a class: pass an instance")
     if not isinstance(strategy, Strategy):
         wanted = ("name", "phase", "numerics", "dimensions", "apply", "describe")
         lacking = ", ".join(name for name in wanted if not hasattr(strategy, name))
-        raise InvalidRequest(f"{who} is not a Strategy: it has no {lacking}")
+        raise InvalidArgument(f"{who} is not a Strategy: it has no {lacking}")
     if not isinstance(strategy.name, str) or not strategy.name.isidentifier():
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{who} needs a name that is a valid identifier, got {strategy.name!r}"
         )
     if not isinstance(strategy.phase, Phase):
-        raise InvalidRequest(f"{who} needs a phase from autofit.Phase, got {strategy.phase!r}")
+        raise InvalidArgument(f"{who} needs a phase from autofit.Phase, got {strategy.phase!r}")
     if not isinstance(strategy.numerics, Numerics):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{who} needs numerics from autofit.Numerics, got {strategy.numerics!r}"
         )
     return strategy
@@ -293,21 +293,21 @@ def _in_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
     ordered = sorted(strategies, key=lambda strategy: (strategy.phase, strategy.name))
     for one, other in pairwise(ordered):
         if one.name == other.name:
-            raise InvalidRequest(f"the strategy {one.name!r} was passed twice")
+            raise InvalidArgument(f"the strategy {one.name!r} was passed twice")
     return tuple(ordered)
 
 
 def _check_dimensions(strategy: Strategy, offered: object) -> None:
     who = f"the strategy {strategy.name!r}"
     if not isinstance(offered, Mapping):
-        raise InvalidRequest(f"{who} must return a mapping of dimensions, got {offered!r}")
+        raise InvalidArgument(f"{who} must return a mapping of dimensions, got {offered!r}")
     for name, dimension in offered.items():
         if not isinstance(name, str) or not name.startswith(f"{strategy.name}."):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{who} offers the setting {name!r}, which must begin with '{strategy.name}.'"
             )
         if not isinstance(dimension, Dimension):
-            raise InvalidRequest(f"{who} offers {name} as {dimension!r}, which is not a Dimension")
+            raise InvalidArgument(f"{who} offers {name} as {dimension!r}, which is not a Dimension")
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from autofit.codec import Count
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan, Scalar, Settings, check_count
 
 UNBOUNDED_MICRO_BATCH = 2**20
@@ -22,22 +22,22 @@ class Space:
         dimensions: setting name -> its values, in the order of the strategies.
         sample_batch_size: samples in the user's sample batch, n.
         global_batch: samples per optimizer step to keep; None: free, with one accumulation step.
-        may_resplit: whether the accumulation count may differ from the baseline's; without effect
-            where there is no global batch.
+        may_change_accumulation: whether the accumulation steps may differ from the baseline's;
+            without effect where there is no global batch.
         max_micro_batch: largest micro-batch to try; None: bounded by the device alone.
         even_split: whether all micro-batches have one size, a divisor of the global batch.
         fixed: settings with a single value, which a plan may name but need not.
         world_size: devices that train together, each with its own micro-batches.
 
     Raises:
-        InvalidRequest: a count is below one, the global batch cannot be shared by the ranks, or
+        InvalidArgument: a count is below one, the global batch cannot be shared by the ranks, or
             the baseline's micro-batch is larger than the largest to try.
     """
 
     dimensions: Mapping[str, Dimension]
     sample_batch_size: Count
     global_batch: Count | None = None
-    may_resplit: bool = True
+    may_change_accumulation: bool = True
     max_micro_batch: Count | None = None
     even_split: bool = False
     fixed: Settings = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Space:
             self._split(self.global_batch, 1, {})  # refuses what cannot be shared
         largest, baseline = self.max_micro_batch, self._baseline_micro_batch()
         if largest is not None and baseline > largest:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"max_micro_batch={largest} rules out the baseline, whose micro-batch of "
                 f"{baseline} is the size of the sample batch. Use a sample batch of at "
                 f"most {largest} samples, or a larger max_micro_batch"
@@ -86,8 +86,8 @@ class Space:
 
     @property
     def only_micro_batch(self) -> int | None:
-        """The micro-batch of every plan if the global batch may not be resplit; else None."""
-        if self.global_batch is None or self.may_resplit:
+        """The micro-batch of every plan if accumulation may not change; else None."""
+        if self.global_batch is None or self.may_change_accumulation:
             return None
         return self._baseline_micro_batch()
 
@@ -154,17 +154,17 @@ class Space:
         """Return the settings with every missing one at its first value.
 
         Raises:
-            InvalidRequest: a setting or a value that the space does not have.
+            InvalidArgument: a setting or a value that the space does not have.
         """
         values_of: dict[str, Sequence[Scalar]] = {n: [value] for n, value in self.fixed.items()}
         values_of |= {name: dimension.values for name, dimension in self.dimensions.items()}
         for name, value in settings.items():
             if name not in values_of:
                 known = ", ".join(values_of) or "none (this model and device have no settings)"
-                raise InvalidRequest(f"unknown setting {name!r}; available: {known}")
+                raise InvalidArgument(f"unknown setting {name!r}; available: {known}")
             if value not in values_of[name]:
                 values = list(values_of[name])
-                raise InvalidRequest(
+                raise InvalidArgument(
                     f"{name} cannot be {value!r} on this device; choose one of {values}"
                 )
         return {**self.plain_settings, **settings}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Scalar
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class World:
         size: how many ranks there are; 1: one device trains alone.
 
     Raises:
-        InvalidRequest: the rank is not among the ranks.
+        InvalidArgument: the rank is not among the ranks.
     """
 
     rank: int = 0
@@ -104,7 +104,7 @@ class World:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"rank must be between 0 and size - 1, got rank {self.rank} of {self.size}"
             )
 
@@ -195,11 +195,11 @@ class Context(Protocol):
         """Names of parameters that require gradients -> the ranks on which they get none.
 
         As a few samples show that the ranks share; every rank gets the same answer. Empty where
-        this process trains with no other one, on the meta device, and where a `train_step` hides
+        this process trains with no other one, on the meta device, and where a `training_step` hides
         the gradients.
         """
 
-    def profile(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
+    def with_training(self, run: Callable[[TrainingView, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` of a plain training of a fresh copy of the model.
 
         `batch` has `micro_batch` samples and lies on the device; the training is undone after.
@@ -237,7 +237,7 @@ class Context(Protocol):
             update: run the optimizer too, and compare the parameters after it.
 
         Raises:
-            InvalidRequest: on the meta device, which has no values to compare.
+            InvalidArgument: on the meta device, which has no values to compare.
             torch.OutOfMemoryError: one of the steps does not fit into memory.
             Exception: whatever else the reference step raises. If the other step raises, that is a
                 difference.
@@ -274,7 +274,7 @@ class TrainingView(Protocol):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, or a mapping of them where the user's `train_step` has several.
+        """The optimizer, or a mapping of them where the user's `training_step` has several.
 
         A strategy may set another one over the same parameters, and must set it back. None in
         `Phase.MODEL` and `Phase.PARALLEL` of a plan with a parallel strategy: it is made after.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import CannotTell, Unsupported
+from autofit.errors import PredictionUnavailable, Unsupported
 
 if TYPE_CHECKING:
     from torch._prims_common import suggest_memory_format as suggest_memory_format
@@ -200,10 +200,10 @@ def check(need: str) -> None:
     """Refuse what needs names that this torch lacks.
 
     Raises:
-        CannotTell: one is gone; the message names it, and what cannot be done without it.
+        PredictionUnavailable: one is gone; the message names it and what needs it.
     """
     if (gone := missing(need)) is not None:
-        raise CannotTell(gone)
+        raise PredictionUnavailable(gone)
 
 
 def missing(need: str) -> str | None:

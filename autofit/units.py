@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
@@ -24,21 +24,21 @@ def parse_bytes(text: str) -> int:
     """Read a size such as "24GiB", "512 MiB", "80GB" or "1000000" as bytes.
 
     Raises:
-        InvalidRequest: the text is not a size, or not above zero.
+        InvalidArgument: the text is not a size, or not above zero.
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match["prefix"] and not match["form"]):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"cannot read {text!r} as a size; use a form such as 24GiB, 512MiB or 80GB"
         )
     prefix = match["prefix"].lower()
     table = _BINARY if match["form"].lower() == "ib" else _DECIMAL
     read = float(match["number"]) * (table[prefix] if prefix else 1)
     if read >= _MOST_BYTES:
-        raise InvalidRequest(f"no device has as much memory as {text[:40]!r}")
+        raise InvalidArgument(f"no device has as much memory as {text[:40]!r}")
     size = int(read)
     if size <= 0:
-        raise InvalidRequest(f"a size must be positive, got {text!r}")
+        raise InvalidArgument(f"a size must be positive, got {text!r}")
     return size
 
 
@@ -50,15 +50,15 @@ def check_size(size: int, written: object) -> int:
         written: the size as the user wrote it, for the message.
 
     Raises:
-        InvalidRequest: it is below 1 MiB, or larger than any device.
+        InvalidArgument: it is below 1 MiB, or larger than any device.
     """
     if size >= _MOST_BYTES:
-        raise InvalidRequest(f"no device has as much memory as {str(written)[:40]} bytes")
+        raise InvalidArgument(f"no device has as much memory as {str(written)[:40]} bytes")
     if size >= MIB:
         return size
     is_bare = re.fullmatch(r"[1-9]\d{0,2}", str(written).strip())
     meant = f"did you mean '{written}GiB'?" if is_bare else "write at least 1MiB, such as '24GiB'"
-    raise InvalidRequest(f"{written!r} is {size} bytes: {meant}")
+    raise InvalidArgument(f"{written!r} is {size} bytes: {meant}")
 
 
 def format_bytes(size: float | None) -> str:

@@ -21,7 +21,7 @@ from multiprocessing import get_context
 
 import optuna
 
-from autofit.measurement import Measurement, Role, compared_log_speed, probes_of
+from autofit.measurement import Measurement, TrialKind, compared_log_speed, probes_of
 from autofit.plan import Plan
 from autofit.searching.engine import run_search
 from autofit.testing import SimulatedProber
@@ -73,7 +73,7 @@ def score(seed: int) -> Score:
     )
     result = run_search(prober, device.spec())
     best, baseline = result.best.plan, device.space.baseline
-    blocks = [t for t in result.trials if t.role is Role.CONFIRMED and t.ok]
+    blocks = [t for t in result.trials if t.kind is TrialKind.CONFIRMATION and t.ok]
     of_best, of_baseline = ([t for t in blocks if t.plan == plan] for plan in (best, baseline))
     off = None
     if best != baseline and of_best and of_baseline:

@@ -18,7 +18,7 @@ from autofit import Workload
 from benchmarks.emulated_models import MODELS
 from benchmarks.library_models import switch_checkpointing_on
 
-PRECISIONS = ("as_is", "bfloat16", "float16")
+PRECISIONS = ("default", "bfloat16", "float16")
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),

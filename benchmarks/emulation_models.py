@@ -34,7 +34,7 @@ import torch
 
 from autofit import Plan, Workload, predict
 from autofit.devices.gpus import find_gpu
-from autofit.errors import CannotTell
+from autofit.errors import PredictionUnavailable
 from autofit.plan import Dimension
 from autofit.registry import resolve, strategies_of
 from autofit.space import Space
@@ -129,12 +129,12 @@ def result_of(case: Case) -> Result:
     found: dict[str, Any] = {}
     try:
         workload = workload_of(case)
-        settings = {} if case.precision == "as_is" else {"precision.dtype": case.precision}
+        settings = {} if case.precision == "default" else {"precision.dtype": case.precision}
         plan = Plan(workload.sample_batch_size, settings=settings)
         started = time.perf_counter()
         try:
             found["rehearsed"] = told_by_a_dry_run(workload, plan)
-        except CannotTell as refusal:
+        except PredictionUnavailable as refusal:
             found["refused"] = str(refusal)[:300]
         found["rehearsal_s"] = time.perf_counter() - started
         started = time.perf_counter()

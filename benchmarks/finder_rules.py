@@ -18,7 +18,7 @@ from benchmarks.grids.recorded import GridWorld
 LIGHTNING_MAX = 8192
 ULTRALYTICS_SIZES = (1, 2, 4, 8, 16, 32, 64)
 ULTRALYTICS_SHARE = 0.6
-AUTOVRAM_PRECISIONS = ("float16", "bfloat16", "as_is")
+AUTOVRAM_PRECISIONS = ("float16", "bfloat16", "default")
 AUTOVRAM_TRIALS = 25
 BATCH_FINDER_FIRST = 512
 BATCH_FINDER_TRIALS = 50

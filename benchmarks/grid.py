@@ -10,7 +10,7 @@ a drift of the machine's speed favours none of them. Prints Markdown.
 Where there are only minutes, a part of the grid says something too, and what was left out is
 printed: some values of a setting, no small micro-batches, an end by the clock.
 
-    ... --only checkpointing.level=0,4,8 --only precision.dtype=as_is,bfloat16 --smallest 4 \\
+    ... --only checkpointing.level=0,4,8 --only precision.dtype=default,bfloat16 --smallest 4 \\
         --seconds 300
 """
 
@@ -138,7 +138,7 @@ def compare(
         report.record.dimensions,
         report.record.workload["sample_batch_size"],
         global_batch=workload.global_batch,
-        may_resplit=report.record.workload["may_resplit"],
+        may_change_accumulation=report.record.workload["may_change_accumulation"],
     )
     budget = report.record.vram_budget_bytes
     with open_prober(workload, load_strategies(), Target(device, budget, seed)) as prober:

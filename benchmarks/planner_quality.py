@@ -34,7 +34,7 @@ import optuna
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from autofit.errors import NoFeasiblePlan
-from autofit.measurement import Role, Trial
+from autofit.measurement import Trial, TrialKind
 from autofit.planning.confirmation import best_of
 from autofit.planning.posterior import Posterior
 from autofit.searching.engine import run_search
@@ -100,9 +100,9 @@ def score(job: Job) -> Score:
             on_event=lambda event: seen.append(event.trial) if hasattr(event, "trial") else None,
         )
     except NoFeasiblePlan:
-        probes = [trial for trial in seen if trial.role is not Role.VETOED]
+        probes = [trial for trial in seen if trial.kind is not TrialKind.VETOED]
         return Score((0.0,) * len(CUTS), 0.0, _ooms(probes), True, len(probes))
-    probes = [trial for trial in result.trials if trial.role is not Role.VETOED]
+    probes = [trial for trial in result.trials if trial.kind is not TrialKind.VETOED]
     end = device.speed(result.best.plan) / optimum
     after = []
     for cut in CUTS:

@@ -33,7 +33,7 @@ from autofit.registry import load_strategies
 from benchmarks.prediction_models import WORKLOADS
 
 MICRO_BATCHES = (4, 16, 48)
-PRECISIONS = ("as_is", "bfloat16")
+PRECISIONS = ("default", "bfloat16")
 TOO_LITTLE = 0.85
 
 

@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial
 from torch import nn
 
 from autofit import Plan, Workload, predict, search
-from autofit.measurement import Role, Trial
+from autofit.measurement import Trial, TrialKind
 from autofit.plan import Dimension
 from autofit.planning.planner import decide
 from autofit.planning.posterior import Posterior
@@ -69,9 +69,9 @@ class World:
     """A simulated device with so many variants: lines of their own, a budget that binds."""
 
     def __init__(self, variants: int) -> None:
-        dimensions = {"precision.dtype": Dimension(("as_is", "bfloat16"))}
+        dimensions = {"precision.dtype": Dimension(("default", "bfloat16"))}
         if variants > 2:
-            dimensions["memory_format.layout"] = Dimension(("as_is", "channels_last"))
+            dimensions["memory_format.layout"] = Dimension(("default", "channels_last"))
         if variants > 4:
             dimensions["checkpointing.level"] = Dimension(tuple(range(variants // 4)))
         self.space = Space(dimensions, sample_batch_size=1, max_micro_batch=1024)
@@ -102,9 +102,9 @@ class World:
         plan = self.space.baseline
         while len(found) < count:
             if self.memory(plan) <= self.spec.vram_budget_bytes:
-                role = Role.SEARCH if found else Role.BASELINE
+                kind = TrialKind.SEARCH if found else TrialKind.BASELINE
                 request = ProbeRequest(resolve(plan, self.space, prober.strategies))
-                found.append(Trial(len(found), role, plan, prober.probe(request).measurement))
+                found.append(Trial(len(found), kind, plan, prober.probe(request).measurement))
             size = round(2 ** draw.uniform(0, 8))
             plan = self.space.plan(size, draw.choice(variants))
         return found

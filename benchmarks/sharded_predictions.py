@@ -44,10 +44,10 @@ CASES = [
     Case("fsdp2", 1, "once", "bfloat16"),
     Case("fsdp2", 4, "once", "bfloat16"),
     Case("fsdp2", 4, "each", "bfloat16"),
-    Case("fsdp2", 1, "once", "as_is"),
+    Case("fsdp2", 1, "once", "default"),
     Case("fsdp2_keep", 1, "once", "bfloat16"),
-    Case("zero1", 1, "once", "as_is"),
-    Case("ddp", 1, "once", "as_is"),
+    Case("zero1", 1, "once", "default"),
+    Case("ddp", 1, "once", "default"),
 ]
 
 

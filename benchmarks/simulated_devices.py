@@ -12,14 +12,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autofit.plan import Dimension, Hint, Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.plan import CostHint, Dimension, Plan, Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
 from autofit.testing import SimulatedProber
 
 PRECISION, FORMAT, PLACEMENT = "precision.dtype", "memory_format.format", "checkpointing.level"
 LARGEST_MICRO_BATCH = 4096
-_PRECISIONS = ("as_is", "tf32", "bfloat16", "float16")
+_PRECISIONS = ("default", "tf32", "bfloat16", "float16")
 _FORMATS = ("contiguous", "channels_last")
 _BYTES = 2**20
 _SECONDS = 1e-3
@@ -209,8 +209,8 @@ def _bumps(seed: int) -> Callable[[Plan], float]:
     return bump
 
 
-def _hint(factors: Factors, draw: random.Random) -> Hint:
-    return Hint(
+def _hint(factors: Factors, draw: random.Random) -> CostHint:
+    return CostHint(
         bytes_per_sample=factors.bytes * draw.uniform(0.9, 1.1),
         seconds_per_sample=factors.seconds * draw.uniform(0.9, 1.1),
     )

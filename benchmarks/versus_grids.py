@@ -33,8 +33,8 @@ from benchmarks.finder_rules import FINDERS, Rule, Runs, autovram_precisions
 from benchmarks.grids.recorded import WORKLOADS, GridWorld, grid_world
 
 PLAIN: Settings = {
-    "precision.dtype": "as_is",
-    "memory_format.layout": "as_is",
+    "precision.dtype": "default",
+    "memory_format.layout": "default",
     "checkpointing.level": 0,
 }
 BEST_INFORMED = "predicted lines and times"

@@ -1,6 +1,6 @@
 """The state of Adam and AdamW in 8 bits, by torchao or bitsandbytes where one is installed.
 
-`adam_state.format` starts at "as_is". "torchao_8bit" and "bitsandbytes_8bit" step in place of the
+`adam_state.format` starts at "default". "torchao_8bit" and "bitsandbytes_8bit" step in place of the
 user's optimizer, with its hyperparameters as they are at each step, and hold both moments in blocks
 of 8-bit codes (Dettmers et al., 2021, arXiv 2110.02861), small tensors aside. That is a rounding of
 the state which no comparison of one step shows, so it is offered only to who names this strategy.
@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from autofit.errors import Unsupported, release_exception, with_type
-from autofit.plan import Dimension, Hint, Scalar
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 from .compile import Compile
@@ -48,30 +48,30 @@ class AdamState:
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return what the installed libraries can step this optimizer with."""
-        plain = {SETTING: Dimension(["as_is"])}
+        plain = {SETTING: Dimension(["default"])}
         if context.device.type == "meta":
             context.note(f"{SETTING} skipped: its memory can only be measured, not predicted")
             return plain
         if not _installed():
             context.note(f"{SETTING} skipped: {_MISSING}")
             return plain
-        found = context.profile(_found, 1)
+        found = context.with_training(_found, 1)
         for value, why in found["left_out"].items():
             context.note(f"{SETTING}={value} skipped: {why}")
         values = found["names"]
         if not values:
             return plain
-        fixed = Hint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=found["share"])
+        fixed = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=found["share"])
         return {
             SETTING: Dimension(
-                ["as_is", *values],
+                ["default", *values],
                 payloads={value: {"optimizers": names} for value, names in values.items()},
                 hints=dict.fromkeys(values, fixed),
                 # bitsandbytes makes parameters contiguous, and so undoes a layout; neither library
                 # has other implementations, nor fused scaling
                 when={
-                    "memory_format.layout": ("as_is", None),
-                    "optimizer.implementation": ("as_is", None),
+                    "memory_format.layout": ("default", None),
+                    "optimizer.implementation": ("default", None),
                 },
                 trial_costs_s={
                     value: _COMPILED_SHAPE_S * found["shapes"]
@@ -89,15 +89,15 @@ class AdamState:
         Raises:
             Unsupported: the library is not installed, or the optimizer has stepped before.
         """
-        value = str(settings.get(SETTING, "as_is"))
-        if value == "as_is":
+        value = str(settings.get(SETTING, "default"))
+        if value == "default":
             return nullcontext()
         return _replaced(training, value, payloads[SETTING]["optimizers"])
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
-        value = str(settings.get(SETTING, "as_is"))
-        if value == "as_is":
+        value = str(settings.get(SETTING, "default"))
+        if value == "default":
             return []
         library, names = _LIBRARIES[value], payloads[SETTING]["optimizers"]
 

@@ -1,6 +1,6 @@
 """Channels-last weights for convolutions.
 
-`memory_format.layout` starts at "as_is". Only the weights change layout: a convolution with a
+`memory_format.layout` starts at "default". Only the weights change layout: a convolution with a
 channels-last weight returns channels-last output for any input, so the activations follow. Each
 weight is rearranged inside its own storage: no second copy is held, parameter identities and
 storages stay, and undoing restores the former strides.
@@ -33,7 +33,7 @@ class MemoryFormat:
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
         """Return two layouts where the model has 2-d or 3-d convolutions in the default one."""
         others = ["channels_last"] if _convolution_weights(context.model) else []
-        return {SETTING: Dimension(["as_is", *others], addresses=("arithmetic", "memory traffic"))}
+        return {SETTING: Dimension(["default", *others], relieves=("arithmetic", "memory traffic"))}
 
     def apply(
         self,
@@ -42,7 +42,7 @@ class MemoryFormat:
         payloads: Mapping[str, Any],
     ) -> AbstractContextManager[None]:
         """Rearrange the convolution weights; leaving the context undoes it."""
-        if settings.get(SETTING, "as_is") == "as_is":
+        if settings.get(SETTING, "default") == "default":
             return nullcontext()
         return _channels_last(training)
 
@@ -52,7 +52,7 @@ class MemoryFormat:
         payloads: Mapping[str, Any],
     ) -> list[str]:
         """Return the equivalent lines of a training script."""
-        if settings.get(SETTING, "as_is") == "as_is":
+        if settings.get(SETTING, "default") == "default":
             return []
         return [
             "import torch",

@@ -56,7 +56,7 @@ class Offload:
         """Return the choice where a forward saves something that is worth moving."""
         samples = context.samples_per_step
         looked_at = min(_SAMPLES, samples, context.most_samples or _SAMPLES)
-        moved: int = context.profile(partial(_moved_bytes, samples / looked_at), looked_at)
+        moved: int = context.with_training(partial(_moved_bytes, samples / looked_at), looked_at)
         if not moved:
             context.note(
                 f"{SETTING} skipped: a forward of {samples} samples saves no activation of "
@@ -171,7 +171,7 @@ def _moved_bytes(times: float, training: TrainingView, batch: Any) -> int:
     undo_update = training.wrap_optimizer_step(lambda update: None)
     try:
         with saving_by(training, pack, lambda tensor: tensor):
-            training.step(batch)  # not `loss`: a train_step of the user's own has no other way
+            training.step(batch)  # not `loss`: a training_step of the user's own has no other way
     finally:
         undo_update()
     return sum(moved.values())

@@ -1,6 +1,6 @@
 """Which of torch's implementations the user's own optimizer steps with.
 
-`optimizer.implementation` starts at "as_is". "for_loop" updates one parameter after another,
+`optimizer.implementation` starts at "default". "for_loop" updates one parameter after another,
 "foreach" many at once, with temporaries as large as the parameters, and "fused" all in one kernel
 without temporaries. The optimizer, its hyperparameters and its state stay the same objects; only
 the flags of its groups change, as `foreach=` and `fused=` would set them where it is made.
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import release_exception, with_type
-from autofit.plan import Dimension, Hint, Scalar
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 SETTING = "optimizer.implementation"
@@ -40,7 +40,7 @@ _STEPS = 3
 _KEPT = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """What constructor and step of a fused optimizer set on it."""
 _ABSENT = object()
-_SAME_ACTIVATIONS = Hint(bytes_per_sample=1.0, seconds_per_sample=1.0)
+_SAME_ACTIVATIONS = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0)
 
 
 class OptimizerImplementation:
@@ -58,14 +58,16 @@ class OptimizerImplementation:
         loop over the tensors. Without what raises, or saves neither time nor temporaries, except
         on the meta device, where that cannot be measured.
         """
-        found: Mapping[str, Sequence[str]] = context.profile(_found, 1)
+        found: Mapping[str, Sequence[str]] = context.with_training(_found, 1)
         if found and context.device.type != "meta":
             samples = min(_SAMPLES, context.samples_per_step, context.most_samples or _SAMPLES)
             micro_batches = context.samples_per_step / samples
             tried = list(found)
             raised: Mapping[str, str] = {}
             with suppress(torch.OutOfMemoryError):
-                found, raised = context.profile(partial(_worth_it, found, micro_batches), samples)
+                found, raised = context.with_training(
+                    partial(_worth_it, found, micro_batches), samples
+                )
             for value, why in raised.items():
                 context.note(f"{SETTING}={value} skipped: a step with it raised {why}")
             if left_out := [value for value in tried if value not in found and value not in raised]:
@@ -75,10 +77,10 @@ class OptimizerImplementation:
                 )
         return {
             SETTING: Dimension(
-                ["as_is", *found],
+                ["default", *found],
                 payloads={value: {"optimizers": names} for value, names in found.items()},
                 hints=dict.fromkeys(found, _SAME_ACTIVATIONS),
-                addresses=("optimizer", "launches"),
+                relieves=("optimizer", "launches"),
             )
         }
 
@@ -86,21 +88,21 @@ class OptimizerImplementation:
         self, training: TrainingView, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
         """Have the optimizer step so; leaving the context undoes it."""
-        value = str(settings.get(SETTING, "as_is"))
-        if value == "as_is":
+        value = str(settings.get(SETTING, "default"))
+        if value == "default":
             return nullcontext()
         names = payloads[SETTING]["optimizers"]
         return implemented([each for name, each in _named(training) if name in names], value)
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return what trainers call it: an implementation."""
-        value = settings.get(SETTING, "as_is")
-        return {} if value == "as_is" else {"optimizer_implementation": value}
+        value = settings.get(SETTING, "default")
+        return {} if value == "default" else {"optimizer_implementation": value}
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
         """Return the equivalent lines of a training script."""
-        value = str(settings.get(SETTING, "as_is"))
-        if value == "as_is":
+        value = str(settings.get(SETTING, "default"))
+        if value == "default":
             return []
         names = payloads[SETTING]["optimizers"]
         chosen = "[optimizer]" if names == [""] else f"[optimizer[name] for name in {names}]"
@@ -199,7 +201,7 @@ def _worth_it(
     """
     training.step(batch)  # makes the optimizer's state
     plain_s, step_s = _timed(training, batch)
-    if not plain_s:  # the user's own train_step updates by itself
+    if not plain_s:  # the user's own training_step updates by itself
         return dict(found), {}
     least_s = WORTH * (plain_s + micro_batches * (step_s - plain_s))
     saves_bytes = "for_loop" in found

@@ -1,6 +1,6 @@
 """Reduced precision: TF32, bfloat16 and float16, where the device supports them natively.
 
-`precision.dtype` starts at "as_is". The reduced types run forward and loss under autocast, so
+`precision.dtype` starts at "default". The reduced types run forward and loss under autocast, so
 parameters, gradients and optimizer state stay as they are; float16 also scales the loss. A model
 whose weights are mostly not float32 keeps the precision it has chosen.
 """
@@ -29,13 +29,13 @@ class Precision:
     standard_terms = ("autocast", "tf32")
 
     def dimensions(self, context: Context) -> Mapping[str, Dimension]:
-        """Return the types the device supports natively; "as_is" alone without float32 weights."""
+        """Return the types the device supports natively; "default" alone without float32."""
         if not _mostly_float32(context.model):
-            return {SETTING: Dimension(["as_is"])}
-        values = ["as_is", *_native(context.capabilities)]
+            return {SETTING: Dimension(["default"])}
+        values = ["default", *_native(context.capabilities)]
         if any(p.dtype == torch.float16 and p.requires_grad for p in context.model.parameters()):
             values = [value for value in values if value != "float16"]  # GradScaler refuses these
-        return {SETTING: Dimension(values, addresses=("arithmetic", "memory traffic"))}
+        return {SETTING: Dimension(values, relieves=("arithmetic", "memory traffic"))}
 
     def apply(
         self,
@@ -44,14 +44,14 @@ class Precision:
         payloads: Mapping[str, Any],
     ) -> AbstractContextManager[None]:
         """Run forward and loss in the chosen type; leaving the context undoes it."""
-        dtype = str(settings.get(SETTING, "as_is"))
-        if dtype == "as_is":
+        dtype = str(settings.get(SETTING, "default"))
+        if dtype == "default":
             return nullcontext()
         return _tf32() if dtype == "tf32" else _autocast(training, _AUTOCAST[dtype])
 
     def in_standard_terms(self, settings: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
         """Return what trainers call it: autocast in a type, or TF32."""
-        dtype = settings.get(SETTING, "as_is")
+        dtype = settings.get(SETTING, "default")
         if dtype in _AUTOCAST:
             return {"autocast": dtype}
         return {"tf32": True} if dtype == "tf32" else {}
@@ -62,8 +62,8 @@ class Precision:
         payloads: Mapping[str, Any],
     ) -> list[str]:
         """Return the equivalent lines of a training script."""
-        dtype = settings.get(SETTING, "as_is")
-        if dtype == "as_is":
+        dtype = settings.get(SETTING, "default")
+        if dtype == "default":
             return []
         if dtype == "tf32":
             return [

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan, Scalar, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
@@ -18,10 +18,10 @@ from autofit.units import GIB
 BUDGET = 8 * GIB
 IDENTITY = {"workload": "simulated"}
 LEVEL = "checkpointing.level"
-PLAIN: dict[str, Scalar] = {"precision.dtype": "as_is", LEVEL: 0}
+PLAIN: dict[str, Scalar] = {"precision.dtype": "default", LEVEL: 0}
 HALF: dict[str, Scalar] = {"precision.dtype": "bfloat16", LEVEL: 0}
 DIMENSIONS = {
-    "precision.dtype": Dimension(("as_is", "bfloat16")),
+    "precision.dtype": Dimension(("default", "bfloat16")),
     "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
 }
 
@@ -80,8 +80,8 @@ class SimulatedDevice:
 
 
 def make_trial(number: int, plan: Plan, outcome: Outcome = Outcome.OK, **measured: Any) -> Trial:
-    role = Role.BASELINE if number == 0 else Role.SEARCH
-    return Trial(number, role, plan, Measurement(outcome, **measured))
+    kind = TrialKind.BASELINE if number == 0 else TrialKind.SEARCH
+    return Trial(number, kind, plan, Measurement(outcome, **measured))
 
 
 def measured(device: SimulatedDevice, plans: list[Plan]) -> tuple[Trial, ...]:

@@ -44,9 +44,9 @@ def _holding_itself() -> list[Any]:
         ({"global_batch": 8.0}, r"global_batch.*8\.0"),
         ({"loss_fn": "mse"}, r"loss_fn.*'mse'"),
         ({"loss_weight": 3}, r"loss_weight.*3"),
-        ({"train_step": 3}, r"train_step.*3"),
+        ({"training_step": 3}, r"training_step.*3"),
         ({"global_batch": 10**9}, r"250000000\b.*\b4\b.*65536"),
-        ({"allow_resplit": "no"}, r"allow_resplit.*'no'"),
+        ({"allow_accumulation_change": "no"}, r"allow_accumulation_change.*'no'"),
         ({"clip_grad_norm": "1"}, r"clip_grad_norm.*'1'"),
         ({"clip_grad_norm": True}, r"clip_grad_norm.*True"),
         ({"clip_grad_norm": float("inf")}, r"clip_grad_norm.*inf"),
@@ -94,7 +94,7 @@ def _holding_itself() -> list[Any]:
         ),
         (
             {"optimizer": {"": torch.optim.SGD}},
-            r"optimizer.*train_step=",
+            r"optimizer.*training_step=",
         ),
         ({"sample_batch": None}, r"autofit\.search\(model, sample_batch\)"),
         ({"sample_batch": {"text": "a"}}, r"dict.*n -> batch"),
@@ -123,13 +123,13 @@ def _holding_itself() -> list[Any]:
 )
 def test_an_argument_that_cannot_mean_anything(said: dict[str, Any], words: str) -> None:
     arguments = {"model": model, "sample_batch": batch(), **HERE, **said}
-    with pytest.raises(autofit.InvalidRequest, match=words):
+    with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.search(arguments.pop("model"), arguments.pop("sample_batch"), **arguments)
 
 
 def test_a_workload_says_all_of_it() -> None:
     workload = autofit.Workload(model, batch())
-    with pytest.raises(autofit.InvalidRequest, match=r"sample_batch, criterion"):
+    with pytest.raises(autofit.InvalidArgument, match=r"sample_batch, criterion"):
         autofit.search(workload, batch(), criterion=nn.MSELoss(), **HERE)
 
 
@@ -146,12 +146,12 @@ class Integers(nn.Module):
 
 
 def test_an_output_that_is_no_loss_and_cannot_be_averaged() -> None:
-    with pytest.raises(autofit.InvalidRequest, match="loss_fn"):
+    with pytest.raises(autofit.InvalidArgument, match="loss_fn"):
         autofit.search(Integers, batch(), **HERE)
 
 
 def test_a_loss_that_is_no_scalar() -> None:
-    with pytest.raises(autofit.InvalidRequest, match=r"loss_fn.*, 3\]"):
+    with pytest.raises(autofit.InvalidArgument, match=r"loss_fn.*, 3\]"):
         autofit.search(model, batch(), loss_fn=lambda m, b: m(b), **HERE)
 
 
@@ -177,7 +177,7 @@ def test_a_cuda_device_where_there_is_none() -> None:
 def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
     probes: list[Event] = []
     nowhere = tmp_path / "no folder" / "study.log"
-    with pytest.raises(autofit.StudyRefused, match=r"no folder/study\.log"):
+    with pytest.raises(autofit.StudyError, match=r"no folder/study\.log"):
         autofit.search(model, batch(), study=nowhere, progress=probes.append, **HERE)
     assert not any(isinstance(event, ProbeStarted) for event in probes)
 
@@ -185,7 +185,7 @@ def test_a_study_that_cannot_be_written_costs_no_probe(tmp_path: Path) -> None:
 def test_a_file_that_is_no_study_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("two years of work\n")
-    with pytest.raises(autofit.StudyRefused, match=r"thesis\.txt"):
+    with pytest.raises(autofit.StudyError, match=r"thesis\.txt"):
         autofit.search(model, batch(), study=path, **HERE)
     assert path.read_text() == "two years of work\n"
 
@@ -310,9 +310,9 @@ class Lightning(nn.Module):
 def test_a_module_without_forward_is_told_of_loss_fn() -> None:
     workload = autofit.Workload(Lightning(), torch.ones(4, 8))
     words = r"Lightning.*loss_fn=lambda model, batch: model\.training_step"
-    with pytest.raises(autofit.InvalidRequest, match=words):
+    with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.probe(workload, **HERE)
-    with pytest.raises(autofit.InvalidRequest, match=words):
+    with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.predict(workload)
     loss_fn = lambda model, batch: model.training_step(batch, 0)  # noqa: E731 - as it is proposed
     assert autofit.predict(replace(workload, loss_fn=loss_fn)).required_bytes > 0
@@ -337,7 +337,7 @@ def test_what_an_optimizer_raises_reaches_the_user() -> None:
 
 
 def test_a_probe_of_what_is_no_workload_is_refused() -> None:
-    with pytest.raises(autofit.InvalidRequest, match=r"autofit\.Workload"):
+    with pytest.raises(autofit.InvalidArgument, match=r"autofit\.Workload"):
         autofit.probe(model)  # type: ignore[arg-type]  # what is shown
 
 
@@ -377,7 +377,7 @@ def test_a_model_that_is_wrapped_for_several_devices_is_refused() -> None:
     plain = torch.nn.Linear(4, 2)
     nested = torch.nn.Sequential(torch.nn.DataParallel(plain))
     batch = torch.zeros(2, 4)
-    with pytest.raises(autofit.InvalidRequest, match=r"model is .*DataParallel.*plain model"):
+    with pytest.raises(autofit.InvalidArgument, match=r"model is .*DataParallel.*plain model"):
         autofit.Workload(torch.nn.DataParallel(plain), batch)
-    with pytest.raises(autofit.InvalidRequest, match=r"0 is .*DataParallel.*plain model"):
+    with pytest.raises(autofit.InvalidArgument, match=r"0 is .*DataParallel.*plain model"):
         autofit.Workload(lambda: nested, batch).build_model()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autofit.codec import Amount, Count, Duration, Number, from_json, read_json, to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Scalar
 
 
@@ -63,12 +63,12 @@ def test_what_is_written_is_read_and_later_keys_are_ignored() -> None:
     ],
 )
 def test_what_is_no_such_value_is_refused_by_its_place(data: Any, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         from_json(data, Outer, "it")
 
 
 def test_a_value_that_checks_itself_says_why_and_where() -> None:
-    with pytest.raises(InvalidRequest, match=r"^the plan: a global batch of 9 .* not 4"):
+    with pytest.raises(InvalidArgument, match=r"^the plan: a global batch of 9 .* not 4"):
         from_json({"micro_batch": 4, "global_batch": 9}, Plan, "the plan")
 
 

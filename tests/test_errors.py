@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autofit.errors import (
-    InvalidRequest,
+    InvalidArgument,
     in_one_line,
     is_users,
     mark_users,
@@ -33,7 +33,7 @@ def test_what_is_marked_is_the_users(error: BaseException) -> None:
 
 
 def test_our_own_errors_stay_ours() -> None:
-    error = InvalidRequest("no such thing")
+    error = InvalidArgument("no such thing")
     mark_users(error)
     assert not is_users(error)
 
@@ -42,8 +42,8 @@ def test_what_users_code_raises_is_marked_on_its_way() -> None:
     with pytest.raises(LookupError, match="gone") as caught, users_code():
         raise LookupError("gone")
     assert is_users(caught.value)
-    with pytest.raises(InvalidRequest) as refused, users_code():
-        raise InvalidRequest("no such thing")
+    with pytest.raises(InvalidArgument) as refused, users_code():
+        raise InvalidArgument("no such thing")
     assert not is_users(refused.value)
 
 

@@ -28,7 +28,7 @@ import autofit
 from autofit.checks.regression import compare_with
 from autofit.checks.verdict import Verdict
 from autofit.cli.main import app, main
-from autofit.errors import AutofitError, StudyRefused
+from autofit.errors import AutofitError, StudyError
 from autofit.searching.engine import run_search
 from autofit.searching.study import Store
 from autofit.space import Space
@@ -218,7 +218,7 @@ def test_a_bad_byte_amid_a_study_is_found_where_it_is(journal: bytes, tmp_path: 
     path, lines = tmp_path / "study.log", journal.splitlines(keepends=True)
     lines[6] = b"\xff" + lines[6][1:]
     path.write_bytes(b"".join(lines))
-    with pytest.raises(StudyRefused, match=r"line 7\b.*damaged"):
+    with pytest.raises(StudyError, match=r"line 7\b.*damaged"):
         Store.open(path, IDENTITY)
 
 
@@ -296,7 +296,8 @@ def test_senseless_arguments_are_refused_in_words(
     odd = [value for value in ODD if value is not None]
     names = ("global_batch", "vram_budget", "device", "strategies", "numerics", "max_micro_batch",
              "max_probes", "timeout", "study", "sampler", "seed", "progress",
-             "allow_resplit", "clip_grad_norm", "loss_fn", "criterion", "optimizer")  # fmt: skip
+             "allow_accumulation_change", "clip_grad_norm", "loss_fn", "criterion",
+             "optimizer")  # fmt: skip
     model: Any = workload.model
     search = functools.partial(autofit.search, model, workload.sample_batch)
     for _ in range(CALLS):

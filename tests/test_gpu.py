@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.measurement import Role
+from autofit.measurement import TrialKind
 from autofit.plan import Scalar, variant_key
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Prober, Target, open_prober
@@ -76,7 +76,7 @@ def test_a_search_ends_with_a_plan_that_ran_within_the_budget() -> None:
     report = autofit.search(
         given, device=DEVICE, vram_budget=BUDGET, max_micro_batch=2 * SAMPLES, max_probes=24
     )
-    assert report.best.role is Role.CONFIRMED
+    assert report.best.kind is TrialKind.CONFIRMATION
     best: Any = report.best.measurement
     assert best.ok
     assert best.held_bytes <= parse_bytes(BUDGET)

@@ -8,7 +8,7 @@ from math import comb
 import pytest
 
 from autofit.codec import from_json, to_json
-from autofit.measurement import Measurement, Outcome, Role, Trial, fastest_of
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind, fastest_of
 from autofit.plan import Plan
 
 
@@ -44,7 +44,7 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says() -> None:
 
 
 def test_rates_come_from_the_global_batch_and_the_median_step() -> None:
-    trial = Trial(0, Role.BASELINE, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]))
+    trial = Trial(0, TrialKind.BASELINE, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]))
     assert trial.samples_per_second == 5.0
     assert trial.samples_per_second_low == 2.5
     assert trial.samples_per_second_high == 10.0
@@ -54,7 +54,7 @@ def test_the_fastest_plan_is_so_by_its_median_and_not_by_its_luckiest_probe() ->
     lucky, steady = Plan(4), Plan(8)
     probes = [(lucky, 0.2), (lucky, 1.0), (lucky, 1.0), (steady, 1.0)]
     trials = [
-        Trial(number, Role.SEARCH, plan, _measured([seconds]))
+        Trial(number, TrialKind.SEARCH, plan, _measured([seconds]))
         for number, (plan, seconds) in enumerate(probes)
     ]
     assert fastest_of(trials) == trials[3]
@@ -63,7 +63,7 @@ def test_the_fastest_plan_is_so_by_its_median_and_not_by_its_luckiest_probe() ->
 
 
 def test_what_was_not_timed_has_no_rate_and_no_interval() -> None:
-    trial = Trial(1, Role.SEARCH, Plan(4), Measurement(Outcome.OOM))
+    trial = Trial(1, TrialKind.SEARCH, Plan(4), Measurement(Outcome.OOM))
     assert not trial.ok
     assert trial.samples_per_second is None
     assert trial.samples_per_second_low is None
@@ -108,7 +108,7 @@ def test_a_training_that_starts_at_its_usual_speed_is_stored() -> None:
 
 
 def test_trials_survive_json_and_say_the_rates_that_follow() -> None:
-    trial = Trial(3, Role.CONFIRMED, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]), 2**30)
+    trial = Trial(3, TrialKind.CONFIRMATION, Plan.split(10, 4), _measured([1.0, 2.0, 4.0]), 2**30)
     assert trial.row()["samples_per_second"] == trial.samples_per_second
     assert trial.row()["outcome"] == "ok"
     data = to_json(trial) | {"from": "a later version"}
@@ -124,9 +124,9 @@ def test_a_trial_prints_as_one_line_of_figures() -> None:
         peak_reserved_bytes=4 * mib,
         non_torch_bytes=mib,
     )
-    assert str(Trial(0, Role.SEARCH, Plan(8), measured)) == (
+    assert str(Trial(0, TrialKind.SEARCH, Plan(8), measured)) == (
         "8 x 1: 16.0 samples/s, 500 ms an optimizer step, held 5.00 MiB "
         "(peak allocated 3.00 MiB, peak reserved 4.00 MiB, non-torch 1.00 MiB)"
     )
     raised = Measurement(Outcome.USER_ERROR, "ValueError: no")
-    assert str(Trial(0, Role.SEARCH, Plan(8), raised)) == "8 x 1: user_error: ValueError: no"
+    assert str(Trial(0, TrialKind.SEARCH, Plan(8), raised)) == "8 x 1: user_error: ValueError: no"

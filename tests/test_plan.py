@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from autofit.codec import from_json, to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import (
     MOST_RANKS,
+    CostHint,
     Dimension,
     DimensionForm,
-    Hint,
     Plan,
     Scalar,
     payloads_of,
@@ -59,25 +59,25 @@ def test_without_a_global_batch_all_micro_batches_are_whole() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
 def test_counts_are_whole_numbers_from_one(value: int) -> None:
-    with pytest.raises(InvalidRequest, match="micro_batch"):
+    with pytest.raises(InvalidArgument, match="micro_batch"):
         Plan(value)
-    with pytest.raises(InvalidRequest, match="accumulation_steps"):
+    with pytest.raises(InvalidArgument, match="accumulation_steps"):
         Plan(1, accumulation_steps=value)
-    with pytest.raises(InvalidRequest, match="global_batch"):
+    with pytest.raises(InvalidArgument, match="global_batch"):
         Plan(1, global_batch=value)
 
 
 @pytest.mark.parametrize(("global_batch", "micro_batch"), [(0, 4), (-2, 4), (4, 0), (4, -1)])
 def test_nothing_is_split_into_nothing(global_batch: int, micro_batch: int) -> None:
     wrong = "global_batch" if global_batch < 1 else "micro_batch"
-    with pytest.raises(InvalidRequest, match=wrong):
+    with pytest.raises(InvalidArgument, match=wrong):
         Plan.split(global_batch, micro_batch)
 
 
 def test_a_global_batch_that_cannot_be_made_says_which_micro_batch_could() -> None:
-    with pytest.raises(InvalidRequest, match="micro_batch=4"):
+    with pytest.raises(InvalidArgument, match="micro_batch=4"):
         Plan(5, accumulation_steps=3, global_batch=10)
-    with pytest.raises(InvalidRequest, match=r"\b2\b.*\b3\b"):
+    with pytest.raises(InvalidArgument, match=r"\b2\b.*\b3\b"):
         Plan(1, accumulation_steps=3, global_batch=2)
 
 
@@ -105,47 +105,49 @@ def test_dimensions_survive_json_and_pickling() -> None:
     dimension = Dimension(
         [0, 1, 2],
         payloads={1: {"units": ["a"]}, 2: {"units": ["a", "b"]}},
-        hints={2: Hint(bytes_per_sample=0.4, fixed_bytes=0.5)},
+        hints={2: CostHint(bytes_per_sample=0.4, fixed_bytes=0.5)},
         when={"precision.dtype": ["bfloat16"]},
         trial_cost_s=20.0,
         fresh_worker=True,
-        addresses=("arithmetic", "launches"),
+        relieves=("arithmetic", "launches"),
     )
     assert (
         from_json(to_json(DimensionForm.of(dimension)), DimensionForm, "it").dimension()
         == dimension
     )
     assert pickle.loads(pickle.dumps(dimension)) == copy.deepcopy(dimension) == dimension
-    assert from_json({"values": ["as_is"]}, DimensionForm, "it").dimension() == Dimension(["as_is"])
+    assert from_json({"values": ["default"]}, DimensionForm, "it").dimension() == Dimension(
+        ["default"]
+    )
 
 
 def test_what_a_dimensions_values_mean_cannot_be_changed() -> None:
     given: dict[Scalar, list[str]] = {1: ["a"]}
-    dimension = Dimension([0, 1], payloads=given, hints={1: Hint(0.5)})
+    dimension = Dimension([0, 1], payloads=given, hints={1: CostHint(0.5)})
     given[0] = ["b"]
     assert dict(dimension.payloads) == {1: ["a"]}
     with pytest.raises(TypeError):
         dimension.payloads[0] = []  # type: ignore[index]  # that it cannot be done is what is tested
     with pytest.raises(TypeError):
-        dimension.hints[0] = Hint()  # type: ignore[index]  # likewise
+        dimension.hints[0] = CostHint()  # type: ignore[index]  # likewise
 
 
 def test_values_of_a_dimension_differ_and_there_is_one() -> None:
-    with pytest.raises(InvalidRequest, match="value"):
+    with pytest.raises(InvalidArgument, match="value"):
         Dimension([])
-    with pytest.raises(InvalidRequest, match="distinct"):
+    with pytest.raises(InvalidArgument, match="distinct"):
         Dimension(["a", "a"])
-    with pytest.raises(InvalidRequest, match="at most 1000 values, got 200000"):
+    with pytest.raises(InvalidArgument, match="at most 1000 values, got 200000"):
         Dimension(range(200_000))  # a search of them did not end by its timeout
-    with pytest.raises(InvalidRequest, match=r"hints.*'3'"):
-        Dimension([1, 2], hints={3: Hint(0.5)})
+    with pytest.raises(InvalidArgument, match=r"hints.*'3'"):
+        Dimension([1, 2], hints={3: CostHint(0.5)})
 
 
 def test_a_dimension_addresses_what_bounds_a_step() -> None:
-    with pytest.raises(InvalidRequest, match=r"arithmetic.*launches.*'weather'"):
-        Dimension([1, 2], addresses=("weather",))
-    later = DimensionForm([1, 2], addresses=("optimizer", "of a later version"))
-    assert later.dimension().addresses == ("optimizer",)
+    with pytest.raises(InvalidArgument, match=r"arithmetic.*launches.*'weather'"):
+        Dimension([1, 2], relieves=("weather",))
+    later = DimensionForm([1, 2], relieves=("optimizer", "of a later version"))
+    assert later.dimension().relieves == ("optimizer",)
 
 
 def test_when_limits_a_dimension_to_settings_of_others() -> None:
@@ -191,21 +193,21 @@ def test_ranks_share_all_samples_in_sizes_that_differ_by_at_most_one(
 
 def test_more_ranks_than_any_cluster_has_are_refused() -> None:
     assert Plan(4, world_size=MOST_RANKS).world_size == MOST_RANKS
-    with pytest.raises(InvalidRequest, match=r"world_size.*1000000000"):
+    with pytest.raises(InvalidArgument, match=r"world_size.*1000000000"):
         Plan(4, world_size=10**9)
 
 
 def test_more_micro_batches_than_any_training_has_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"accumulation_steps.*1000000000000000000"):
+    with pytest.raises(InvalidArgument, match=r"accumulation_steps.*1000000000000000000"):
         Plan(1, accumulation_steps=10**18)
-    with pytest.raises(InvalidRequest, match="accumulation_steps"):
+    with pytest.raises(InvalidArgument, match="accumulation_steps"):
         Plan.split(10**18, 1)
 
 
 def test_fewer_samples_than_ranks_are_refused_with_both_numbers() -> None:
-    with pytest.raises(InvalidRequest, match=r"6 samples .* 8 ranks"):
+    with pytest.raises(InvalidArgument, match=r"6 samples .* 8 ranks"):
         Plan.split(6, 1, world_size=8)
-    with pytest.raises(InvalidRequest, match=r"7 samples .* 2 ranks"):
+    with pytest.raises(InvalidArgument, match=r"7 samples .* 2 ranks"):
         Plan.split(7, 1, world_size=2, even=True)
 
 

@@ -117,8 +117,8 @@ def test_a_loader_that_hangs_ends_with_the_timeout_and_costs_no_answer(tmp_path:
 
 
 def test_a_loader_is_checked_before_anything_is_started() -> None:
-    with pytest.raises(autofit.InvalidRequest, match="must accept num_workers"):
+    with pytest.raises(autofit.InvalidArgument, match="must accept num_workers"):
         autofit.search(nn.Linear(8, 3), batch(), loader=lambda batch_size: [], **HERE)
     workload = autofit.Workload(nn.Linear(8, 3), batch(), criterion=nn.CrossEntropyLoss())
-    with pytest.raises(autofit.InvalidRequest, match="give loader to the Workload"):
+    with pytest.raises(autofit.InvalidArgument, match="give loader to the Workload"):
         autofit.search(workload, loader=DataLoader(TensorDataset(torch.ones(2, 8))))

@@ -29,7 +29,7 @@ CALLED_BY_USERS: list[Callable[..., Any]] = [
     autofit.Plan,
     autofit.Plan.split,
     autofit.Dimension,
-    autofit.Hint,
+    autofit.CostHint,
     autofit.Report.apply,
     autofit.Report.save,
     autofit.Report.export,

@@ -113,15 +113,15 @@ def live_optimizer() -> autofit.Report:
     )
 
 
-def own_train_step() -> autofit.Report:
-    def train_step(training: autofit.Training, batch: Any) -> torch.Tensor:
+def own_training_step() -> autofit.Report:
+    def training_step(training: autofit.Training, batch: Any) -> torch.Tensor:
         (micro_batch, weight) = next(iter(training.micro_batches(batch)))
         loss = cross_entropy_of(training.model, micro_batch)
         training.backward(loss, weight)
         training.optimizer_step()
         return loss
 
-    return autofit.search(classifier, labelled(), train_step=train_step, max_probes=1, **HERE)
+    return autofit.search(classifier, labelled(), training_step=training_step, max_probes=1, **HERE)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def own_train_step() -> autofit.Report:
         (workload_alone, "loss_fn", 4),
         (function_that_makes_batches, "loss_fn", 2),
         (live_optimizer, "criterion", 4),
-        (own_train_step, "train_step", 4),
+        (own_training_step, "training_step", 4),
     ],
 )
 def test_every_way_to_say_what_is_trained(
@@ -218,12 +218,12 @@ def searched() -> Searched:
 def test_the_best_plan_is_compared_and_keeps_the_global_batch(searched: Searched) -> None:
     report = searched.report
     assert report.best.ok
-    assert any(trial.role is autofit.Role.CONFIRMED for trial in report.trials)
+    assert any(trial.kind is autofit.TrialKind.CONFIRMATION for trial in report.trials)
     if report.record.search.comparison_ended:  # which four probes may be too few for
-        assert report.best.role is autofit.Role.CONFIRMED
+        assert report.best.kind is autofit.TrialKind.CONFIRMATION
     assert report.best.plan.samples_per_step == 12
     assert report.baseline.number == 0
-    assert report.baseline.role is autofit.Role.BASELINE
+    assert report.baseline.kind is autofit.TrialKind.BASELINE
     assert report.baseline.plan.micro_batch == 4
     assert report.baseline.plan.accumulation_steps == 3
     assert all(trial.plan.samples_per_step == 12 for trial in report.trials)
@@ -338,7 +338,7 @@ def test_apply_refuses_to_train_on_a_stand_in_for_a_loss() -> None:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert any(line.startswith("! ") and "criterion=" in line for line in str(report).splitlines())
-    with pytest.raises(autofit.InvalidRequest, match=r"no loss .*mean.*criterion="):
+    with pytest.raises(autofit.InvalidArgument, match=r"no loss .*mean.*criterion="):
         report.apply(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -347,7 +347,7 @@ def test_apply_refuses_to_train_on_a_stand_in_for_a_loss() -> None:
 
 def test_apply_refuses_the_optimizer_of_another_model(searched: Searched) -> None:
     other = torch.optim.SGD(classifier().parameters(), lr=0.1)
-    with pytest.raises(autofit.InvalidRequest, match=r"optimizer.*parameters"):
+    with pytest.raises(autofit.InvalidArgument, match=r"optimizer.*parameters"):
         searched.report.apply(searched_copy(searched), other)
 
 
@@ -410,9 +410,9 @@ def step_of_each(training: autofit.Training, batch: Any) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize(("train_step", "splits"), [(step_of_all, False), (step_of_each, True)])
-def test_a_train_step_that_does_not_split_is_said_not_to(train_step: Any, splits: bool) -> None:
-    report = search_here(train_step=train_step, max_probes=1)
+@pytest.mark.parametrize(("training_step", "splits"), [(step_of_all, False), (step_of_each, True)])
+def test_a_train_step_that_does_not_split_is_said_not_to(training_step: Any, splits: bool) -> None:
+    report = search_here(training_step=training_step, max_probes=1)
     assert report.best.plan == autofit.Plan.split(16, 4, report.best.plan.settings)
     words = "all 16 samples of a step ran at once"
     assert (words in " ".join(report.record.notes)) is not splits
@@ -600,16 +600,16 @@ def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_changed_workload_is_refused_an_old_study(tmp_path: Path) -> None:
     study = tmp_path / "study.log"
     search_here(study=study, max_probes=1)
-    with pytest.raises(autofit.StudyRefused, match=r"study\.log.*workload"):
+    with pytest.raises(autofit.StudyError, match=r"study\.log.*workload"):
         search_here(study=study, max_probes=1, model=lambda: classifier(width=17))
-    with pytest.raises(autofit.StudyRefused, match=r"numerics.*reduced_precision.*exact"):
+    with pytest.raises(autofit.StudyError, match=r"numerics.*reduced_precision.*exact"):
         search_here(study=study, max_probes=1, numerics="exact")
 
 
 def test_another_sampler_may_search(tmp_path: Path) -> None:
     sampler = optuna.samplers.RandomSampler(seed=3)
     report = search_here(sampler=sampler, max_probes=4)
-    proposed = [trial for trial in report.trials if trial.role is autofit.Role.SEARCH]
+    proposed = [trial for trial in report.trials if trial.kind is autofit.TrialKind.SEARCH]
     assert proposed, "the sampler was not asked"
     assert report.record.search.probes <= 4
     assert report.best.ok
@@ -637,7 +637,7 @@ def test_a_probe_without_a_plan_runs_the_baseline() -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
     trial = autofit.probe(workload, **HERE)
     assert trial.ok
-    assert trial.role is autofit.Role.BASELINE
+    assert trial.kind is autofit.TrialKind.BASELINE
     assert trial.plan.micro_batch == 4
     assert trial.measurement.micro_batches_run == 1
 
@@ -706,7 +706,7 @@ def test_a_probe_of_a_setting_that_is_not_there_says_which_there_are(
 ) -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
     plan = autofit.Plan(4, settings=settings)
-    with pytest.raises(autofit.InvalidRequest, match=words):
+    with pytest.raises(autofit.InvalidArgument, match=words):
         autofit.probe(workload, plan=plan, strategies=[Naming()], **HERE)
 
 
@@ -741,7 +741,7 @@ def test_a_saved_plan_means_what_its_report_says(word: str, tmp_path: Path) -> N
 def test_a_meaning_without_its_strategy_is_refused() -> None:
     workload = autofit.Workload(classifier, labelled(), criterion=nn.CrossEntropyLoss())
     plan, given = autofit.Plan(4, settings={"naming.word": "Anna"}), {"naming.word": [7]}
-    with pytest.raises(autofit.InvalidRequest, match=r"'naming\.word'"):
+    with pytest.raises(autofit.InvalidArgument, match=r"'naming\.word'"):
         autofit.probe(workload, plan=plan, payloads=given, strategies=["precision"], **HERE)
 
 

@@ -50,13 +50,13 @@ def test_a_plan_beside_its_own_parts_is_refused(run: Callable[..., str]) -> None
     shown = run("-k", "contradiction")
     assert re.search(r"= 2 failed", shown)
     for given in ("micro_batch", "settings"):
-        assert re.search(rf"InvalidRequest: .*plan=.*{given}=", shown)
+        assert re.search(rf"InvalidArgument: .*plan=.*{given}=", shown)
 
 
 def test_a_function_in_place_of_a_workload_is_refused_in_words(run: Callable[..., str]) -> None:
     shown = run("-k", "function")
     assert "AttributeError" not in shown
-    assert re.search(r"InvalidRequest: .*make_workload.*make_workload\(\)", shown)
+    assert re.search(r"InvalidArgument: .*make_workload.*make_workload\(\)", shown)
 
 
 def test_the_marker_selects_the_checks(run: Callable[..., str]) -> None:

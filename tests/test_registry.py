@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autofit import registry
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan, Scalar
 from autofit.registry import (
     collect_dimensions,
@@ -87,33 +87,33 @@ def test_one_name_is_enough() -> None:
 
 
 def test_a_named_strategy_that_goes_too_far_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"'precision'.*'exact'"):
+    with pytest.raises(InvalidArgument, match=r"'precision'.*'exact'"):
         load_strategies(["precision"], numerics="exact")
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequest, match=r"'precison'.*precision"):
+    with pytest.raises(InvalidArgument, match=r"'precison'.*precision"):
         load_strategies(["precison"])
 
 
 @pytest.mark.parametrize("level", ["roughly", 1, None])
 def test_an_unknown_level_is_refused(level: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"exact, rounding, reduced_precision.*{level!r}"):
+    with pytest.raises(InvalidArgument, match=f"exact, rounding, reduced_precision.*{level!r}"):
         load_strategies(numerics=level)
 
 
 def test_a_name_given_twice_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"'doubling'.*twice"):
+    with pytest.raises(InvalidArgument, match=r"'doubling'.*twice"):
         load_strategies([Doubling(), Doubling()])
 
 
 def test_an_object_that_is_no_strategy_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"Strategy.*describe"):
+    with pytest.raises(InvalidArgument, match=r"Strategy.*describe"):
         load_strategies([object()])  # type: ignore[list-item]  # the mistake under test
 
 
 def test_a_class_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="class"):
+    with pytest.raises(InvalidArgument, match="class"):
         load_strategies([Doubling])  # type: ignore[list-item]  # the mistake under test
 
 
@@ -123,7 +123,7 @@ def test_a_class_is_refused() -> None:
 def test_a_broken_attribute_is_refused(attribute: str, value: Any) -> None:
     strategy = Doubling()
     setattr(strategy, attribute, value)
-    with pytest.raises(InvalidRequest, match=attribute):
+    with pytest.raises(InvalidArgument, match=attribute):
         load_strategies([strategy])
 
 
@@ -178,7 +178,7 @@ def test_a_broken_plugin_is_named(
     plugin: str, monkeypatch: pytest.MonkeyPatch, name: str, target: str, message: str
 ) -> None:
     _install(monkeypatch, (name, f"{plugin}:{target}"))
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         load_strategies()
 
 
@@ -191,7 +191,7 @@ def test_a_broken_plugin_does_not_stand_in_the_way_of_others(
 
 def test_two_plugins_of_one_name_are_refused(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, ("doubling", f"{plugin}:Doubling"), ("doubling", f"{plugin}:Other"))
-    with pytest.raises(InvalidRequest, match=r"two.*'doubling'"):
+    with pytest.raises(InvalidArgument, match=r"two.*'doubling'"):
         load_strategies()
 
 
@@ -208,7 +208,7 @@ def test_dimensions_are_collected_from_all() -> None:
     ],
 )
 def test_broken_dimensions_are_refused(offered: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"'doubling' .*{message}"):
+    with pytest.raises(InvalidArgument, match=f"'doubling' .*{message}"):
         collect_dimensions([Doubling(offered)], _context())
 
 
@@ -231,7 +231,7 @@ def test_a_plan_is_resolved_with_the_space_s_values_and_payloads() -> None:
     assert strategy is doubling
     assert settings == {"doubling.on": 2}
     assert payloads == {"doubling.on": ["a", "b"]}
-    with pytest.raises(InvalidRequest, match=r"doubling\.on.*\b7\b"):
+    with pytest.raises(InvalidArgument, match=r"doubling\.on.*\b7\b"):
         resolve(Plan(4, settings={"doubling.on": 7}), LEVELS, [doubling])
 
 
@@ -240,14 +240,14 @@ def test_a_setting_with_a_payload_of_its_own_may_have_any_value() -> None:
     resolved = resolve(plan, LEVELS, [Doubling()], given)
     assert resolved.plan == plan
     assert resolved.payloads == {"doubling.on": ["z"]}
-    with pytest.raises(InvalidRequest, match=r"\b7\b"):
+    with pytest.raises(InvalidArgument, match=r"\b7\b"):
         resolve(plan, LEVELS, [], given)
 
 
 @pytest.mark.parametrize("payload", [7, "0", ["0"], {"unit": ["0"]}, {"units": ["0"]}])
 def test_a_payload_that_its_strategy_cannot_read_is_refused(payload: Any) -> None:
     plan = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(InvalidRequest, match=r"payload of checkpointing\.level"):
+    with pytest.raises(InvalidArgument, match=r"payload of checkpointing\.level"):
         resolve(
             plan,
             Space({}, 8),
@@ -257,10 +257,10 @@ def test_a_payload_that_its_strategy_cannot_read_is_refused(payload: Any) -> Non
 
 
 def test_strategies_of_a_plan_are_those_given_remembered_or_installed() -> None:
-    doubling, plan = Doubling(), Plan(4, settings={"doubling.on": 1, "precision.dtype": "as_is"})
+    doubling, plan = Doubling(), Plan(4, settings={"doubling.on": 1, "precision.dtype": "default"})
     assert doubling in strategies_of(plan, remembered=[doubling])
     assert doubling in strategies_of(plan, [doubling], remembered=[Doubling()])
     names = [strategy.name for strategy in strategies_of(plan, [doubling])]
     assert sorted(names) == ["doubling", "precision"]
-    with pytest.raises(InvalidRequest, match="'doubling'"):
+    with pytest.raises(InvalidArgument, match="'doubling'"):
         strategies_of(plan)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from autofit.codec import from_json, to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, DimensionForm, Plan, payloads_of
 from autofit.planning.feasibility import Sizes
 from autofit.space import UNBOUNDED_MICRO_BATCH, Space
 
 DIMENSIONS = {
-    "precision.dtype": Dimension(["as_is", "bfloat16"]),
+    "precision.dtype": Dimension(["default", "bfloat16"]),
     "checkpointing.level": Dimension([0, 1, 2], payloads={1: ["a"], 2: ["a", "b"]}),
     "compile.mode": Dimension(
         ["off", "default"],
@@ -59,7 +59,7 @@ def test_with_one_the_baseline_is_the_split_nearest_below_it(
 def test_a_bound_below_the_sample_batch_is_refused_and_renames_no_baseline(
     global_batch: int | None,
 ) -> None:
-    with pytest.raises(InvalidRequest, match=r"max_micro_batch=6 .* baseline"):
+    with pytest.raises(InvalidArgument, match=r"max_micro_batch=6 .* baseline"):
         Space({}, 9, global_batch=global_batch, max_micro_batch=6)
     assert Space({}, 9, global_batch=5, max_micro_batch=6).baseline == Plan.split(5, 5)
 
@@ -74,13 +74,13 @@ def test_a_plan_never_exceeds_what_was_asked_nor_the_bounds() -> None:
 
 
 def test_where_splitting_changes_the_gradients_the_count_stays() -> None:
-    space = Space({}, 4, global_batch=10, may_resplit=False)
+    space = Space({}, 4, global_batch=10, may_change_accumulation=False)
     assert {space.plan(micro_batch, {}) for micro_batch in (1, 4, 10)} == {space.baseline}
     assert space.largest_micro_batch == space.only_micro_batch == space.baseline.micro_batch
 
 
 def test_without_a_global_batch_there_is_nothing_that_may_not_be_split() -> None:
-    space = Space({}, 4, may_resplit=False, max_micro_batch=64)
+    space = Space({}, 4, may_change_accumulation=False, max_micro_batch=64)
     assert space.only_micro_batch is None
     assert space.largest_micro_batch == 64
     assert space.plan(32, {}) == Plan(32)
@@ -89,19 +89,19 @@ def test_without_a_global_batch_there_is_nothing_that_may_not_be_split() -> None
 def test_settings_are_completed_and_checked() -> None:
     space = Space(DIMENSIONS, 4)
     assert space.complete({"checkpointing.level": 2}) == {
-        "precision.dtype": "as_is",
+        "precision.dtype": "default",
         "checkpointing.level": 2,
         "compile.mode": "off",
     }
-    with_one_value_alone = Space({}, 4, fixed={"memory_format.layout": "as_is"})
+    with_one_value_alone = Space({}, 4, fixed={"memory_format.layout": "default"})
     assert with_one_value_alone.complete({}) == {}, "no plan needs to name it"
-    named = {"memory_format.layout": "as_is"}
+    named = {"memory_format.layout": "default"}
     assert with_one_value_alone.complete(named) == named
-    with pytest.raises(InvalidRequest, match=r"\['as_is'\]"):
+    with pytest.raises(InvalidArgument, match=r"\['default'\]"):
         with_one_value_alone.complete({"memory_format.layout": "channels_last"})
-    with pytest.raises(InvalidRequest, match=r"'precision\.type'"):
+    with pytest.raises(InvalidArgument, match=r"'precision\.type'"):
         space.complete({"precision.type": "x"})
-    with pytest.raises(InvalidRequest, match=r"'float8'.*'as_is'"):
+    with pytest.raises(InvalidArgument, match=r"'float8'.*'default'"):
         space.complete({"precision.dtype": "float8"})
 
 
@@ -121,7 +121,7 @@ def test_costs_and_payloads_belong_to_values_that_are_not_plain() -> None:
 
 @pytest.mark.parametrize("name", ["global_batch", "max_micro_batch"])
 def test_bounds_below_one_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"{name}.*\b0"):
+    with pytest.raises(InvalidArgument, match=rf"{name}.*\b0"):
         Space({}, 4, **{name: 0})  # type: ignore[arg-type]  # both names take a number
 
 
@@ -136,7 +136,7 @@ def test_an_even_split_has_micro_batches_of_one_size() -> None:
         1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 6: 6, 7: 6, 8: 6, 9: 6, 10: 6, 11: 6, 12: 12, 13: 12
     }  # fmt: skip
     assert space.baseline == Plan(4, accumulation_steps=3, global_batch=12)
-    fixed = Space({}, 5, global_batch=12, may_resplit=False, even_split=True)
+    fixed = Space({}, 5, global_batch=12, may_change_accumulation=False, even_split=True)
     assert fixed.only_micro_batch == 4
 
 
@@ -161,8 +161,8 @@ def test_the_planner_of_several_ranks_proposes_what_plans_can_be_split_into(
         ({"global_batch": 2, "world_size": 2}, 0),
         ({"global_batch": 15, "even_split": True}, 5),
         ({"global_batch": 13, "max_micro_batch": 5}, 5),
-        ({"global_batch": 12, "may_resplit": False}, 4),
-        ({"global_batch": 4, "may_resplit": False}, 0),
+        ({"global_batch": 12, "may_change_accumulation": False}, 4),
+        ({"global_batch": 4, "may_change_accumulation": False}, 0),
     ],
 )
 def test_what_needs_accumulation_is_tried_where_there_is_some(

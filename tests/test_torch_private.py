@@ -13,7 +13,7 @@ import pytest
 
 import autofit
 from autofit import torch_private
-from autofit.errors import CannotTell, Unsupported
+from autofit.errors import PredictionUnavailable, Unsupported
 
 ROOT = Path(__file__).parents[1]
 TABLE = frozenset(name for use in torch_private.USES.values() for name in use.names)
@@ -175,7 +175,9 @@ def test_what_is_gone_is_said_with_what_cannot_be_done(monkeypatch: pytest.Monke
     use = torch_private.USES["dry run"]
     gone = torch_private.Use((*use.names, "torch.cuda._no_such_name"), use.lost)
     monkeypatch.setitem(torch_private.USES, "dry run", gone)
-    with pytest.raises(CannotTell, match=r"cannot be predicted.*torch\.cuda\._no_such_name"):
+    with pytest.raises(
+        PredictionUnavailable, match=r"cannot be predicted.*torch\.cuda\._no_such_name"
+    ):
         torch_private.check("dry run")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.units import counted, format_bytes, format_rate, format_seconds, parse_bytes, rounded
 
 
@@ -26,14 +26,14 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["24G", "", "GiB", "-1GiB", "1e9", "24 GiBs", "1,5GiB", "nan"])
 def test_what_is_no_size_is_refused_with_the_text_and_an_example(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="24GiB") as refusal:
+    with pytest.raises(InvalidArgument, match="24GiB") as refusal:
         parse_bytes(text)
     assert repr(text) in str(refusal.value)
 
 
 @pytest.mark.parametrize("text", ["0", "0GiB", "0.4"])
 def test_a_size_of_nothing_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=repr(text)):
+    with pytest.raises(InvalidArgument, match=repr(text)):
         parse_bytes(text)
 
 

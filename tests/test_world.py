@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.world import World, check_ranks, world_of_environment
 
 
@@ -25,13 +25,13 @@ def test_a_process_that_does_not_know_its_place_among_ranks_does_not_go_on_alone
     told: dict[str, str], missing: str
 ) -> None:
     words = f"^WORLD_SIZE=4 .* {missing} .* torchrun.* unset WORLD_SIZE"
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         world_of_environment({**told, "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize("rank", ["two", "4", "-1"])
 def test_a_rank_that_is_none_is_refused(rank: str) -> None:
-    with pytest.raises(InvalidRequest, match=rank):
+    with pytest.raises(InvalidArgument, match=rank):
         world_of_environment({"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "4"})
 
 
@@ -45,5 +45,5 @@ def test_a_rank_that_is_none_is_refused(rank: str) -> None:
 )
 def test_a_plan_of_another_number_of_ranks_is_refused(of_plan: int, here: int, words: str) -> None:
     check_ranks(of_plan, World(size=of_plan))
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         check_ranks(of_plan, World(size=here))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.codec import to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Settings, unlike
 from autofit.units import format_bytes
 
@@ -147,16 +147,16 @@ class Cards:
         """Write the table; the suffix (.json, .txt or .csv) chooses the form.
 
         Raises:
-            InvalidRequest: another suffix, or the file cannot be written.
+            InvalidArgument: another suffix, or the file cannot be written.
         """
         target = Path(path)
         if target.suffix not in FORMS:
-            raise InvalidRequest(f"{target}: a table of cards is written as {', '.join(FORMS)}")
+            raise InvalidArgument(f"{target}: a table of cards is written as {', '.join(FORMS)}")
         text = {".json": json.dumps(self.to_dict(), indent=1), ".csv": self.to_csv().rstrip("\n")}
         try:
             target.write_text(text.get(target.suffix, str(self)) + "\n", encoding="utf-8")
         except OSError as error:
-            raise InvalidRequest(f"cannot write {target}: {error.strerror}") from error
+            raise InvalidArgument(f"cannot write {target}: {error.strerror}") from error
 
     def __str__(self) -> str:
         head = ("GPU", "memory", "settings", "needs", "fits", "largest", "time")

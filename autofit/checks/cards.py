@@ -16,7 +16,7 @@ from typing import Any
 from autofit.checks.card_table import Card, Cards, Fit
 from autofit.devices.gpus import Gpu, answers_alike, find_gpu, known_gpus
 from autofit.devices.request import budget_bytes, check_budget
-from autofit.errors import CannotTell, InvalidRequest, Unsupported, hides_own_frames
+from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported, hides_own_frames
 from autofit.plan import Dimension, Plan, ResolvedPlan, Settings, VariantKey, settings_of, unlike
 from autofit.prediction.dry_run import traced_sizes
 from autofit.prediction.dry_run_worker import in_worker
@@ -74,8 +74,8 @@ def cards(
         world_size: how many of each GPU train together, as for `predict`.
 
     Raises:
-        InvalidRequest: an argument is not valid, or there is no such GPU.
-        CannotTell: no variant can be predicted; the message names the user's line.
+        InvalidArgument: an argument is not valid, or there is no such GPU.
+        PredictionUnavailable: no variant can be predicted; the message names the user's line.
         Unsupported: no variant can run with these settings.
         Exception: raised by the user's own code.
     """
@@ -111,7 +111,7 @@ def _cards(
         progress(f"{gpu.name} ({len(found) + 1} of {len(gpus)})")
         found.append(table.card(gpu))
     if all(fit.required_bytes is None for card in found for fit in card.fits):
-        raise table.failure or CannotTell(f"no GPU was predicted: {found[0].detail}")
+        raise table.failure or PredictionUnavailable(f"no GPU was predicted: {found[0].detail}")
     if table.has_stand_in_loss:
         table.note(STOOD_IN)
     return Cards(table.asked, tuple(reversed(found)), tuple(table.notes), table.parameters)
@@ -122,7 +122,7 @@ def _find(gpus: Iterable[str | int | Gpu] | None) -> list[Gpu]:
         return known_gpus()
     given = [gpus] if isinstance(gpus, (str, int, Gpu)) else list(gpus)
     if not given:
-        raise InvalidRequest("gpus is empty: name some, or leave it out for all that are known")
+        raise InvalidArgument("gpus is empty: name some, or leave it out for all that are known")
     return list({gpu.name: gpu for gpu in map(find_gpu, given)}.values())
 
 
@@ -155,7 +155,7 @@ class _Table:
     ) -> None:
         self.asked = asked
         self.notes: dict[str, None] = {}
-        self.failure: CannotTell | Unsupported | None = None
+        self.failure: PredictionUnavailable | Unsupported | None = None
         self._workload, self._vram_budget, self._payloads = workload, vram_budget, payloads
         self._varied = {strategy.name for strategy in varied}
         self._strategies = strategies_of(asked, varied, varied)
@@ -189,7 +189,7 @@ class _Table:
         card = Card(gpu.name, gpu.total_bytes, _budget(self._vram_budget, gpu), ())
         try:
             space = self._space(gpu)
-        except (InvalidRequest, CannotTell) as error:
+        except (InvalidArgument, PredictionUnavailable) as error:
             return replace(card, detail=str(error))
         here = _Here(gpu, space, card.vram_budget_bytes)
         variants = sorted(space.variants(), key=lambda settings: len(here.changed(settings)))
@@ -206,8 +206,8 @@ class _Table:
         """Return the variants on a GPU.
 
         Raises:
-            InvalidRequest: the GPU lacks a setting or a value of the plan.
-            CannotTell: the meaning of one can only be found by running the model.
+            InvalidArgument: the GPU lacks a setting or a value of the plan.
+            PredictionUnavailable: the meaning of one can only be found by running the model.
         """
         dimensions: dict[str, Dimension] = {}
         for strategy in self._strategies:
@@ -236,7 +236,7 @@ class _Table:
             return alike[0]
         try:
             found = offered(strategy, self._workload, gpu, self.asked.world_size)
-        except CannotTell as error:
+        except PredictionUnavailable as error:
             if settings_of(strategy.name, self.asked.settings):
                 raise
             found = Offered({}, (f"{strategy.name} was left out: {error}",))
@@ -263,7 +263,7 @@ class _Table:
         plan = replace(self.asked, settings=here.shown(settings, self.asked.settings))
         try:
             need = self._need(plan, here)
-        except (CannotTell, Unsupported) as error:
+        except (PredictionUnavailable, Unsupported) as error:
             self.failure = self.failure or error
             return Fit(plan, detail=str(error))
         fit = Fit(plan, need.required_bytes, need.margin_bytes, need.fits(here.budget))
@@ -286,7 +286,7 @@ class _Table:
             try:
                 needed = self._need(sized, here)
                 looks[sized.micro_batch] = needed.high_bytes + needed.unknown_bytes
-            except CannotTell:
+            except PredictionUnavailable:
                 return sys.maxsize
             return looks[sized.micro_batch]
 
@@ -322,7 +322,7 @@ class _Table:
                 self._sample_seconds(each, here)
                 for each in (plan, replace(self.asked, settings=plain))
             )
-        except CannotTell:
+        except PredictionUnavailable:
             return None
         return own / of_asked if own and of_asked else None
 

@@ -19,7 +19,7 @@ import torch
 from autofit.checks.verdict import Verdict
 from autofit.devices.gpus import Gpu, find_gpu
 from autofit.devices.request import budget_bytes
-from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
+from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.measurement import Outcome, Trial
 from autofit.plan import Plan, ResolvedPlan, check_count
 from autofit.prediction.of_ranks import plan_of_ranks
@@ -69,7 +69,7 @@ def check(
             outputs in its place; else `fits` is None, since a real loss takes more memory.
 
     Raises:
-        InvalidRequest: an argument is not valid, or both `gpu` and `device` are given.
+        InvalidArgument: an argument is not valid, or both `gpu` and `device` are given.
         DeviceUnavailable: the device does not exist.
         Exception: raised by the user's own code.
     """
@@ -125,7 +125,7 @@ def check(
                 payloads=payloads,
                 calibration=learned,
             )
-        except CannotTell as error:
+        except PredictionUnavailable as error:
             return replace(unknown, detail=str(error))
         if prediction.has_stand_in_loss and not allow_stand_in_loss:
             return _without_a_loss(replace(unknown, parameters=prediction.parameters))
@@ -138,10 +138,10 @@ def will_probe(gpu: str | int | Gpu | None, device: str | None) -> bool:
     """Return whether a check with these arguments runs the plan.
 
     Raises:
-        InvalidRequest: both are given.
+        InvalidArgument: both are given.
     """
     if gpu is not None and device is not None:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"gpu={gpu!r} asks for a prediction, and device={device!r} for a probe: leave one out"
         )
     return gpu is None and (device is not None or torch.cuda.is_available())
@@ -166,7 +166,7 @@ def _by_prediction(prediction: Prediction, unknown: Verdict) -> Verdict:
     fits = prediction.fits(budget)
     largest = None
     if fits is False:
-        with suppress(CannotTell):  # of other sizes; the plan's own answer stands
+        with suppress(PredictionUnavailable):  # of other sizes; the plan's own answer stands
             largest = prediction.largest_micro_batch_within(budget)
     return replace(
         unknown,

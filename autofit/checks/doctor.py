@@ -106,7 +106,7 @@ def diagnose(device: str | None = None) -> Diagnosis:
         device: "cuda", "cuda:1" or "cpu"; None: cuda where there is one.
 
     Raises:
-        InvalidRequest: there is no such kind of device.
+        InvalidArgument: there is no such kind of device.
     """
     facts = {
         "autofit": importlib.metadata.version("torch-autofit"),

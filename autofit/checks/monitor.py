@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.devices.nvml import Nvml, all_devices
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.charts import legend
 from autofit.report.svg import Chart, Plot, scale_for
 from autofit.units import format_bytes, format_clock
@@ -58,13 +58,13 @@ class Watch:
         began: the moment of `time.monotonic` from which seconds count; None: now.
 
     Raises:
-        InvalidRequest: there is no such process.
+        InvalidArgument: there is no such process.
     """
 
     def __init__(self, pid: int, began: float | None = None) -> None:
         found = _process(Path(f"/proc/{pid}"))
         if found is None:
-            raise InvalidRequest(f"there is no process {pid}: give the id of one that runs")
+            raise InvalidArgument(f"there is no process {pid}: give the id of one that runs")
         self._pid, self._started_ticks = pid, found.started_ticks
         self._gpus = all_devices()
         self._began = self._last = time.monotonic() if began is None else began

@@ -15,7 +15,7 @@ from typing import Any
 from autofit.checks.verdict import Verdict
 from autofit.codec import read_json
 from autofit.devices.gpus import find_gpu
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Settings
 from autofit.report.record import Record
 from autofit.units import format_bytes, kind_of
@@ -71,12 +71,12 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         allowed: largest allowed growth, as a fraction.
 
     Raises:
-        InvalidRequest: the file cannot be read, is neither of the two, or has no figure in common
+        InvalidArgument: the file cannot be read, is neither of the two, or has no figure in common
             with the verdict (one is of the CPU and the other of a GPU, say).
     """
     before, plain = read_earlier(path)
     if verdict.device and before.device and verdict.device != before.device:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{os.fspath(path)} is of {before.gpu or before.device}, and the new verdict of "
             f"{verdict.gpu or verdict.device}: bytes on the CPU and on a GPU cannot be compared; "
             "check on the same kind of device"
@@ -86,7 +86,7 @@ def compare_with(verdict: Verdict, path: str | os.PathLike[str], allowed: float)
         now, then = getattr(verdict, name), getattr(before, name)
         if now is not None and then:
             return Regression(quantity, then, now, allowed, _differences(before, verdict, plain))
-    raise InvalidRequest(
+    raise InvalidArgument(
         f"{os.fspath(path)} and the new verdict have no figure in common: the new one is by "
         f"{verdict.method} and {'fits' if verdict.fits else 'has no measured memory'}"
     )
@@ -96,17 +96,17 @@ def read_earlier(path: str | os.PathLike[str]) -> tuple[Verdict, Settings]:
     """Return the earlier verdict, or that of a report's best plan, and the plain settings.
 
     Raises:
-        InvalidRequest: the file cannot be read, or is neither of the two.
+        InvalidArgument: the file cannot be read, or is neither of the two.
     """
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InvalidRequest(f"cannot read {os.fspath(path)} to compare with: {why}") from error
+        raise InvalidArgument(f"cannot read {os.fspath(path)} to compare with: {why}") from error
     try:
         return _earlier(content)
-    except (TypeError, InvalidRequest) as error:
-        raise InvalidRequest(
+    except (TypeError, InvalidArgument) as error:
+        raise InvalidArgument(
             f"{os.fspath(path)} is neither a report nor output of `autofit check --json`: {error}"
         ) from error
 
@@ -115,14 +115,14 @@ def read_fraction(text: str) -> float:
     """Return "5%" or "0.05" as 0.05.
 
     Raises:
-        InvalidRequest: the text is neither, or a number from 1, which could mean percent.
+        InvalidArgument: the text is neither, or a number from 1, which could mean percent.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%?)\s*", text)
     if match is None:
-        raise InvalidRequest(f"cannot read {text!r} as a fraction: write it like 5% or 0.05")
+        raise InvalidArgument(f"cannot read {text!r} as a fraction: write it like 5% or 0.05")
     number, percent = float(match[1]), bool(match[2])
     if number >= 1 and not percent:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{match[1]} could mean {match[1]}% or {100 * number:g}%: write one of them"
         )
     return number / (100 if percent else 1)
@@ -164,5 +164,5 @@ def _known_name(gpu: str | None) -> str | None:
     """Return one name for "NVIDIA H200" and "H200"."""
     try:
         return gpu and find_gpu(gpu).name
-    except InvalidRequest:
+    except InvalidArgument:
         return gpu

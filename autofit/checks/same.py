@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.training.batch import describe
 from autofit.training.fingerprint import differing_parts
 from autofit.training.workload import Workload
@@ -30,7 +30,7 @@ def check_same(here: Survey, there: Record) -> None:
     """Refuse a survey of another workload than that of the report.
 
     Raises:
-        InvalidRequest: it differs, with what does.
+        InvalidArgument: it differs, with what does.
     """
     parts = differing_parts(there.workload["fingerprint"], here.fingerprint)
     if parts == ():
@@ -48,7 +48,7 @@ def check_same(here: Survey, there: Record) -> None:
     if parts is None and not differs:  # an older version's report, whose code cannot be compared
         return
     hidden = " and ".join(_HIDDEN_CAUSES.get(part, part) for part in parts or ())
-    raise InvalidRequest(
+    raise InvalidArgument(
         f"the report is of another workload: {'; '.join(differs) or f'{hidden} changed'}. Search "
         "again, or give the workload of the search on its device"
     )
@@ -67,7 +67,7 @@ def check_same_model(there: Record, parameters: int | None, workload: Workload) 
         workload: that was checked.
 
     Raises:
-        InvalidRequest: they differ. What only a worker sees (code, device) is not compared.
+        InvalidArgument: they differ. What only a worker sees (code, device) is not compared.
     """
     samples = workload.batch(workload.sample_batch_size)
     compared = {
@@ -80,7 +80,7 @@ def check_same_model(there: Record, parameters: int | None, workload: Workload) 
         if has is not None and then != has
     ]
     if differs:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the report is of another workload: {'; '.join(differs)}. Give that of the search, or "
             "the report of a search with this one"
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.checks.same import check_same
 from autofit.codec import to_json
 from autofit.devices.cpu import load_of_others
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Trial, median_interval
 from autofit.probing.prober import Target
 from autofit.report.ranks import held_by_ranks, times_of_ranks
@@ -70,11 +70,6 @@ class SoakResult:
         return not self.deviations
 
     @property
-    def held(self) -> bool:
-        """Same as `passed`."""
-        return self.passed
-
-    @property
     def steps(self) -> int:
         """Number of timed optimizer steps."""
         return len(self.measurement.step_times_s)
@@ -82,8 +77,8 @@ class SoakResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
-            "held": self.passed,
-            "strayed": list(self.deviations),
+            "passed": self.passed,
+            "deviations": list(self.deviations),
             "busy": self.busy,
             "steps": self.steps,
             "plan": to_json(self.trial.plan),
@@ -119,10 +114,6 @@ class SoakResult:
         return "\n".join([*lines, *(f"- {line}" for line in self.deviations)])
 
 
-Endurance = SoakResult
-"""The public name, `autofit.Endurance`."""
-
-
 def soak(
     record: Record,
     workload: Workload,
@@ -143,7 +134,7 @@ def soak(
         strategies: of the search; the installed ones are used for other names.
 
     Raises:
-        InvalidRequest: fewer than 8 steps, or the report is of another workload or device, or of
+        InvalidArgument: fewer than 8 steps, or the report is of another workload or device, or of
             another number of ranks.
         DeviceUnavailable: the device does not exist, or another search is using it.
         Exception: raised by the user's own code.
@@ -152,7 +143,7 @@ def soak(
     from autofit.probing.together import owned_by_rank_0
 
     if steps < 2 * QUARTER:
-        raise InvalidRequest(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
+        raise InvalidArgument(f"a soak needs at least {2 * QUARTER} steps, got {steps}")
     resolved = record.resolve_best(remembered=strategies)
     step_time_s = record.best.measurement.step_time_s
     trained = replace(workload, global_batch=record.workload["global_batch"])

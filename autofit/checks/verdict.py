@@ -114,6 +114,6 @@ class Verdict:
         """Return the verdict that `to_dict` wrote.
 
         Raises:
-            InvalidRequest: the data are not such a verdict.
+            InvalidArgument: the data are not such a verdict.
         """
         return from_json(data, cls, "the verdict")

@@ -32,7 +32,7 @@ from autofit.cli.options import (
     read_budget,
 )
 from autofit.cli.target import load_target
-from autofit.errors import CannotTell, InvalidRequest, users_code
+from autofit.errors import InvalidArgument, PredictionUnavailable, users_code
 from autofit.units import format_bytes
 from autofit.world import world_of_environment
 
@@ -111,7 +111,7 @@ def predict(
             try:
                 largest = prediction.largest_micro_batch
                 told = f"{largest or 'none'} on {prediction.gpu.name}"
-            except CannotTell as error:  # of other sizes; the plan's own answer stands
+            except PredictionUnavailable as error:  # of other sizes; the plan's own answer stands
                 largest, told = None, str(error)
     if as_json:
         more = {"gpu_assumed": gpu is None, "largest_micro_batch": largest}
@@ -166,7 +166,7 @@ def check(
     from autofit.checks.regression import compare_with, read_fraction
 
     if report_file is not None and plan_file is not None:
-        raise InvalidRequest("--report already includes the plan of --plan: leave --plan out")
+        raise InvalidArgument("--report already includes the plan of --plan: leave --plan out")
     here = world_of_environment().size
     ranks = world_size if world_size is not None or here == 1 else here
     plan_file = report_file or plan_file
@@ -308,7 +308,7 @@ def _as_tuned(
     A plan tuned on the CPU is probed on the CPU: its budget does not include a GPU context.
 
     Raises:
-        InvalidRequest: a budget of the CPU would be compared with a prediction for a GPU.
+        InvalidArgument: a budget of the CPU would be compared with a prediction for a GPU.
     """
     from autofit.checks.check import will_probe
 
@@ -317,7 +317,7 @@ def _as_tuned(
         device = "cpu"
     probes = will_probe(gpu, device)
     if vram_budget is None and on_cpu and not (probes and device == "cpu"):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the report was made on the CPU, and its budget of "
             f"{format_bytes(tuned.record.vram_budget_bytes)} leaves out what a GPU's context "
             "takes: give --vram-budget, or neither --gpu nor --device"
@@ -337,10 +337,10 @@ def _gpu_of(tuned: Report) -> str | int:
 
     try:
         return find_gpu(tuned.record.environment.get("gpu")).name
-    except InvalidRequest:  # not in the table: its size is enough for a prediction
+    except InvalidArgument:  # not in the table: its size is enough for a prediction
         total_bytes = tuned.record.environment.get("total_bytes")
         if total_bytes is None:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "the report has neither a known GPU nor its memory: pass --gpu"
             ) from None
         return int(total_bytes)
@@ -370,7 +370,7 @@ def _show(
             _write(Path(page), markdown(target, verdict, regression), mode="a")
     except OSError as error:
         where = error.filename or " or ".join(str(path) for path in (junit_path, page) if path)
-        raise InvalidRequest(f"cannot write {where}: {error.strerror}") from error
+        raise InvalidArgument(f"cannot write {where}: {error.strerror}") from error
 
 
 def _write(path: Path, text: str, mode: str = "w") -> None:

@@ -25,7 +25,7 @@ import typer.core
 from autofit.codec import to_json
 from autofit.errors import (
     AutofitError,
-    InvalidRequest,
+    InvalidArgument,
     Unsupported,
     WorkerTraceback,
     is_users,
@@ -63,14 +63,14 @@ def show_report(
             one in the folder for temporary files, so that no search is lost.
 
     Raises:
-        InvalidRequest: some of the files could not be written.
+        InvalidArgument: some of the files could not be written.
     """
     held_by, lost = loaded_from, []
     report = _shown_at(report, held_by)
     for path in sorted(paths, key=lambda path: path.suffix != ".json"):
         try:
             report.save(path)
-        except InvalidRequest as error:
+        except InvalidArgument as error:
             lost.append(str(error))
         else:
             held_by = held_by or (path if path.suffix == ".json" else None)
@@ -80,11 +80,11 @@ def show_report(
     else:
         if held_by is None:
             held_by = Path(tempfile.gettempdir(), f"autofit-{uuid.uuid4().hex[:8]}.json")
-            with suppress(InvalidRequest):
+            with suppress(InvalidArgument):
                 report = _shown_at(report, report.save(held_by))
         print_result(report.to_text(verbose=verbose, **style()))
     if lost:
-        raise InvalidRequest("; ".join(lost))
+        raise InvalidArgument("; ".join(lost))
 
 
 def _shown_at(report: Report, path: Path | None) -> Report:
@@ -110,7 +110,7 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
     """Print a report's best plan as a stack's text, or write it to the file that is given.
 
     Raises:
-        InvalidRequest: there is no such stack, or several files or one that cannot be written.
+        InvalidArgument: there is no such stack, or several files or one that cannot be written.
     """
     from autofit.cli.options import check_writable
     from autofit.report.export.export import check_stack
@@ -118,7 +118,7 @@ def export_report(report: Path, stack: str, paths: Sequence[Path]) -> None:
 
     check_stack(stack)
     if len(paths) > 1:
-        raise InvalidRequest("--export writes one file: give --out once")
+        raise InvalidArgument("--export writes one file: give --out once")
     for path in paths:
         check_writable(path, (path.suffix,))
     text = load(report).export(stack, *paths)
@@ -130,7 +130,7 @@ def show_changes(before: Report, after: Report, paths: Iterable[Path], as_json: 
     """Write and print what changed from one report to the other.
 
     Raises:
-        InvalidRequest: a file has a suffix that changes are not written as, or cannot be written.
+        InvalidArgument: a file has a suffix that changes are not written as, or cannot be written.
     """
     from autofit.report.changes import Changes
     from autofit.report.report import write
@@ -151,7 +151,7 @@ def leads() -> bool:
     """Return whether this process shows results: alone, or the first of torchrun's ranks."""
     try:
         return world_of_environment().rank == 0
-    except InvalidRequest:  # commands that use no ranks need no place among them
+    except InvalidArgument:  # commands that use no ranks need no place among them
         return True
 
 

@@ -58,7 +58,7 @@ from autofit.cli.options import (
     read_budget,
 )
 from autofit.cli.target import load_target
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_remembered
 
 app = typer.Typer(
@@ -97,7 +97,7 @@ def search(
     ranks: Ranks = None,
     strategies: StrategyNames = None,
     numerics: NumericsName = "reduced_precision",
-    allow_resplit: Annotated[
+    allow_accumulation_change: Annotated[
         bool, typer.Option(help="change the accumulation even where that changes the gradients")
     ] = False,
     max_micro_batch: Annotated[
@@ -109,7 +109,7 @@ def search(
     timeout: Annotated[
         float | None, typer.Option(help="seconds until it stops; default: no limit")
     ] = None,
-    train_steps: Annotated[
+    planned_steps: Annotated[
         int | None,
         typer.Option(
             min=1, help="optimizer steps you will train; default: unknown, nothing is compiled"
@@ -142,7 +142,7 @@ def search(
         max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,
-        train_steps=train_steps,
+        planned_steps=planned_steps,
         effort=effort,
         study=study,
         sampler=None,
@@ -165,8 +165,8 @@ def search(
 
             if global_batch is not None:
                 workload = replace(workload, global_batch=global_batch)
-            if allow_resplit:
-                workload = replace(workload, allow_resplit=True)
+            if allow_accumulation_change:
+                workload = replace(workload, allow_accumulation_change=True)
             report = run(
                 workload,
                 vram_budget=read_budget(vram_budget),
@@ -176,7 +176,7 @@ def search(
                 max_micro_batch=max_micro_batch,
                 max_probes=max_probes,
                 timeout=timeout,
-                train_steps=train_steps,
+                planned_steps=planned_steps,
                 effort=effort,
                 study=study,
                 seed=seed,
@@ -258,7 +258,7 @@ def report(
 
     if export is not None:
         if later is not None or as_json or verbose:
-            raise InvalidRequest("--export takes one report, and no option but --out")
+            raise InvalidArgument("--export takes one report, and no option but --out")
         export_report(path, export, out or ())
         return
     for file in out or ():
@@ -289,7 +289,7 @@ def soak(
     report = load(path)
     searched = target or report.record.workload.get("target")
     if searched is None:
-        raise InvalidRequest(f"{path} does not name its target: give TARGET")
+        raise InvalidArgument(f"{path} does not name its target: give TARGET")
     with stdout_for_results_only():
         workload = load_target(searched, is_from_file=target is None)
         if target is None and leads():
@@ -310,7 +310,7 @@ def strategies() -> None:
     for name in installed_names():
         try:
             (strategy,) = load_strategies([name])
-        except InvalidRequest as error:  # list the others all the same
+        except InvalidArgument as error:  # list the others all the same
             broken = error
             continue
         summary = (type(strategy).__doc__ or "").strip().partition("\n")[0]

@@ -24,7 +24,7 @@ import typer
 
 from autofit.cli.console import Interrupted, print_result, say
 from autofit.cli.options import AsJson, check_writable
-from autofit.errors import AutofitError, InvalidRequest
+from autofit.errors import AutofitError, InvalidArgument
 from autofit.interrupts import ended_like_interrupted, interrupts_deferred
 from autofit.units import format_clock
 
@@ -56,11 +56,11 @@ def monitor(
     What the command prints goes to standard error, the summary to standard output.
     """
     if bool(command) == (pid is not None):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "give a command to run after --, or --pid PID of a process that runs: one of them"
         )
     if math.isnan(every):  # older versions of click take it for within any range
-        raise InvalidRequest("--every must be a number of seconds, got nan")
+        raise InvalidArgument("--every must be a number of seconds, got nan")
     for path in out or ():
         check_writable(path, _FORMS, "a timeline")
     what = f"process {pid}" if command is None else shorten(shlex.join(command), 80)
@@ -155,14 +155,14 @@ def _started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], 
     """Start a command that signals reach as if it had been started alone.
 
     Raises:
-        InvalidRequest: it cannot be started.
+        InvalidArgument: it cannot be started.
     """
     ended = _Ended()
     with interrupts_deferred():  # else a signal could end this process alone
         try:
             child = subprocess.Popen(command, stdout=sys.stderr)
         except OSError as error:
-            raise InvalidRequest(f"cannot run {command[0]}: {error.strerror}") from None
+            raise InvalidArgument(f"cannot run {command[0]}: {error.strerror}") from None
 
         def pass_on(number: int, frame: FrameType | None) -> None:
             ended.came = ended.came or number
@@ -217,7 +217,7 @@ class _Files:
         """Close the tables and write the pages.
 
         Raises:
-            InvalidRequest: a file could not be written.
+            InvalidArgument: a file could not be written.
         """
         from autofit.report.report import write
 
@@ -228,10 +228,10 @@ class _Files:
             if path.suffix == ".html":
                 try:
                     write(path, {".html": lambda: _page(timeline)}, "a timeline")
-                except InvalidRequest as error:
+                except InvalidArgument as error:
                     self._lost.append(str(error))
         if self._lost:
-            raise InvalidRequest("; ".join(self._lost))
+            raise InvalidArgument("; ".join(self._lost))
 
 
 def _cell(value: float | None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autofit.devices.request import check_budget, check_device_name, device_names
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Scalar
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class PlanOptions:
     """The options that select a plan.
 
     Raises:
-        InvalidRequest: the options contradict each other, or a setting cannot be read.
+        InvalidArgument: the options contradict each other, or a setting cannot be read.
     """
 
     micro_batch: int | None = None
@@ -194,9 +194,9 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.plan_file is not None and self._has_any:
-            raise InvalidRequest("--plan sets the whole plan: leave the other plan options out")
+            raise InvalidArgument("--plan sets the whole plan: leave the other plan options out")
         if self.mode_of_ranks is not None and (self.world_size or 1) == 1:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"--parallel {self.mode_of_ranks} needs --world-size of at least 2"
             )
         for text in self.settings or ():
@@ -225,7 +225,7 @@ class PlanOptions:
         The payloads of a report are given too: measured here, its values might mean something else.
 
         Raises:
-            InvalidRequest: the counts do not make a plan, or the report cannot be read.
+            InvalidArgument: the counts do not make a plan, or the report cannot be read.
         """
         plan: Plan | None = None
         payloads: dict[str, Any] | None = None
@@ -246,7 +246,7 @@ class PlanOptions:
             workload: that the command runs or predicts.
 
         Raises:
-            InvalidRequest: they differ.
+            InvalidArgument: they differ.
         """
         if self.report is None:
             return
@@ -262,7 +262,7 @@ class PlanOptions:
 
         names = names_of_ranks()
         if len(names) != 1:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"--parallel is short for --set STRATEGY.mode={self.mode_of_ranks}, but "
                 "the installed strategies for several ranks are "
                 f"{', '.join(names) or 'none'}: use --set"
@@ -281,20 +281,20 @@ def check_writable(path: Path, forms: Sequence[str] = REPORT_FORMS, what: str = 
     """Refuse a path of `--out` before the work rather than after it."""
     if path.suffix not in forms:
         *others, last = forms
-        raise InvalidRequest(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
+        raise InvalidArgument(f"--out {path}: {what} is written as {', '.join(others)} or {last}")
     try:
         is_folder = path.is_dir()
         path.exists()  # raises where the name is too long
     except OSError as error:
-        raise InvalidRequest(f"--out {path}: {error.strerror}") from None
+        raise InvalidArgument(f"--out {path}: {error.strerror}") from None
     if is_folder or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InvalidRequest(f"--out {path}: the folder must exist and be writable")
+        raise InvalidArgument(f"--out {path}: the folder must exist and be writable")
 
 
 def _read_setting(text: str) -> tuple[str, Scalar]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise InvalidRequest(f"--set takes strategy.name=value, got {text!r}")
+        raise InvalidArgument(f"--set takes strategy.name=value, got {text!r}")
     try:
         read = json.loads(value)
     except ValueError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest, users_code
+from autofit.errors import InvalidArgument, users_code
 from autofit.units import kind_of
 
 if TYPE_CHECKING:
@@ -38,19 +38,19 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
             imports.
 
     Raises:
-        InvalidRequest: the file, module or name does not exist, or it is not a workload.
+        InvalidArgument: the file, module or name does not exist, or it is not a workload.
         Exception: whatever the user's module raises when it is imported or called; it is marked as
             the user's.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{target!r} is not a target; use path/to/file.py:name or package.module:name"
         )
     try:
         os.getcwd()
     except FileNotFoundError:  # in which oneMKL ends the process
-        raise InvalidRequest(
+        raise InvalidArgument(
             "the current folder was deleted: change to one that exists, with cd"
         ) from None
     if is_from_file:
@@ -61,7 +61,7 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
         for part in name.split("."):
             found = getattr(found, part)
     except AttributeError:
-        raise InvalidRequest(f"{place} has no {name!r}; it has: {_offers(module)}") from None
+        raise InvalidArgument(f"{place} has no {name!r}; it has: {_offers(module)}") from None
     if is_from_file and callable(found) and not _is_function_of(os.getcwd(), found):
         raise _is_far(target)
     import torch  # late, as what follows: a mistyped target does not need it
@@ -71,7 +71,7 @@ def load_target(target: str, *, is_from_file: bool = False) -> Workload:
     is_model = isinstance(found, torch.nn.Module)  # callable, but not to make a workload
     made = _call(found, target) if callable(found) and not is_model else found
     if not isinstance(made, Workload):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{target} must be a Workload or a function that returns one, got {kind_of(made)}"
         )
     return made
@@ -81,7 +81,7 @@ def check_is_near(target: str) -> None:
     """Refuse a target that a file names, and whose code lies outside of the current folder.
 
     Raises:
-        InvalidRequest: the code is not in the current folder, or there is none.
+        InvalidArgument: the code is not in the current folder, or there is none.
     """
     place = target.rpartition(":")[0]
     files = _files_of(place)
@@ -89,8 +89,8 @@ def check_is_near(target: str) -> None:
         raise _is_far(target)
 
 
-def _is_far(target: str) -> InvalidRequest:
-    return InvalidRequest(
+def _is_far(target: str) -> InvalidArgument:
+    return InvalidArgument(
         f"the report's target {target!r} is not in this folder ({os.getcwd()}): "
         "pass TARGET, or change to the folder of the search"
     )
@@ -125,7 +125,7 @@ def _files_of(place: str) -> list[str]:
 def _call(function: Callable[..., Any], target: str) -> Any:
     wanted = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _ASKED]
     if wanted:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{target} takes arguments ({', '.join(wanted)}): name a function that "
             "takes none and returns a Workload"
         )
@@ -142,21 +142,21 @@ def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
 def _import(place: str) -> ModuleType:
     if not place.endswith(".py"):
         if not all(part.isidentifier() for part in place.split(".")):
-            raise InvalidRequest(f"{place!r} is neither a .py file nor the name of a module")
+            raise InvalidArgument(f"{place!r} is neither a .py file nor the name of a module")
         sys.path.insert(0, os.getcwd())
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is not None and place.startswith(error.name):
-                raise InvalidRequest(f"module {place!r} is not on the path") from None
+                raise InvalidArgument(f"module {place!r} is not on the path") from None
             raise
     path = Path(os.path.realpath(place))
     if not os.path.isfile(path):  # unlike a Path's own, it takes any name
-        raise InvalidRequest(f"file {place} does not exist")
+        raise InvalidArgument(f"file {place} does not exist")
     sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{place} has the name of a module that is in use ({path.stem!r}): rename the file"
         )
     return importlib.import_module(path.stem) if "." not in path.stem else _import_file(path)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.units import GIB, KIB, MIB, check_size, format_bytes, parse_bytes
 
 MEASURED_CONTEXT_BYTES = 620 * MIB
@@ -272,14 +272,14 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
             "NVIDIA"; bytes, or a size such as "24GiB"; None: the H200, which is known best.
 
     Raises:
-        InvalidRequest: no such GPU is known, or the memory is less than a context takes.
+        InvalidArgument: no such GPU is known, or the memory is less than a context takes.
     """
     if isinstance(gpu, Gpu):
         return gpu
     if gpu is None:
         return _BY_KEY["h200"]
     if isinstance(gpu, bool) or not isinstance(gpu, (str, int)):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f'gpu must be a name such as "L4", a size such as "24GiB" or whole bytes, got {gpu!r}'
         )
     if isinstance(gpu, int):
@@ -289,7 +289,7 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
     if re.fullmatch(r"[\d.]+[kmgt]?i?b?", gpu.strip().lower()):
         return _of_size(parse_bytes(gpu), gpu)
     known = ", ".join(entry.name for entry in _TABLE)
-    raise InvalidRequest(
+    raise InvalidArgument(
         f'unknown GPU {gpu!r}; pass its memory, such as "24GiB", or one of: {known}'
     )
 
@@ -297,7 +297,7 @@ def find_gpu(gpu: str | int | Gpu | None) -> Gpu:
 def _of_size(total_bytes: int, given: object) -> Gpu:
     check_size(total_bytes, given)
     if total_bytes <= MEASURED_CONTEXT_BYTES:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"gpu={given!r} is too small: the CUDA context alone takes "
             f'{format_bytes(MEASURED_CONTEXT_BYTES)}. Pass a name such as "L4", or a '
             'size such as "24GiB"'

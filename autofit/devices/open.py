@@ -17,7 +17,7 @@ def open_device(name: str | torch.device | None) -> Device:
         name: "cuda", "cuda:1" or "cpu"; None: cuda if there is one.
 
     Raises:
-        InvalidRequest: there is no such kind of device.
+        InvalidArgument: there is no such kind of device.
         DeviceUnavailable: there is no such device.
     """
     check_device_name(name)

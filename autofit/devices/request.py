@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.units import check_size, format_bytes, parse_bytes
 
 
@@ -22,13 +22,13 @@ def budget_bytes(vram_budget: str | float | None, *, total_bytes: int, free_byte
         free_bytes: what this process could use of it now.
 
     Raises:
-        InvalidRequest: it cannot be read, is below 1 MiB, or is larger than the device.
+        InvalidArgument: it cannot be read, is below 1 MiB, or is larger than the device.
     """
     if vram_budget is None:
         return free_bytes - min(max(int(0.03 * free_bytes), 256 * 2**20), free_bytes // 10)
     budget = _read_budget(vram_budget, total_bytes)
     if budget > total_bytes:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"a VRAM budget of {format_bytes(budget)} is more than the device has "
             f"({format_bytes(total_bytes)})"
         )
@@ -39,7 +39,7 @@ def check_budget(vram_budget: str | float | None) -> None:
     """Refuse a value that is not a budget on any device.
 
     Raises:
-        InvalidRequest: it cannot be read, is below 1 MiB, or is a fraction outside (0, 1].
+        InvalidArgument: it cannot be read, is below 1 MiB, or is a fraction outside (0, 1].
     """
     if vram_budget is not None:
         _read_budget(vram_budget, total_bytes=sys.maxsize)
@@ -49,18 +49,20 @@ def _read_budget(vram_budget: str | float, total_bytes: int) -> int:
     if isinstance(vram_budget, str):
         return check_size(parse_bytes(vram_budget), vram_budget)
     if isinstance(vram_budget, bool) or not isinstance(vram_budget, (int, float)):
-        raise InvalidRequest(
+        raise InvalidArgument(
             'vram_budget must be a size such as "24GiB", a number of bytes, or a '
             f"fraction, got {vram_budget!r}"
         )
     if isinstance(vram_budget, float):
         if not 0 < vram_budget <= 1:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"a VRAM budget given as a fraction must be in (0, 1], got {vram_budget}"
             )
         return check_size(int(vram_budget * total_bytes), vram_budget)
     if vram_budget <= 0:
-        raise InvalidRequest(f"a VRAM budget must be a positive number of bytes, got {vram_budget}")
+        raise InvalidArgument(
+            f"a VRAM budget must be a positive number of bytes, got {vram_budget}"
+        )
     return check_size(vram_budget, vram_budget)
 
 
@@ -71,7 +73,7 @@ def device_names(device: Any) -> list[str | None]:
         device: a name; several, as a sequence or divided by commas; "all" GPUs; None: see `Target`.
 
     Raises:
-        InvalidRequest: there is no such kind of device, a GPU is named twice or without its number
+        InvalidArgument: there is no such kind of device, a GPU is named twice or without its number
             beside others, or CPU and GPU are mixed.
     """
     if device == "all":
@@ -85,7 +87,7 @@ def device_names(device: Any) -> list[str | None]:
         check_device_name(name)
     names = [None if name is None else str(name) for name in given]
     if not names:
-        raise InvalidRequest(
+        raise InvalidArgument(
             "device is empty: pass one such as cpu, or all for every GPU that torch sees"
         )
     if len(names) > 1:
@@ -99,20 +101,20 @@ def _check_several(names: Sequence[str | None]) -> None:
         return
     unnumbered = [name for name in names if name is None or not name.startswith("cuda:")]
     if unnumbered:
-        raise InvalidRequest(
+        raise InvalidArgument(
             "several devices must be numbered GPUs, such as cuda:0,cuda:1, or all "
             f"cpu; got {', '.join(map(str, names))}"
         )
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
-        raise InvalidRequest(f"device lists {twice[0]} twice")
+        raise InvalidArgument(f"device lists {twice[0]} twice")
 
 
 def check_device_name(name: object) -> None:
     """Refuse a name that is not a device's on any machine.
 
     Raises:
-        InvalidRequest: there is no such kind of device.
+        InvalidArgument: there is no such kind of device.
     """
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
-        raise InvalidRequest(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')
+        raise InvalidArgument(f'device must be "cuda", "cuda:N" or "cpu", got {name!r}')

@@ -93,14 +93,18 @@ def decide_resplit(
         most_samples: the most that may be run; None: any number.
         lost: how comparing them lost a worker before, so that they are not; None: it did not.
     """
-    allowed = workload.allow_resplit
+    allowed = workload.allow_accumulation_change
     if workload.global_batch is None or workload.global_batch == 1:
         return Resplit(True)
-    if workload.train_step is not None:
-        return _unknown("train_step decides how a batch is split", "allow_resplit", allowed)
+    if workload.training_step is not None:
+        return _unknown(
+            "training_step decides how a batch is split", "allow_accumulation_change", allowed
+        )
     if lost is not None:
         why = f"split and whole gradients could not be compared ({lost})"
-        return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
+        return Resplit(
+            allowed, notes=(why if allowed else _kept(why, "allow_accumulation_change"),)
+        )
     try:
         batch = workload.batch(
             min(SAMPLES_OF_A_COMPARISON, most_samples or SAMPLES_OF_A_COMPARISON)
@@ -116,7 +120,9 @@ def decide_resplit(
     except Exception as error:
         release_exception(error)
         why = f"split and whole gradients could not be compared ({with_type(error)})"
-        return Resplit(allowed, notes=(why if allowed else _kept(why, "allow_resplit"),))
+        return Resplit(
+            allowed, notes=(why if allowed else _kept(why, "allow_accumulation_change"),)
+        )
     finally:
         builder.reclaim_or_not()
     if carried is not None:
@@ -132,7 +138,7 @@ def decide_resplit(
             "the model draws random numbers that move the gradients of the same samples by "
             f"{noise.gradient:.1%}, so split and whole gradients cannot be compared"
         )
-        return Resplit(False, split.comparison, (_kept(why, "allow_resplit"),))
+        return Resplit(False, split.comparison, (_kept(why, "allow_accumulation_change"),))
     return Resplit(allowed, split.comparison, (_note(split, workload),))
 
 
@@ -254,8 +260,8 @@ def _note_of_state(carried: _Compared, allowed: bool) -> str:
         f"of the same samples by {carried.by()}, so split gradients differ from whole ones"
     )
     if allowed:
-        return f"{why}: allow_resplit was given, so the accumulation count is free"
-    return _kept(why, "allow_resplit")
+        return f"{why}: allow_accumulation_change was given, so the accumulation count is free"
+    return _kept(why, "allow_accumulation_change")
 
 
 def _whole_against_whole(builder: TrainingBuilder, batch: Batch) -> Comparison:
@@ -269,12 +275,12 @@ def _note(split: _Compared, workload: Workload) -> str:
     what = "which normalize over the batch" if comparison.normalizes_over_batch else "most of all"
     where = f" (in {', '.join(comparison.modules)}, {what})" if comparison.modules else ""
     why = f"Split gradients differ from whole ones by {split.by()}{'' if split.apart else where}"
-    if workload.allow_resplit:
-        return f"{why}: allow_resplit was given, so the accumulation count is free"
+    if workload.allow_accumulation_change:
+        return f"{why}: allow_accumulation_change was given, so the accumulation count is free"
     if comparison.normalizes_over_batch or workload.loss_weight is not None:
-        return _kept(why, "allow_resplit")
+        return _kept(why, "allow_accumulation_change")
     weight = "loss_weight where the loss is a mean over something other than samples"
-    return _kept(why, f"allow_resplit, or {weight}")
+    return _kept(why, f"allow_accumulation_change, or {weight}")
 
 
 def _kept(why: str, way_out: str) -> str:
@@ -297,7 +303,7 @@ def _with_padding(
             f"split gradients equal whole ones on the sample batch, whose masks "
             f"({', '.join(masks)}) leave nothing out, and differ by {found.by()} where they do"
         )
-        kept = _kept(why, "loss_weight (what the masks leave), or allow_resplit")
+        kept = _kept(why, "loss_weight (what the masks leave), or allow_accumulation_change")
         return Resplit(False, found.comparison, (kept,))
     if builder.fresh_workload().loss_weight is None:
         found = _tried(builder, batch, _targets_ignored)

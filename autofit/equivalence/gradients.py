@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from autofit.equivalence.comparison import StepTrace, compare
 from autofit.equivalence.steps import seed_everything
-from autofit.errors import InvalidRequest, release_exception
+from autofit.errors import InvalidArgument, release_exception
 from autofit.plan import ResolvedPlan
 from autofit.strategy import Comparison
 from autofit.torch_private import InstanceNorm, NormBase
@@ -41,11 +41,11 @@ def compare_plans(
     """Return how loss and gradients of the second plan differ from the first's.
 
     Raises:
-        InvalidRequest: the workload has a train_step, whose gradients cannot be looked at.
+        InvalidArgument: the workload has a training_step, whose gradients cannot be looked at.
         Exception: whatever the model or the device raises.
     """
-    if builder.fresh_workload().train_step is not None:
-        raise InvalidRequest("train_step hides its gradients, so plans cannot be compared")
+    if builder.fresh_workload().training_step is not None:
+        raise InvalidArgument("training_step hides its gradients, so plans cannot be compared")
     batch = builder.fresh_workload().batch(samples)  # once: a function may make another each time
     return compare_passes(builder, ((first, builder.seed), (second, builder.seed)), batch)
 

@@ -20,7 +20,7 @@ import torch
 
 from autofit.equivalence.comparison import StepTrace, compare
 from autofit.equivalence.gradients import accumulated, batch_normalizing, run_pass
-from autofit.errors import InvalidRequest, Unsupported, blame, in_one_line, release_exception
+from autofit.errors import InvalidArgument, Unsupported, blame, in_one_line, release_exception
 from autofit.plan import (
     Dimension,
     Plan,
@@ -54,7 +54,7 @@ def unused_parameters(builder: TrainingBuilder) -> dict[str, frozenset[int]]:
     where a rank's run raises: the baseline's probe will meet the same fault and report it.
     """
     ranks, workload = Ranks(builder.world, builder.device.torch_device), builder.fresh_workload()
-    if workload.train_step is not None:
+    if workload.training_step is not None:
         return {}
     own: Sequence[str] | None = None
     batch, _ = _batch_of_first(ranks, workload, shared_evenly_or_not(builder.world.size))
@@ -212,13 +212,15 @@ def without_unequal(
             not done again; None: memory ran out, and the value stays.
 
     Raises:
-        InvalidRequest: no value of a setting is left.
+        InvalidArgument: no value of a setting is left.
         Exception: what a value raises; `autofit.errors.blamed` tells which. Its ranks may have
             parted ways: whoever asked replaces them all, and asks again with that in `raised`.
     """
     checked, notes = dict(dimensions), []
-    if builder.fresh_workload().train_step is not None:
-        notes.append("train_step hides its gradients, so those of several ranks were not compared")
+    if builder.fresh_workload().training_step is not None:
+        notes.append(
+            "training_step hides its gradients, so those of several ranks were not compared"
+        )
         return checked, notes
     for strategy in strategies:
         own = settings_of(strategy.name, dimensions)
@@ -244,7 +246,7 @@ def without_unequal(
             left = [value for value in own[name].values if value not in refused]
             if not left:
                 first = next(iter(refused.values()))
-                raise InvalidRequest(f"no {name} gives the gradients of one process: {first}")
+                raise InvalidArgument(f"no {name} gives the gradients of one process: {first}")
             own[name] = checked[name] = _with_values(own[name], left)
     return checked, notes
 

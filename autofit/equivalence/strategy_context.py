@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from autofit.equivalence.steps import Apply, StepComparer
-from autofit.errors import InvalidRequest, Unsupported
+from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import Plan, ResolvedPlan, Settings
 from autofit.strategy import Capabilities, Comparison, Strategy, World
 from autofit.training.builder import TrainingBuilder
@@ -83,12 +83,12 @@ class StrategyContext:
             self._training = self._builder.training(self._builder.fresh_workload(), plain)
         return self._training.model
 
-    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
+    def with_training(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` of a plain training of a fresh model."""
         self._check_allowed(micro_batch)
         self.close()  # a large model fits on the device once
         self._builder.reclaim()
-        return self._builder.profile(run, micro_batch)
+        return self._builder.with_training(run, micro_batch)
 
     def _check_allowed(self, micro_batch: int) -> None:
         if self.most_samples is not None and micro_batch > self.most_samples:
@@ -111,7 +111,7 @@ class StrategyContext:
         The training and the last reference step are kept for the next comparison.
         """
         if self.device.type == "meta":
-            raise InvalidRequest("steps cannot be compared on the meta device: it has no values")
+            raise InvalidArgument("steps cannot be compared on the meta device: it has no values")
 
         def applied(settings: Settings, payloads: Mapping[str, Any]) -> Apply:
             if not settings:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Applied, Division, divide, on_model, replaced
 from autofit.report.report import Report
 from autofit.strategy import Strategy
@@ -37,7 +37,7 @@ def arguments(
         gradient_accumulation_steps, and mixed_precision where the plan has one.
 
     Raises:
-        InvalidRequest: a trainer cannot run the plan.
+        InvalidArgument: a trainer cannot run the plan.
     """
     division = divide(report, lambda term, value: term == "autocast", strategies)
     found: dict[str, Any] = {"gradient_accumulation_steps": division.plan.accumulation_steps}
@@ -71,7 +71,7 @@ def applied(
         What was set, to be printed.
 
     Raises:
-        InvalidRequest: the Accelerator has several processes, another mixed precision than the
+        InvalidArgument: the Accelerator has several processes, another mixed precision than the
             plan, or cannot run it.
 
     Warns:
@@ -79,7 +79,7 @@ def applied(
             loop runs, a step whose gradients are not those of the mean over its samples.
     """
     if accelerator.num_processes > 1:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"this Accelerator has {accelerator.num_processes} processes, but the plan "
             "is for one device: start a single process"
         )
@@ -129,7 +129,7 @@ def _steps_watched(division: Division, accelerator: Any) -> Iterator[None]:
 def _check_precision(division: Division, has: str) -> None:
     """Refuse or warn of mixed precision that is not the plan's."""
     if "autocast" in division.terms_of_rest:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"this Accelerator has mixed_precision={has!r}, but the plan needs "
             "another: create it with "
             "Accelerator(**autofit.integrations.accelerate.arguments(report))"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autofit.devices.cpu import host_memory
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan, Scalar, unlike
 from autofit.report.parts import terms_of
 from autofit.report.report import Report
@@ -125,7 +125,7 @@ def divide(
             over, and not all of them alike.
 
     Raises:
-        InvalidRequest: a strategy of the plan is not installed; its micro-batches differ in size,
+        InvalidArgument: a strategy of the plan is not installed; its micro-batches differ in size,
             which no trainer makes; or the search weighed them, and the stack does not.
     """
     record = report.record
@@ -133,7 +133,7 @@ def divide(
     check_even(plan)
     is_weighed = plan.accumulation_steps > 1 and "loss_weight" in record.functions_given
     if is_weighed and not weighs_losses:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the search weighted the {plan.accumulation_steps} micro-batches of a "
             "step by loss_weight, but this trainer averages their losses, which gives "
             "other gradients: train with report.apply(model, optimizer)"
@@ -157,11 +157,11 @@ def check_even(plan: Plan) -> None:
     """Refuse a plan whose micro-batches differ in size.
 
     Raises:
-        InvalidRequest: they do.
+        InvalidArgument: they do.
     """
     if len(set(plan.micro_batch_sizes)) > 1:
         sizes = " + ".join(map(str, plan.micro_batch_sizes))
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the plan splits {plan.samples_per_step} samples into {sizes}, but a "
             "trainer makes micro-batches of one size: search again with "
             "even_split=True, or train with report.apply(model, optimizer)"
@@ -203,7 +203,7 @@ def on_model(
         entry: the method of the model that the stack calls for forward or loss.
 
     Raises:
-        InvalidRequest: a strategy needs what only `Report.apply` can give.
+        InvalidArgument: a strategy needs what only `Report.apply` can give.
     """
     view = _ForeignTraining(model, optimizer)
     with ExitStack() as stack:
@@ -285,8 +285,8 @@ class _ForeignTraining:
     def step(self, batch: Any) -> torch.Tensor:
         raise self._refused("runs a step")
 
-    def _refused(self, what: str) -> InvalidRequest:
-        return InvalidRequest(
+    def _refused(self, what: str) -> InvalidArgument:
+        return InvalidArgument(
             f"the plan's strategy {self.strategy!r} {what}, which is not possible "
             "inside another library's loop: train with report.apply(model, "
             "optimizer), or search again without that strategy"
@@ -327,7 +327,7 @@ def library(*names: str) -> Any:
     """Import the first of these modules that is installed.
 
     Raises:
-        InvalidRequest: none is.
+        InvalidArgument: none is.
     """
     for name in names:
         try:
@@ -336,6 +336,6 @@ def library(*names: str) -> Any:
             if error.name != name.partition(".")[0]:
                 raise  # it is installed, and lacks something
     extra = names[0].partition(".")[0]
-    raise InvalidRequest(
+    raise InvalidArgument(
         f"{extra} is not installed: pip install {extra}, or torch-autofit[{extra}]"
     )

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Division, divide, library, on_model
 from autofit.integrations.workloads import (
     MOST_EXAMINED,
     longest_batch,
     own_autocast,
     precision_note,
-    search_as_is,
+    search_workload,
 )
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent
@@ -77,13 +77,13 @@ def workload(
             needs a Trainer, or global_batch.
 
     Raises:
-        InvalidRequest: the module or the Trainer trains in a way that cannot be searched, or there
+        InvalidArgument: the module or the Trainer trains in a way that cannot be searched, or there
             is no data.
     """
     if not getattr(module, "automatic_optimization", True):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{kind_of(module)} steps its own optimizers "
-            "(automatic_optimization=False): write that as train_step=(training, "
+            "(automatic_optimization=False): write that as training_step=(training, "
             "batch) -> loss for autofit.search"
         )
     if sample_batch is None:
@@ -109,7 +109,7 @@ def search(
     examine: int = MOST_EXAMINED,
     optimizer: Any = None,
     global_batch: int | None = None,
-    allow_resplit: bool = False,
+    allow_accumulation_change: bool = False,
     strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
     progress: OnEvent | bool | None = None,
@@ -125,7 +125,7 @@ def search(
         examine: see `workload`.
         optimizer: parameters -> Optimizer; None: that of `configure_optimizers`.
         global_batch: samples per optimizer step; None: those of `data` times the accumulation.
-        allow_resplit: as for `autofit.search`.
+        allow_accumulation_change: as for `autofit.search`.
         strategies: as for `autofit.search`.
         numerics: as for `autofit.search`. If the Trainer has mixed precision, every plan keeps it,
             and no other is tried.
@@ -133,7 +133,7 @@ def search(
         options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:
-        InvalidRequest: see `workload`, and what `autofit.search` raises.
+        InvalidArgument: see `workload`, and what `autofit.search` raises.
     """
     own = _own_precision(trainer)
     more = {"optimizer": optimizer, "global_batch": global_batch}
@@ -144,11 +144,11 @@ def search(
         sample_batch=sample_batch,
         examine=examine,
         progress=progress,
-        allow_resplit=allow_resplit,
+        allow_accumulation_change=allow_accumulation_change,
         **{name: value for name, value in more.items() if value is not None},
     )
     device = {} if trainer is None else {"device": str(trainer.strategy.root_device)}
-    return search_as_is(
+    return search_workload(
         trained,
         precision=own,
         strategies=strategies,
@@ -181,7 +181,7 @@ def arguments(
         attribute `batch_size` is set while the Trainer fits, where it has one.
 
     Raises:
-        InvalidRequest: Lightning is not installed, or cannot run the plan.
+        InvalidArgument: Lightning is not installed, or cannot run the plan.
     """
     division = divide(report, lambda term, value: term == "autocast", strategies)
     found: dict[str, Any] = {
@@ -210,7 +210,7 @@ class ModuleLoss:
             output = module.training_step(batch, *(0,) * asks_for_index)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"training_step of {kind_of(module)} returned {kind_of(output)}, not a loss"
             )
         return loss
@@ -222,7 +222,7 @@ def _loader(data: Any, trainer: Any) -> Any:
     It is a copy of the DataModule that is set up: it keeps its data in attributes of its own.
     """
     if data is None:
-        raise InvalidRequest("pass a DataModule or a DataLoader as data, or sample_batch=")
+        raise InvalidArgument("pass a DataModule or a DataLoader as data, or sample_batch=")
     if not hasattr(data, "train_dataloader"):
         return data
     data = copy.copy(data)
@@ -236,18 +236,18 @@ def _own_precision(trainer: Any) -> str | None:
     """Return the type of a Trainer's autocast.
 
     Raises:
-        InvalidRequest: its precision is of another kind, or it has several devices.
+        InvalidArgument: its precision is of another kind, or it has several devices.
     """
     if trainer is None:
         return None
     if trainer.world_size > 1:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"this Trainer uses {trainer.world_size} devices, but autofit searches for "
             "one: pass devices=1"
         )
     kept = {mixed: dtype for dtype, mixed in _MIXED.items()} | {"32-true": None}
     if trainer.precision not in kept:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"this Trainer has precision={trainer.precision!r}, but autofit only "
             f"supports {', '.join(kept)}: for another precision convert the module's "
             "weights, and pass no trainer"
@@ -275,7 +275,7 @@ def _optimizer(module: Any) -> Any:
     except RuntimeError as error:
         if "not attached to a `Trainer`" not in str(error):
             raise
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"configure_optimizers of {kind_of(module)} needs its Trainer, which a "
             "search does not have: pass optimizer=parameters -> Optimizer"
         ) from error
@@ -287,10 +287,10 @@ def _optimizer(module: Any) -> Any:
         made = made[0]
         made = made.get("optimizer") if isinstance(made, Mapping) else made
     if not isinstance(made, torch.optim.Optimizer):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"configure_optimizers of {kind_of(module)} returned {kind_of(made)}, but "
             "a search needs one optimizer: pass optimizer=parameters -> Optimizer, or "
-            "use autofit.search with train_step= for several"
+            "use autofit.search with training_step= for several"
         )
     return made
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations.applied import Applied, Division, divide, library, on_model
 from autofit.integrations.trainer_loss import AMP, TrainerLoss, own_precision, samples_per_step
 from autofit.integrations.workloads import (
@@ -27,7 +27,7 @@ from autofit.integrations.workloads import (
     in_training_mode,
     longest_batch,
     precision_note,
-    search_as_is,
+    search_workload,
 )
 from autofit.plan import Scalar
 from autofit.report.report import Report
@@ -59,10 +59,10 @@ def workload(
         examine: samples to look at for the longest ones, for some seconds at most; of images and
             the like, which have no length, a few.
         progress: of that, as for `autofit.search`.
-        options: further fields of the `Workload`, such as allow_resplit.
+        options: further fields of the `Workload`, such as allow_accumulation_change.
 
     Raises:
-        InvalidRequest: the Trainer uses more than one device, or has no training data.
+        InvalidArgument: the Trainer uses more than one device, or has no training data.
     """
     _check_one_device(trainer)
     args = trainer.args
@@ -85,7 +85,7 @@ def search(
     *,
     sample_batch: Any = None,
     examine: int = MOST_EXAMINED,
-    allow_resplit: bool = False,
+    allow_accumulation_change: bool = False,
     strategies: Iterable[str | Strategy] | None = None,
     numerics: Any = "reduced_precision",
     progress: OnEvent | bool | None = None,
@@ -97,7 +97,7 @@ def search(
         trainer: a live `transformers.Trainer`; its model, arguments and data stay as they are.
         sample_batch: see `workload`.
         examine: see `workload`.
-        allow_resplit: as for `autofit.search`.
+        allow_accumulation_change: as for `autofit.search`.
         strategies: as for `autofit.search`.
         numerics: as for `autofit.search`. If the arguments ask for bf16 or fp16, every plan keeps
             it, and no other precision is tried.
@@ -105,7 +105,7 @@ def search(
         options: further arguments of `autofit.search` (vram_budget, timeout, study, ...).
 
     Raises:
-        InvalidRequest: see `workload`, and what `autofit.search` raises.
+        InvalidArgument: see `workload`, and what `autofit.search` raises.
     """
     own = own_precision(trainer.args)
     trained = workload(
@@ -113,10 +113,10 @@ def search(
         sample_batch=sample_batch,
         examine=examine,
         progress=progress,
-        allow_resplit=allow_resplit,
+        allow_accumulation_change=allow_accumulation_change,
     )
     with in_training_mode(trainer.model):
-        return search_as_is(
+        return search_workload(
             trained,
             precision=own,
             strategies=strategies,
@@ -143,7 +143,7 @@ def apply(
         What was set, to be printed; `undo` takes it back.
 
     Raises:
-        InvalidRequest: the Trainer uses more than one device, or cannot run the plan.
+        InvalidArgument: the Trainer uses more than one device, or cannot run the plan.
 
     Warns:
         UserWarning: the last step of an epoch would not have the gradients of its samples' mean.
@@ -195,12 +195,12 @@ def _last_misweighed(trainer: Any, division: Division) -> str | None:
 def _check_one_device(trainer: Any) -> None:
     args = trainer.args
     if args.world_size > 1 or args.n_gpu > 1:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"this Trainer uses {max(args.world_size, args.n_gpu)} devices, but "
             "autofit searches for one: start one process with CUDA_VISIBLE_DEVICES=0"
         )
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "this Trainer uses DeepSpeed or FSDP, which shard the model, but autofit "
             "searches for one device: remove deepspeed= and fsdp= from its arguments"
         )
@@ -209,7 +209,7 @@ def _check_one_device(trainer: Any) -> None:
 def _longest_batch(trainer: Any, examine: int, progress: OnEvent | bool | None) -> Any:
     """Return a micro-batch of the Trainer's longest samples, as its collator makes it."""
     if trainer.train_dataset is None:
-        raise InvalidRequest(
+        raise InvalidArgument(
             "this Trainer has no train_dataset to take the longest samples from: pass "
             "one to the Trainer, or pass sample_batch="
         )

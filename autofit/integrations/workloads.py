@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.registry import Unnamed, load_strategies
 from autofit.report.report import Report
 from autofit.searching.events import OnEvent, Progress, StageStarted
@@ -62,7 +62,7 @@ def longest_batch(
         progress: as for `autofit.search`.
 
     Raises:
-        InvalidRequest: it delivers nothing.
+        InvalidArgument: it delivers nothing.
     """
     states = process.random_states()
     try:
@@ -101,12 +101,12 @@ def _longest(
         batches = islice(iter(loader), _BATCHES)
         found = heapq.nlargest(1, _measured(batches, _BATCHES, seconds, on_examined))
         if not found:
-            raise InvalidRequest("the training data yielded no batch: pass sample_batch=")
+            raise InvalidArgument("the training data yielded no batch: pass sample_batch=")
         return found[0][-1]
     whole: Any = dataset
     count = min(len(whole), examine)
     if count == 0:
-        raise InvalidRequest("the training dataset is empty: pass sample_batch=")
+        raise InvalidArgument("the training dataset is empty: pass sample_batch=")
     places = [place * len(whole) // count for place in range(count)]
     random.Random(0).shuffle(places)  # so that those seen within the time are spread, too
     measured = _measured((whole[place] for place in places), count, seconds, on_examined)
@@ -182,7 +182,7 @@ def own_autocast(model: torch.nn.Module, precision: str | None) -> AbstractConte
     return torch.autocast(device, dtype=getattr(torch, precision))
 
 
-def search_as_is(
+def search_workload(
     workload: Workload,
     *,
     precision: str | None,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.measurement import Role, Trial, compared_log_speed, middle_of
+from autofit.measurement import Trial, TrialKind, compared_log_speed, middle_of
 from autofit.plan import Plan, Scalar, Settings
 from autofit.planning.feasibility import MicroBatches
 from autofit.planning.least_squares import Array
@@ -119,7 +119,7 @@ def finalists(posterior: Posterior) -> list[Finalist]:
     """Return the plans that have had a turn in the final comparison, the fastest first."""
     blocks: dict[Plan, list[Trial]] = {}
     for trial in posterior.fitting:
-        if trial.role is Role.CONFIRMED:
+        if trial.kind is TrialKind.CONFIRMATION:
             blocks.setdefault(trial.plan, []).append(trial)
     compared = [
         Finalist(
@@ -299,7 +299,7 @@ def _searched(posterior: Posterior) -> Mapping[Plan, list[Trial]]:
     """Return the search's probes of each plan that fits."""
     of: dict[Plan, list[Trial]] = {}
     for trial in posterior.fitting:
-        if trial.role is not Role.CONFIRMED:
+        if trial.kind is not TrialKind.CONFIRMATION:
             of.setdefault(trial.plan, []).append(trial)
     return of
 
@@ -323,7 +323,7 @@ def _start_up_s(posterior: Posterior, plan: Plan) -> float:
 def _expected_value(posterior: Posterior, trial: Trial) -> float:
     """Return the expected log speed, less the cost of the risk that the plan does not fit again."""
     cost = 0.0
-    if trial.role is not Role.CONFIRMED:
+    if trial.kind is not TrialKind.CONFIRMATION:
         cost = float(oom_cost(posterior, np.array(posterior.oom_risk(trial.plan))))
     return posterior.mean_log_speed(trial.plan) - cost
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Outcome, Role, Trial, probes_of
+from autofit.measurement import Outcome, Trial, TrialKind, probes_of
 from autofit.plan import Scalar, Settings, VariantKey, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
@@ -174,13 +174,13 @@ def exclusions_of(spec: SearchSpec, trials: Sequence[Trial]) -> Exclusions:
     largest_apart_from_memory: dict[VariantKey, int] = {}
     smallest, smallest_of = 1, dict[VariantKey, int]()
     plain = spec.space.baseline
-    ran = [t.plan for t in trials if t.measurement.outcome.ran and t.role is not Role.VETOED]
+    ran = [t.plan for t in trials if t.measurement.outcome.ran and t.kind is not TrialKind.VETOED]
     works: set[tuple[str, Scalar]] = {pair for plan in ran for pair in plan.variant}
     works |= set(plain.variant)
     ran_variants = {plan.variant for plan in ran}
     for trial in trials:
         outcome, plan = trial.measurement.outcome, trial.plan
-        if trial.role is Role.VETOED or outcome is Outcome.OK or _is_disproved(trial, trials):
+        if trial.kind is TrialKind.VETOED or outcome is Outcome.OK or _is_disproved(trial, trials):
             continue
         worked = plan.variant in ran_variants
         larger = plan.micro_batch > plain.micro_batch

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import leading
 
 
-def believing(posterior: Posterior, running: Sequence[tuple[Plan, Role]]) -> Posterior:
+def believing(posterior: Posterior, running: Sequence[tuple[Plan, TrialKind]]) -> Posterior:
     """Return the posterior that also believes those plans; the same one where there are none.
 
     Args:
@@ -35,8 +35,8 @@ def believing(posterior: Posterior, running: Sequence[tuple[Plan, Role]]) -> Pos
     posterior = posterior.about([plan for plan, _ in known])
     first = 1 + max((trial.number for trial in posterior.measured), default=-1)
     believed = [
-        Trial(number, role, plan, _forecast(posterior, plan))
-        for number, (plan, role) in enumerate(known, start=first)
+        Trial(number, kind, plan, _forecast(posterior, plan))
+        for number, (plan, kind) in enumerate(known, start=first)
     ]
     return Posterior(posterior.spec, posterior.measured, believed, posterior.given)
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autofit.measurement import Outcome, Role, Trial, oom_probes_of
+from autofit.measurement import Outcome, Trial, TrialKind, oom_probes_of
 from autofit.noise import Noise, seconds_of
 from autofit.plan import Dimension, Plan, Settings, VariantKey
 from autofit.planning.columns import Columns, Given
@@ -143,7 +143,7 @@ class Posterior:
     @cached_property
     def fitting(self) -> list[Trial]:
         """The probes that ran within the budget and that no other probe contradicts."""
-        last = {trial.plan: trial for trial in self.probes if trial.role is Role.CONFIRMED}
+        last = {trial.plan: trial for trial in self.probes if trial.kind is TrialKind.CONFIRMATION}
         refuted = {plan for plan, trial in last.items() if not trial.ok}
         return [
             trial
@@ -407,7 +407,7 @@ class Posterior:
         refuted = {
             trial.plan
             for trial in self.probes
-            if trial.role is Role.CONFIRMED and trial.measurement.outcome.about_memory
+            if trial.kind is TrialKind.CONFIRMATION and trial.measurement.outcome.about_memory
         }
         for trial in self.probes:
             outcome, held = trial.measurement.outcome, trial.measurement.held_bytes

@@ -102,7 +102,7 @@ class SearchSpec:
         """Return the specification that `to_json` wrote; unknown keys are ignored.
 
         Raises:
-            InvalidRequest: the data are not such a specification.
+            InvalidArgument: the data are not such a specification.
         """
         apart = from_json(data, _Apart, "the specification")
         rest = from_json(data, cls, "the specification")

@@ -24,8 +24,8 @@ from autofit.devices.cpu import TracedDevice
 from autofit.devices.gpus import Gpu
 from autofit.errors import (
     AutofitError,
-    CannotTell,
-    InvalidRequest,
+    InvalidArgument,
+    PredictionUnavailable,
     mark_users,
     note_tried,
     raised_here,
@@ -109,8 +109,8 @@ def dry_run(
     needs most is returned. The user's objects, random states and flags are restored afterwards.
 
     Raises:
-        InvalidRequest: the batch is larger than a tensor can be.
-        CannotTell: the user's step cannot run without values; the message names the line.
+        InvalidArgument: the batch is larger than a tensor can be.
+        PredictionUnavailable: the user's step needs values; the message names the line.
         Exception: raised by the user's own code.
     """
     run = partial(_run, workload, resolved, gpu, watching)
@@ -170,7 +170,7 @@ def _as_rank(world: World, note_sent: Callable[[torch.Tensor], None]) -> Iterato
 def _steps(
     training: Training, workload: Workload, plan: Plan, tracer: CudaTracer, labels: Labels
 ) -> Trace:
-    sizes, is_users_own = traced_sizes(plan, workload), workload.train_step is not None
+    sizes, is_users_own = traced_sizes(plan, workload), workload.training_step is not None
     batch = meta_batch(workload, sum(sizes), tracer)
     work: list[Operation] = []
     update_work: list[Operation] = []
@@ -198,7 +198,7 @@ def _steps(
 def traced_sizes(plan: Plan, workload: Workload) -> tuple[int, ...]:
     """Return the samples of each micro-batch that a dry run of a plan makes."""
     sizes = plan.micro_batch_sizes
-    return sizes if workload.train_step is not None else sizes[:MICRO_BATCHES_OF_A_SEARCH]
+    return sizes if workload.training_step is not None else sizes[:MICRO_BATCHES_OF_A_SEARCH]
 
 
 @contextmanager
@@ -215,7 +215,7 @@ def stage(tracer: CudaTracer, live: Mapping[str, object] = MappingProxyType({}))
 
 @contextmanager
 def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
-    """Raise CannotTell for an unsupported operation, also if user code caught its error."""
+    """Raise PredictionUnavailable for an unsupported operation, even if user code caught it."""
     try:
         yield
     except Exception as error:
@@ -225,7 +225,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
         if unsupported is not None:
             raise _cannot_tell(unsupported) from error
         if plan.micro_batch >= 2**62 or "Storage size calculation overflowed" in str(error):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{plan} makes tensors of more than 2**63 bytes: give a smaller micro-batch"
             ) from error
         if not isinstance(error, AutofitError):
@@ -237,7 +237,7 @@ def _explained(plan: Plan, tracer: CudaTracer) -> Iterator[None]:
         raise _cannot_tell(tracer.unsupported)
 
 
-def _cannot_tell(unsupported: Unsupported) -> CannotTell:
+def _cannot_tell(unsupported: Unsupported) -> PredictionUnavailable:
     way_out = "Run it with autofit.probe on a machine with the GPU"
     if _TWO_DEVICES.search(unsupported.reason):
         way_out = (
@@ -247,7 +247,7 @@ def _cannot_tell(unsupported: Unsupported) -> CannotTell:
             f"does), it may train on one. {way_out}"
         )
     reason = f"{unsupported.reason} ({unsupported.line})"
-    return CannotTell(f"memory cannot be predicted: {reason}. {way_out}")
+    return PredictionUnavailable(f"memory cannot be predicted: {reason}. {way_out}")
 
 
 # The meta device as a device to train on: it has a GPU's memory and no values.
@@ -327,7 +327,7 @@ def meta_copy(workload: Workload, tracer: CudaTracer) -> Workload:
         try:
             copies = copy.deepcopy(parts, _memo(parts))
         except Exception as error:
-            raise CannotTell(
+            raise PredictionUnavailable(
                 f"memory cannot be predicted: the model cannot be copied ({type(error).__name__}: "
                 f"{error}); pass a function that builds it, or probe"
             ) from error
@@ -344,10 +344,10 @@ def refuse_compiled(model: torch.nn.Module) -> None:
     """Refuse compiled models: a trace of operators does not show fused ones and reused buffers.
 
     Raises:
-        CannotTell: a part of the model is compiled.
+        PredictionUnavailable: a part of the model is compiled.
     """
     if (part := compiled_part(model)) is not None:
-        raise CannotTell(
+        raise PredictionUnavailable(
             f"memory cannot be predicted: {part}, which fuses operators and reuses buffers. Leave "
             "compilation out, or run it with autofit.probe on a machine with the GPU"
         )

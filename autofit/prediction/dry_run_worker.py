@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from autofit.errors import InvalidRequest, mark_users
+from autofit.errors import InvalidArgument, mark_users
 from autofit.prediction.dry_run import refuse_compiled, sendable
 from autofit.probing.messages import STILL_RUNNING
 from autofit.probing.prober import Deadlines, Prober
@@ -59,8 +59,8 @@ def in_worker(
         progress: called here with each line that the function says; None: it gets no `progress=`.
 
     Raises:
-        InvalidRequest: the workload cannot be sent.
-        CannotTell: a part of the model is compiled.
+        InvalidArgument: the workload cannot be sent.
+        PredictionUnavailable: a part of the model is compiled.
         WorkerFailed: the worker died twice.
         Exception: raised by the function, or by the user's code in it.
     """
@@ -88,7 +88,7 @@ def _written(function: Callable[..., Any], workload: Workload, arguments: tuple[
         mark_users(end)
         raise
     except Exception as error:  # likewise
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the workload cannot be sent to the worker process that predicts "
             f"({type(error).__name__}: {error}): pass a function that builds the model instead of "
             "the model"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from autofit.devices.cpu import CpuDevice
-from autofit.errors import CannotTell
+from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.tracer import MemoryTracer, tensors_in
 from autofit.plan import ResolvedPlan
@@ -68,7 +68,7 @@ def memory_uses(
             continue
         try:
             found[key] = _memory_use(session, resolved)
-        except CannotTell as error:
+        except PredictionUnavailable as error:
             found[key] = {"why_not": str(error)}
         except Exception as error:
             found[key] = {"why_not": f"{type(error).__name__}: {error}"}
@@ -163,7 +163,7 @@ class Owners:
                     note = partial(self._note_gradient, name.rpartition(".")[0])
                     hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]  # torch's
                     stack.callback(hook.remove)
-            # A train_step calls these itself, so they are wrapped rather than called from here.
+            # A training_step calls these itself, so they are wrapped rather than called from here.
             stack.enter_context(self._phase_around(training, "backward", BACKWARD))
             stack.enter_context(self._phase_around(training, "optimizer_step", UPDATE))
             yield

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from autofit.devices.gpus import Gpu, answers_alike
-from autofit.errors import CannotTell
+from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import ROUNDING_BYTES, round_up
 from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import Recording, required_bytes
@@ -113,7 +113,7 @@ class SharedRuns:
         self.parameters: int | None = None
         self._workload = workload
         self._runs: dict[Hashable, list[_Run]] = {}
-        self._failures: dict[Hashable, CannotTell] = {}
+        self._failures: dict[Hashable, PredictionUnavailable] = {}
         self._lines: dict[Hashable, Trace | None] = {}
         self._straight: dict[Hashable, range] = {}
         self._bent: set[Hashable] = set()
@@ -123,7 +123,7 @@ class SharedRuns:
         """Return the trace of a plan on a GPU.
 
         Raises:
-            CannotTell: the training cannot run without values; the message names the user's line.
+            PredictionUnavailable: the training needs values; the message names the line.
             Exception: raised by the user's own code.
         """
         plan = resolved.plan
@@ -142,7 +142,7 @@ class SharedRuns:
             raise failure
         try:
             run = dry_run(self._workload, resolved, gpu)
-        except CannotTell as error:
+        except PredictionUnavailable as error:
             self._failures[alike, sizes[0]] = error
             raise
         self.dry_runs += 1

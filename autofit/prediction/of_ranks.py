@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, check_count
 from autofit.space import Space
 
@@ -19,7 +19,7 @@ def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None)
     """Return the plan for so many ranks; None: the baseline, and as many as the plan says.
 
     Raises:
-        InvalidRequest: the plan says another number, or its samples cannot be shared by so many.
+        InvalidArgument: the plan says another number, or its samples cannot be shared by so many.
     """
     if plan is None:
         ranks = 1 if world_size is None else check_count("world_size", world_size)
@@ -28,7 +28,7 @@ def plan_of_ranks(workload: Workload, plan: Plan | None, world_size: int | None)
     if world_size is None or check_count("world_size", world_size) == plan.world_size:
         return plan
     if plan.world_size > 1:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"world_size={world_size}, but the plan is of {plan.world_size} ranks: leave one out"
         )
     return plan.on(world_size)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autofit.devices.gpus import Gpu
 from autofit.equivalence.strategy_context import StrategyContext
-from autofit.errors import CannotTell, InvalidRequest
+from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.plan import Dimension, Settings
 from autofit.prediction.cuda.tracer import CudaTracer
 from autofit.prediction.dry_run import MetaDevice, meta_copy, not_copied, stage
@@ -38,12 +38,12 @@ class Offered:
         """Refuse settings that are not among the dimensions.
 
         Raises:
-            InvalidRequest: the strategy has no such setting or value on that GPU.
-            CannotTell: the value can only be found by running the model.
+            InvalidArgument: the strategy has no such setting or value on that GPU.
+            PredictionUnavailable: the value can only be found by running the model.
         """
         try:
             Space(self.dimensions, sample_batch_size=1).complete(settings)
-        except InvalidRequest as error:
+        except InvalidArgument as error:
             if self.notes:
                 raise _takes_a_run(f"{error}; {'; '.join(self.notes)}") from error
             raise
@@ -53,7 +53,7 @@ def offered(strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int = 
     """Return what a strategy offers for a workload on that many GPUs.
 
     Raises:
-        CannotTell: the dimensions can only be found by running the model.
+        PredictionUnavailable: the dimensions can only be found by running the model.
     """
     tracer = CudaTracer(gpu)
     world, device = World(size=world_size), MetaDevice(tracer)
@@ -63,7 +63,11 @@ def offered(strategy: Strategy, workload: Workload, gpu: Gpu, world_size: int = 
         with stage(tracer, not_copied(workload)):
             dimensions = collect_dimensions([strategy], context)
     except Exception as error:
-        why = str(error) if isinstance(error, CannotTell) else f"{type(error).__name__}: {error}"
+        why = (
+            str(error)
+            if isinstance(error, PredictionUnavailable)
+            else f"{type(error).__name__}: {error}"
+        )
         raise _takes_a_run(
             f"the meaning of a setting of {strategy.name!r} is unknown: {why}"
         ) from error
@@ -76,13 +80,13 @@ def meta_dimensions(
     """Return the dimensions that a strategy offers on that many GPUs, among them these settings.
 
     Raises:
-        InvalidRequest: the strategy has no such setting or value on that GPU.
-        CannotTell: the setting or the value can only be found by running the model.
+        InvalidArgument: the strategy has no such setting or value on that GPU.
+        PredictionUnavailable: the setting or the value can only be found by running the model.
     """
     found = offered(strategy, workload, gpu, world_size)
     found.check(settings)
     return found.dimensions
 
 
-def _takes_a_run(why: str) -> CannotTell:
-    return CannotTell(f"{why}. Pass payloads= from a report, or probe")
+def _takes_a_run(why: str) -> PredictionUnavailable:
+    return PredictionUnavailable(f"{why}. Pass payloads= from a report, or probe")

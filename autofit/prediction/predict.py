@@ -11,7 +11,7 @@ from typing import Any
 
 from autofit.codec import Amount, from_json, to_json
 from autofit.devices.gpus import Gpu, find_gpu
-from autofit.errors import CannotTell, InvalidRequest, hides_own_frames
+from autofit.errors import InvalidArgument, PredictionUnavailable, hides_own_frames
 from autofit.measurement import Measurement
 from autofit.memory.expandable import expandable_segments
 from autofit.memory.replay import replay
@@ -70,9 +70,9 @@ def predict(
             without what NCCL holds.
 
     Raises:
-        InvalidRequest: an argument is not valid, there is no such GPU, setting or value, or the
+        InvalidArgument: an argument is not valid, there is no such GPU, setting or value, or the
             workload cannot be sent to the worker.
-        CannotTell: the training cannot run without values; the message names the user's line.
+        PredictionUnavailable: the training needs values; the message names the line.
         WorkerFailed: the worker died, twice.
         Exception: raised by the user's own code.
     """
@@ -211,10 +211,10 @@ class Calibration:
         """Return the constants that any plan's measurement shows.
 
         Raises:
-            InvalidRequest: no memory was measured, as after an out-of-memory error.
+            InvalidArgument: no memory was measured, as after an out-of-memory error.
         """
         if measurement.non_torch_bytes is None:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"a probe that ended as {measurement.outcome} measured no memory: "
                 "calibrate with one that ran"
             )
@@ -231,13 +231,13 @@ class Calibration:
         Keys of other versions are ignored.
 
         Raises:
-            InvalidRequest: the value is neither.
+            InvalidArgument: the value is neither.
         """
         if given is None or isinstance(given, Calibration):
             return given
         if isinstance(given, Mapping) and (not given or "non_torch_bytes" in given):
             return cls(given["non_torch_bytes"]) if given else None
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"calibration must be that of a report, or a Calibration, got {given!r}"
         )
 
@@ -249,7 +249,7 @@ def predict_resolved(workload: Workload, resolved: ResolvedPlan, gpu: Gpu) -> Pr
     """Predict a plan that is resolved already, like `predict`.
 
     Raises:
-        CannotTell: the training cannot run without values; the message names the user's line.
+        PredictionUnavailable: the training needs values; the message names the line.
         Exception: raised by the user's own code.
     """
     run = dry_run(workload, resolved, gpu)
@@ -306,7 +306,7 @@ def _largest_micro_batch(
     def needed(micro_batch: int) -> int:
         if micro_batch == plan.micro_batch:
             return prediction.interval[1] + prediction.unknown_bytes
-        with suppress(CannotTell):
+        with suppress(PredictionUnavailable):
             need = runs.need(replace(prediction._resolved, plan=at(micro_batch)), prediction.gpu)
             return need.high_bytes + need.unknown_bytes
         return sys.maxsize
@@ -328,8 +328,8 @@ def _resolved(
     Strategies whose payloads are given are not asked: they may have found them by measuring.
 
     Raises:
-        InvalidRequest: a setting or a value that the GPU does not have.
-        CannotTell: the payload of a setting can only be found by running the model.
+        InvalidArgument: a setting or a value that the GPU does not have.
+        PredictionUnavailable: the payload of a setting can only be found by running the model.
     """
     dimensions: dict[str, Dimension] = {}
     for strategy in strategies:

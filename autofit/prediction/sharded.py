@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autofit.errors import CannotTell
+from autofit.errors import PredictionUnavailable
 from autofit.prediction.cuda.fake_cuda import replaced
 from autofit.strategy import World
 from autofit.torch_private import TorchDispatchMode, check, find
@@ -46,11 +46,11 @@ def one_of_ranks(
         note_sent: called with each tensor that ranks add up in place.
 
     Raises:
-        CannotTell: this torch lacks a part that is used, or the process is in a group already.
+        PredictionUnavailable: this torch lacks a part, or the process is in a group already.
     """
     check("dry run of several ranks")
     if torch.distributed.is_initialized():
-        raise CannotTell(
+        raise PredictionUnavailable(
             "several ranks cannot be predicted in a process that is one of a process group: "
             "predict before torch.distributed.init_process_group, or in another process"
         )

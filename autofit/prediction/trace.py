@@ -30,7 +30,7 @@ class Trace:
         allocations: every allocation and release, in order; see `recording_on`.
         by_card: the allocations whose size the GPU decides, by number.
         work: the operators of the micro-batches.
-        update_work: those of the update; with the user's own `train_step` they are part of `work`.
+        update_work: those of the update; part of `work` with the user's own `training_step`.
     """
 
     micro_batch: int

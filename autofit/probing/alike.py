@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, settings_of
 from autofit.registry import names_of_ranks
 from autofit.strategy import Phase, Strategy
@@ -22,7 +22,7 @@ def check_ranks_alike(builder: TrainingBuilder, weights: float) -> None:
         weights: a number that other first weights would change.
 
     Raises:
-        InvalidRequest: they are not alike.
+        InvalidArgument: they are not alike.
     """
     from autofit.training.ranks import Ranks
 
@@ -34,18 +34,18 @@ def check_alike(ranks: Sequence[Mapping[str, Any]]) -> None:
     """Refuse ranks that differ in GPU or first weights, by the first that does.
 
     Raises:
-        InvalidRequest: what it has instead.
+        InvalidArgument: what it has instead.
     """
     first = ranks[0]
     for rank, facts in enumerate(ranks):
         if facts["weights"] != first["weights"]:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"rank {rank} starts from other weights than rank 0: the function that builds the "
                 "model draws them from something else than torch's random numbers, which are "
                 "seeded alike"
             )
         if facts["gpu"] != first["gpu"]:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"rank {rank} has gpu {facts['gpu']}, rank 0 {first['gpu']}: a search needs "
                 f"{len(ranks)} alike"
             )
@@ -65,16 +65,16 @@ def check_shared(
         notes: of the survey; those that begin with a strategy's name say why it was left out.
 
     Raises:
-        InvalidRequest: no strategy of `Phase.PARALLEL` offers a setting.
+        InvalidArgument: no strategy of `Phase.PARALLEL` offers a setting.
     """
     names = [strategy.name for strategy in strategies if strategy.phase is Phase.PARALLEL]
     if any(settings_of(name, dimensions) for name in names):
         return
     alone = f"nothing would share gradients among the {ranks} ranks, and each would train alone"
     if not names:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{alone}: add one of the installed strategies that do to strategies= "
             f"({', '.join(names_of_ranks()) or 'there is none'}), or start one process"
         )
     why = "; ".join(note for note in notes if note.startswith(tuple(names)))
-    raise InvalidRequest(f"{alone}: {why or f'{names[0]} offers no setting for this model'}")
+    raise InvalidArgument(f"{alone}: {why or f'{names[0]} offers no setting for this model'}")

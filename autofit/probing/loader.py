@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autofit.errors import InvalidRequest, collect_garbage
+from autofit.errors import InvalidArgument, collect_garbage
 from autofit.plan import Plan
 from autofit.training.batch import (
     Batch,
@@ -61,7 +61,7 @@ def deliver(session: Session, *, settings: LoaderSettings, plan: Plan) -> Delive
     """Measure the workload's loader while nothing is trained.
 
     Raises:
-        InvalidRequest: it delivers nothing, or no batches of samples.
+        InvalidArgument: it delivers nothing, or no batches of samples.
         Exception: what the user's code raised.
     """
     workload = session.builder.fresh_workload()
@@ -100,11 +100,11 @@ def _batches_of(
 
 
 def _check_batch(batch: Batch) -> None:
-    """Raise InvalidRequest where a loader delivers what is no batch of samples."""
+    """Raise InvalidArgument where a loader delivers what is no batch of samples."""
     try:
         batch_size(batch)
-    except InvalidRequest as error:
-        raise InvalidRequest(
+    except InvalidArgument as error:
+        raise InvalidArgument(
             f"the loader delivers {kind_of(batch)} in which no tensor has a dimension for samples: "
             "have its collate_fn return tensors, samples in dimension 0"
         ) from error

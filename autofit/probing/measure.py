@@ -91,7 +91,7 @@ def measure(builder: TrainingBuilder, request: ProbeRequest, vram_budget_bytes: 
         busy_percent = device.busy_percent()
         after = device.read()
         growth = _growth(device, steps)
-        run = len(places) if training.has_split else 1  # a train_step may take all at once
+        run = len(places) if training.has_split else 1  # a training_step may take all at once
         notes = training.notes()
     device.synchronize()  # a dead device is to show while this frame holds the pinned batch
     foreign = device.foreign_bytes()
@@ -197,7 +197,7 @@ def micro_batches_to_run(
     on every rank, since all run as many.
     """
     sizes = plan.micro_batch_sizes
-    if full_accumulation or workload.train_step is not None:
+    if full_accumulation or workload.training_step is not None:
         return tuple(range(len(sizes)))
     first = tuple(range(len(sizes)))[:MICRO_BATCHES_OF_A_SEARCH]
     return first if sizes[-1] == sizes[first[-1]] else (*first, len(sizes) - 1)
@@ -228,11 +228,11 @@ def _scale(training: Training) -> float:
 def _step(training: Training, device: Device, batch: Batch) -> tuple[torch.Tensor, list[Any]]:
     """Run one optimizer step; return its loss and marks between which its parts lie.
 
-    The parts are the micro-batches, and the update at the end. With a train_step, nobody knows
+    The parts are the micro-batches, and the update at the end. With a training_step, nobody knows
     where its update begins, and the whole step is one part.
     """
     marks = [device.mark()]
-    if training.recipe.train_step is not None:
+    if training.recipe.training_step is not None:
         loss = training.step(batch)
         return loss, [*marks, device.mark()]
     undo = training.before_micro_batch(lambda is_last: marks.append(device.mark()))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autofit.errors import InvalidRequest, hides_own_frames
-from autofit.measurement import Role, Trial
+from autofit.errors import InvalidArgument, hides_own_frames
+from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
 from autofit.probing.prober import Target, open_prober
@@ -49,7 +49,7 @@ def probe(
         The trial, whatever its outcome; its accumulation was run in full.
 
     Raises:
-        InvalidRequest: an argument is of another kind, or the plan names a setting or a value
+        InvalidArgument: an argument is of another kind, or the plan names a setting or a value
             that does not exist here.
         DeviceUnavailable: the device is not there.
         WorkerFailed: the worker ended or hung while it looked at the workload.
@@ -100,7 +100,7 @@ def probe_if(
             chosen,
             target,
             resolved,
-            role=Role.BASELINE if plan is None else Role.SEARCH,
+            kind=TrialKind.BASELINE if plan is None else TrialKind.SEARCH,
         )
         return trial
 
@@ -116,18 +116,18 @@ def resolve_here(
     """Complete a plan so that it can run where the survey was taken.
 
     Raises:
-        InvalidRequest: a setting or a value that there is not; with what the survey says of it.
+        InvalidArgument: a setting or a value that there is not; with what the survey says of it.
     """
     try:
         return resolve(plan, survey.space_for(plan), strategies, payloads)
-    except InvalidRequest as error:
+    except InvalidArgument as error:
         told = [
             note
             for name, value in (plan.settings if plan else {}).items()
             for note in survey.notes
             if note.startswith((f"{name}={value} ", f"{name}: "))
         ]
-        raise InvalidRequest("; ".join([str(error), *told])) from None
+        raise InvalidArgument("; ".join([str(error), *told])) from None
 
 
 def run_one(
@@ -136,7 +136,7 @@ def run_one(
     target: Target,
     choose: Callable[[Survey], ResolvedPlan],
     *,
-    role: Role = Role.SEARCH,
+    kind: TrialKind = TrialKind.SEARCH,
     expected_seconds: float | None = None,
     steps: int | None = None,
 ) -> tuple[Trial, Survey]:
@@ -147,7 +147,7 @@ def run_one(
         strategies: those that may have settings in the plan.
         target: where it runs.
         choose: returns the plan to run; what it raises is raised before anything is run.
-        role: of the trial.
+        kind: of the trial.
         expected_seconds, steps: as for `ProbeRequest`.
 
     Raises:
@@ -164,4 +164,4 @@ def run_one(
     measured = result.measurement
     if survey.loss == LossSource.STAND_IN:
         measured = replace(measured, notes=(*measured.notes, STOOD_IN))
-    return Trial(0, role, request.plan, measured), survey
+    return Trial(0, kind, request.plan, measured), survey

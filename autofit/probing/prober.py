@@ -22,7 +22,7 @@ from autofit.devices.open import device_meant
 from autofit.devices.request import budget_bytes, check_budget
 from autofit.equivalence.gradients import compare_plans
 from autofit.errors import (
-    InvalidRequest,
+    InvalidArgument,
     WorkerFailed,
     blamed,
     in_one_line,
@@ -159,7 +159,7 @@ class Prober(AbstractContextManager["Prober"]):
         start_s: seconds that the last worker took to start and open the device.
 
     Raises:
-        InvalidRequest: the budget cannot be read, or the workload cannot be sent to a worker.
+        InvalidArgument: the budget cannot be read, or the workload cannot be sent to a worker.
         DeviceUnavailable: the device is not there, is full, or another search is using it.
         WorkerFailed: a worker could not be started.
         SearchTimedOut: `ends_at` was reached.
@@ -208,7 +208,7 @@ class Prober(AbstractContextManager["Prober"]):
         """Return the facts of the workload on the device; they are looked up once.
 
         Raises:
-            InvalidRequest: the workload's functions make no model, optimizer or batch, or a
+            InvalidArgument: the workload's functions make no model, optimizer or batch, or a
                 strategy breaks the contract of plug-ins.
             Exception: what the user's code raised where no trial forward can report it.
         """
@@ -305,7 +305,7 @@ class Prober(AbstractContextManager["Prober"]):
         """Return how far loss and gradients of two plans on the same samples differ.
 
         Raises:
-            InvalidRequest: the workload has a train_step, whose gradients cannot be compared.
+            InvalidArgument: the workload has a training_step, whose gradients cannot be compared.
             Exception: whatever the model or the device raises.
         """
         function = partial(_compare, first=first, second=second, samples=samples)
@@ -442,7 +442,7 @@ def open_prober(
         executor: in whose processes the worker runs; None: here.
 
     Raises:
-        InvalidRequest: there is no such device, seed or budget; nothing was started by then.
+        InvalidArgument: there is no such device, seed or budget; nothing was started by then.
         Exception: as `Prober` does.
     """
     target = target or Target()
@@ -488,7 +488,9 @@ def _rank_channel(workload: Workload, strategies: Sequence[Strategy], target: Ta
 def _check_seed(seed: Any) -> None:
     whole = isinstance(seed, int) and not isinstance(seed, bool)
     if not (whole and 0 <= seed <= _LARGEST_SEED):
-        raise InvalidRequest(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}")
+        raise InvalidArgument(
+            f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}"
+        )
 
 
 def _compare(

@@ -124,7 +124,7 @@ def profile_plan(
 
 
 def _step(training: Training, batch: Batch) -> None:
-    if training.recipe.train_step is not None:
+    if training.recipe.training_step is not None:
         training.step(batch)
         return
     training.zero_grad()

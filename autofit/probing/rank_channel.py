@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from autofit.errors import DeviceUnavailable, InvalidRequest, SearchTimedOut, WorkerFailed
+from autofit.errors import DeviceUnavailable, InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.probing.agreement import Answer, agree, is_fault
 from autofit.probing.messages import (
     Call,
@@ -67,7 +67,7 @@ class RankChannel:
         seconds_to_replace: to end all ranks' workers, the last time they were.
 
     Raises:
-        InvalidRequest: the workload cannot be pickled, or the device is one GPU.
+        InvalidArgument: the workload cannot be pickled, or the device is one GPU.
         WorkerFailed: there is no room for the workload's file.
     """
 
@@ -209,13 +209,13 @@ def device_of_rank(asked: str | None, world: World) -> str | None:
     """Return the device of a rank: the GPU with its local rank, or the host.
 
     Raises:
-        InvalidRequest: one GPU is asked for, and there are several ranks.
+        InvalidArgument: one GPU is asked for, and there are several ranks.
     """
     from torch.cuda import device_count
 
     name = None if asked is None else str(asked)
     if name is not None and name.startswith("cuda:"):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"device={name!r} names one GPU, and there are {world.size} ranks: give cuda, and each "
             "rank takes the GPU of its local rank"
         )

@@ -32,7 +32,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
-from autofit.errors import InvalidRequest, WorkerFailed, chain_of, mark_users
+from autofit.errors import InvalidArgument, WorkerFailed, chain_of, mark_users
 from autofit.snapshot import process
 from autofit.strategy import Strategy
 from autofit.training.batch import Batch, map_tensors, tensors_of
@@ -274,7 +274,7 @@ def write_payload(payload: Payload, path: Path, loader_path: Path | None = None)
         loader_path: of the loader's file; None: the loader is left out.
 
     Raises:
-        InvalidRequest: something in it cannot be pickled, or holds no values; the message names
+        InvalidArgument: something in it cannot be pickled, or holds no values; the message names
             the ways out.
         WorkerFailed: the disk is full, or the file may not be written.
     """
@@ -298,7 +298,7 @@ def _check_has_values(workload: Workload) -> None:
     batch = () if workload.makes_batches else tensors_of(workload.sample_batch)
     for what, tensors in (("model", weights), ("sample batch", batch)):
         if any(tensor.is_meta for tensor in tensors):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the {what} is on the meta device, so that it has no values to train with: pass "
                 "a function that makes it, or one with values"
             )
@@ -317,7 +317,7 @@ def _write(contents: Any, path: Path, what: str) -> None:
         disk = next((link for link in chain_of(error) if isinstance(link, OSError)), None)
         if disk is not None:  # torch's writer answers a full disk with a RuntimeError of its own
             raise _no_room(path, disk) from error
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the {what} cannot be sent to a worker process ({_words(error)}). {_WAYS_OUT[what]}"
         ) from error
 
@@ -337,7 +337,7 @@ def read_payload(path: Path, device: torch.device | None = None) -> Payload:
     (a teacher model that the loss reaches, say) are placed on `device`; None: in host memory.
 
     Raises:
-        InvalidRequest: something in it cannot be unpickled here; the message names the ways out.
+        InvalidArgument: something in it cannot be unpickled here; the message names the ways out.
         WorkerFailed: this process has too many open files.
     """
 
@@ -363,7 +363,7 @@ def _read(path: Path, what: str, device: torch.device | None = None) -> Any:
                 f"a worker process has too many open files to read the {what}: close what your "
                 "code opens in each forward, or raise the limit (ulimit -n)"
             ) from error
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the {what} cannot be read in the worker process ({_words(error)}). {_WAYS_OUT[what]}"
         ) from error
 

@@ -18,7 +18,7 @@ import torch
 from autofit.devices.base import Environment
 from autofit.equivalence.accumulation import decide_resplit
 from autofit.equivalence.strategy_context import StrategyContext
-from autofit.errors import InvalidRequest, NoFeasiblePlan, release_exception, with_type
+from autofit.errors import InvalidArgument, NoFeasiblePlan, release_exception, with_type
 from autofit.measurement import ACT, NOT_TRIED
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.registry import collect_dimensions
@@ -60,7 +60,7 @@ class Survey:
         batched: the places of those that hold samples.
         global_batch: samples per optimizer step to keep.
         resplit: how split and whole gradients compare; None where that was not asked or failed.
-        may_resplit: whether the accumulation count may change.
+        may_change_accumulation: whether the accumulation count may change.
         dimensions: setting -> its values.
         notes: what a reader of the report should know.
         busy: what others did on the device before this search computed there; None: not much.
@@ -79,7 +79,7 @@ class Survey:
     batched: Sequence[str]
     global_batch: int | None
     resplit: Comparison | None
-    may_resplit: bool
+    may_change_accumulation: bool
     dimensions: Mapping[str, Dimension]
     notes: tuple[str, ...] = ()
     busy: str | None = None
@@ -96,7 +96,7 @@ class Survey:
             choices,
             self.sample_batch_size,
             global_batch=self.global_batch,
-            may_resplit=self.may_resplit,
+            may_change_accumulation=self.may_change_accumulation,
             max_micro_batch=max_micro_batch,
             even_split=self.even_split,
             fixed=fixed,
@@ -121,7 +121,7 @@ class Survey:
         for name, dimension in self.dimensions.items():
             if name.partition(".")[0] in left_out:
                 dimensions[name] = Dimension(dimension.values[:1])
-        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (pass train_steps=)")
+        notes.append(f"{NOT_TRIED}{', '.join(sorted(left_out))} (pass planned_steps=)")
         return replace(self, dimensions=dimensions, notes=tuple(notes))
 
 
@@ -206,7 +206,7 @@ def take_survey(
 
     Raises:
         StrategyLost: the device died.
-        InvalidRequest: the workload's functions make no model, optimizer or batch, or a strategy
+        InvalidArgument: the workload's functions make no model, optimizer or batch, or a strategy
             breaks the contract of plug-ins.
         Exception: what the user's code raised in making them.
     """
@@ -256,7 +256,7 @@ def take_survey(
         batched=sorted(workload.samples.batched),
         global_batch=workload.global_batch,
         resplit=resplit.comparison,
-        may_resplit=resplit.allowed,
+        may_change_accumulation=resplit.allowed,
         dimensions=dimensions,
         notes=(
             *(f"{ACT}{note}" for note in session.notes),
@@ -344,8 +344,8 @@ def _model_facts(builder: TrainingBuilder, model: torch.nn.Module) -> _ModelFact
         fingerprint(workload, model, optimizer, environment, process.computing()),
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        # A train_step may call model.train() itself
-        is_evaluating=not model.training and workload.train_step is None,
+        # A training_step may call model.train() itself
+        is_evaluating=not model.training and workload.training_step is None,
         weights=_sum_of(parameters) if builder.world.size > 1 else 0.0,
     )
 
@@ -357,8 +357,8 @@ def _sum_of(parameters: Sequence[torch.Tensor]) -> float:
 
 
 def _loss_source(session: Session, builder: TrainingBuilder) -> str | None:
-    if builder.fresh_workload().train_step is not None:
-        return LossSource.TRAIN_STEP
+    if builder.fresh_workload().training_step is not None:
+        return LossSource.TRAINING_STEP
     session.on_stage(FIRST_SAMPLES)
     try:
         return _source_in_a_trial_forward(builder)
@@ -423,7 +423,7 @@ def _look(
     """Return a strategy's dimensions, or in words what it raised instead."""
     try:
         return dict(collect_dimensions([strategy], context))
-    except InvalidRequest:  # a broken plug-in, or arguments that fail in any probe
+    except InvalidArgument:  # a broken plug-in, or arguments that fail in any probe
         raise
     except Exception as error:
         if (fault := session.device_fault()) is not None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.interrupts import interrupts_deferred
 from autofit.plan import check_count
 from autofit.probing.messages import Reply, message_of_reply, reply_of
@@ -40,7 +40,7 @@ def ranks_meant(asked: Any) -> int:
     """Return how many ranks train together: as asked, else as many as torchrun started.
 
     Raises:
-        InvalidRequest: it is no whole number above zero.
+        InvalidArgument: it is no whole number above zero.
     """
     return world_of_environment().size if asked is None else check_count("ranks", asked)
 
@@ -53,7 +53,7 @@ def owned_by_rank_0(lead: Callable[[int], _Result], *, ranks: int | None = None)
         ranks: how many are asked for; None: as many as torchrun started, or one.
 
     Raises:
-        InvalidRequest: torchrun started another number of ranks, or ranks on several machines; or
+        InvalidArgument: torchrun started another number of ranks, or ranks on several machines; or
             this process is one of several that torchrun did not start.
     """
     world = world_of_environment()
@@ -82,7 +82,7 @@ def _check_one_machine(world: World, environment: Mapping[str, str] = os.environ
     """Refuse ranks on several machines: their workers could not have one owner."""
     here = environment.get("LOCAL_WORLD_SIZE", str(world.size))
     if here != str(world.size):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{here} of {world.size} ranks are on this machine: the ranks of a search are those of "
             "one machine. Search on one, with as many ranks as it has GPUs; predict and check "
             "answer for any number (--world-size)"
@@ -95,7 +95,7 @@ def _refuse_a_group_that_torchrun_did_not_start() -> None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
     if (size := distributed.get_world_size()) > 1:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"this process is rank {distributed.get_rank()} of a process group of {size} that "
             "torchrun did not start: start the ranks with torchrun, or call autofit in one process "
             "before init_process_group"
@@ -106,7 +106,7 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
     """Return the store of this call, through which the processes of the ranks speak.
 
     Raises:
-        InvalidRequest: the environment does not say where it is, or nothing answers there.
+        InvalidArgument: the environment does not say where it is, or nothing answers there.
     """
     global _times_called, _served
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # likewise
@@ -114,7 +114,7 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
     try:
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     except (KeyError, ValueError):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"there are {world.size} ranks, and MASTER_ADDR and MASTER_PORT do not say where they "
             "meet: start them with torchrun, or give --ranks"
         ) from None
@@ -126,7 +126,7 @@ def _store(world: World, environment: Mapping[str, str] = os.environ) -> Store:
             _served = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True)
         return PrefixStore(f"autofit/{_times_called}", TCPStore(host, port, None, False, wait))
     except RuntimeError as error:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"there are {world.size} ranks, and rank {world.rank} cannot reach {host}:{port} "
             "(MASTER_ADDR and MASTER_PORT), where they meet: start them with torchrun, and make "
             f"the same call on every rank ({error})"
@@ -143,7 +143,7 @@ def _result_of_owner(store: Store) -> Any:
     """Wait for rank 0's process, and return its result or raise its error.
 
     Raises:
-        InvalidRequest: it did not make the call.
+        InvalidArgument: it did not make the call.
         WorkerFailed: it ended without a word.
     """
     reply = reply_of(_awaited(store))
@@ -160,7 +160,7 @@ def _awaited(store: Store) -> dict[str, Any]:
             if owner is None and store.check(["owner"]):
                 owner = json.loads(store.get("owner"))
             if owner is None and time.monotonic() > until:
-                raise InvalidRequest(
+                raise InvalidArgument(
                     f"rank 0 did not call autofit within {_CONNECT_S:g} s: every rank has to make "
                     "the same call"
                 )

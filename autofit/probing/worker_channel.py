@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed, mark_users
+from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed, mark_users
 from autofit.interrupts import interrupts_deferred
 from autofit.measurement import Outcome
 from autofit.probing.faults import fault_of
@@ -68,7 +68,7 @@ class WorkerChannel:
         process: the worker; None where none was started.
 
     Raises:
-        InvalidRequest: the workload cannot be pickled.
+        InvalidArgument: the workload cannot be pickled.
         WorkerFailed: there is no room for the workload's file.
     """
 
@@ -126,7 +126,7 @@ class WorkerChannel:
                 self.drop()
                 if isinstance(error, SystemExit):  # of the user's code that unpickling runs
                     mark_users(error)
-                if isinstance(error, InvalidRequest) and self._device is not None:
+                if isinstance(error, InvalidArgument) and self._device is not None:
                     raise WorkerFailed(f"{error}: it could be read before") from error
                 fault = fault_of(error)
                 raise _full(fault.detail) if fault.outcome is Outcome.OOM else error

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.record import Record
 from autofit.strategy import ALONE
 from autofit.units import kind_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autofit.training.training import Training
     from autofit.training.workload import Workload
 
-_LOSSES = {"loss_fn", "criterion", "train_step"}
+_LOSSES = {"loss_fn", "criterion", "training_step"}
 
 
 def apply(
@@ -54,7 +54,7 @@ def apply(
         workload: of the search; None: not known in this process.
 
     Raises:
-        InvalidRequest: see `Report.apply`.
+        InvalidArgument: see `Report.apply`.
     """
     from autofit.training.batch import BatchWatch
     from autofit.training.optimizers import build_optimizer, check_is_factory
@@ -68,10 +68,10 @@ def apply(
     world = _world_of(record.best.plan)
     made = optimizer
     if world.size > 1:
-        check_is_factory(optimizer, has_train_step=recipe.train_step is not None)
+        check_is_factory(optimizer, has_training_step=recipe.training_step is not None)
         made = partial(build_optimizer, optimizer, place=None)
     else:
-        _check_live(optimizer, model, has_train_step=recipe.train_step is not None)
+        _check_live(optimizer, model, has_training_step=recipe.training_step is not None)
     return Training(
         model,
         made,
@@ -83,9 +83,9 @@ def apply(
             record.best_plan_to_rerun.of_rank(world.rank),
             record.workload["sample_shapes"],
             weighs_samples=recipe.loss_weight is None
-            and recipe.train_step is None
-            and not record.workload.get("allow_resplit"),
-            keeps_split=record.workload.get("may_resplit") is False,
+            and recipe.training_step is None
+            and not record.workload.get("allow_accumulation_change"),
+            keeps_split=record.workload.get("may_change_accumulation") is False,
         ),
         world=world,
     )
@@ -95,7 +95,7 @@ def _samples(record: Record, batched: Iterable[str] | None) -> Samples:
     """Return which tensors of a batch hold samples, as the search cut them.
 
     Raises:
-        InvalidRequest: the report does not say, and neither does the caller; or there is no such
+        InvalidArgument: the report does not say, and neither does the caller; or there is no such
             tensor.
     """
     from autofit.training.batch import Samples
@@ -103,12 +103,12 @@ def _samples(record: Record, batched: Iterable[str] | None) -> Samples:
     names = record.workload["sample_shapes"].keys()
     known = record.workload.get("batched") if batched is None else list(batched)
     if known is None:
-        raise InvalidRequest(
+        raise InvalidArgument(
             "the report does not say which tensors of a batch hold samples, and are cut into "
             f"micro-batches: pass batched=, with some of {', '.join(map(repr, names))}"
         )
     if strangers := [name for name in known if name not in names]:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"batched= names {', '.join(map(repr, strangers))}: the tensors of the sample batch "
             f"are {', '.join(map(repr, names))}"
         )
@@ -119,7 +119,7 @@ def _world_of(plan: Plan) -> World:
     """Return the ranks that train the plan here.
 
     Raises:
-        InvalidRequest: they are as many as the plan was not found for, or they have no process
+        InvalidArgument: they are as many as the plan was not found for, or they have no process
             group.
     """
     from autofit.world import check_ranks, world_of_environment
@@ -131,7 +131,7 @@ def _world_of(plan: Plan) -> World:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        raise InvalidRequest(
+        raise InvalidArgument(
             "the ranks have no process group: call torch.distributed.init_process_group() before "
             "report.apply"
         )
@@ -144,7 +144,7 @@ def _check_has_loss(record: Record, functions: Mapping[str, Any]) -> None:
     Any scalar shows memory and speed, but nobody wants to train on it.
     """
     if record.lacks_loss and not functions.keys() & _LOSSES:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the search was given no loss and took {record.workload['loss']}, which is nothing to "
             "train by: give report.apply loss_fn= or criterion="
         )
@@ -161,7 +161,7 @@ def _recipe(record: Record, workload: Workload | None, functions: dict[str, Any]
     if functions.keys() & _LOSSES:
         missing = [name for name in missing if name not in _LOSSES]
     if missing:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the search used {', '.join(missing)}, and a loaded report holds no functions: "
             f"pass {'=..., '.join(missing)}=... to apply"
         )
@@ -174,7 +174,7 @@ def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
 
     parameters = list(model.parameters())
     if any(is_lazy(parameter) for parameter in parameters):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "the model has parameters without a shape (lazy modules before their first forward): "
             "run one batch through it before you pass it"
         )
@@ -189,26 +189,26 @@ def _warn_of_another_size(record: Record, model: torch.nn.Module) -> None:
 
 def _device_of(model: Any) -> torch.device:
     if not (hasattr(model, "parameters") and hasattr(model, "buffers")):
-        raise InvalidRequest(f"apply needs an nn.Module, got {model!r}")
+        raise InvalidArgument(f"apply needs an nn.Module, got {model!r}")
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         device: torch.device = tensor.device
         return device
-    raise InvalidRequest(
+    raise InvalidArgument(
         f"the model ({kind_of(model)}) holds no parameter and no buffer: "
         "there is nothing to train, and no device to train on"
     )
 
 
-def _check_live(optimizer: Any, model: torch.nn.Module, *, has_train_step: bool) -> None:
+def _check_live(optimizer: Any, model: torch.nn.Module, *, has_training_step: bool) -> None:
     """Refuse now an optimizer that would fail in the first step, or train nothing."""
     import torch
 
-    from autofit.training.optimizers import by_name, check_has_train_step, check_trains
+    from autofit.training.optimizers import by_name, check_has_training_step, check_trains
 
-    check_has_train_step(optimizer, has_train_step=has_train_step)
+    check_has_training_step(optimizer, has_training_step=has_training_step)
     for one in by_name(optimizer).values():
         if isinstance(one, type) or not callable(getattr(one, "step", None)):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "apply needs an optimizer over the model's parameters, such as "
                 f"torch.optim.AdamW(model.parameters()), got {one!r}"
             )

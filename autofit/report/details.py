@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 
-from autofit.measurement import ACT, Role, Trial, probes_of, spread_of
+from autofit.measurement import ACT, Trial, TrialKind, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.finding_words import findings_lines
 from autofit.report.record import Record
@@ -138,7 +138,7 @@ def trial_cells(trial: Trial, record: Record) -> tuple[str, ...]:
     low, high = trial.samples_per_second_low, trial.samples_per_second_high
     return (
         str(trial.number),
-        trial.role.value,
+        trial.kind.value,
         str(replace(trial.plan, settings={})),
         short_settings(trial.plan.settings, record),
         outcome_words(trial),
@@ -153,7 +153,7 @@ def trial_cells(trial: Trial, record: Record) -> tuple[str, ...]:
 def outcome_words(trial: Trial) -> str:
     """Return the outcome, with a short reason if outcome and memory do not show it."""
     measured = trial.measurement
-    if trial.role is Role.VETOED:  # the detail is the reason, unless the plan was run before
+    if trial.kind is TrialKind.VETOED:  # the detail is the reason, unless the plan was run before
         why = measured.detail or ""
         return why if why.startswith("not run") else f"not run again: {measured.outcome.value}"
     why = ""
@@ -185,7 +185,7 @@ def measured_faster(record: Record) -> Iterator[str]:
 
 def _why_not_best(plan: Plan, record: Record) -> str:
     """Return why the plan is not the best one although a trial of it measured faster."""
-    blocks = [t for t in record.trials if t.plan == plan and t.role is Role.CONFIRMED]
+    blocks = [t for t in record.trials if t.plan == plan and t.kind is TrialKind.CONFIRMATION]
     for trial in blocks:
         if not trial.ok:
             return f"{trial.measurement.outcome.value} when it ran again (trial {trial.number})"

@@ -14,7 +14,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-from autofit.measurement import Role, Trial
+from autofit.measurement import Trial, TrialKind
 from autofit.report.charts import KINDS, frontier_chart, legend, memory_charts, why_no_memory
 from autofit.report.details import ABOUT_TRIALS, TRIAL_TITLES, Section, sections, trial_cells
 from autofit.report.record import Record
@@ -159,7 +159,7 @@ def _trial(trial: Trial, record: Record) -> str:
     kinds = {
         "best": trial.plan == record.best.plan and trial.ok,
         "bad": not trial.ok,
-        "vetoed": trial.role is Role.VETOED,
+        "vetoed": trial.kind is TrialKind.VETOED,
     }
     values: dict[str, object] = {
         "trial": trial.number,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import DimensionForm
 
 _WORD = re.compile(r"[\w.+-]*")
@@ -32,12 +32,12 @@ def check_plain(
         settings: of plans.
 
     Raises:
-        InvalidRequest: one is not made of letters, digits, "_", ".", "+" and "-" alone.
+        InvalidArgument: one is not made of letters, digits, "_", ".", "+" and "-" alone.
     """
     values = [(*each.values, *each.payloads) for each in dimensions.values()]
     for text in _bare([*dimensions, *chain(*values), *settings]):
         if not _WORD.fullmatch(text):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{_shown(text)[:80]!r} is no name or value of a setting, which have letters, "
                 'digits, "_", ".", "+" and "-" alone'
             )

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from autofit.codec import Amount, Count, DeviceName, Number, from_json, to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import (
-    Role,
     Trial,
+    TrialKind,
     check_ran,
     compared_log_speed,
     middle_of,
@@ -116,7 +116,7 @@ class Record:
         parts: of the best plan, for exports; None: the report is of an earlier version.
 
     Raises:
-        InvalidRequest: the best trial or the baseline is not among the trials.
+        InvalidArgument: the best trial or the baseline is not among the trials.
     """
 
     version: str
@@ -142,7 +142,7 @@ class Record:
         numbers = {trial.number for trial in self.trials}
         missing = sorted({self.best_number, self.baseline_number} - numbers)
         if missing:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"trial {missing[0]} is the best one or the baseline, but not among the trials"
             )
 
@@ -184,7 +184,7 @@ class Record:
             strategies, remembered: see `autofit.registry.strategies_of`.
 
         Raises:
-            InvalidRequest: a strategy that the plan needs is not installed.
+            InvalidArgument: a strategy that the plan needs is not installed.
         """
         plan = self.best.plan if self.best.plan.world_size > 1 else self.best_plan_to_rerun
         needed = strategies_of(plan, strategies, remembered)
@@ -196,7 +196,7 @@ class Record:
         A file's own words never become code.
 
         Raises:
-            InvalidRequest: the report was loaded, and a strategy of the plan is not installed.
+            InvalidArgument: the report was loaded, and a strategy of the plan is not installed.
         """
         if self.parts is not None:
             return self.parts
@@ -212,7 +212,7 @@ class Record:
     @property
     def is_confirmed(self) -> bool:
         """Whether the best plan won the final comparison, which came to its own end."""
-        return self.search.comparison_ended and self.best.role is Role.CONFIRMED
+        return self.search.comparison_ended and self.best.kind is TrialKind.CONFIRMATION
 
     @property
     def factor(self) -> float | None:
@@ -230,7 +230,7 @@ class Record:
 
     def blocks(self, plan: Plan) -> list[Trial]:
         """Return the plan's fitting trials of the final comparison, the slowest first."""
-        its = [t for t in self.trials if t.plan == plan and t.role is Role.CONFIRMED]
+        its = [t for t in self.trials if t.plan == plan and t.kind is TrialKind.CONFIRMATION]
         ran = [trial for trial in its if trial.ok and trial.samples_per_second]
         return sorted(ran, key=lambda trial: trial.samples_per_second or 0.0)
 
@@ -262,7 +262,11 @@ class Record:
 
     def searched_speed(self, plan: Plan) -> float | None:
         """Return the plan's median samples/s in the search alone; None: it did not fit there."""
-        its = [t for t in probes_of(self.trials) if t.plan == plan and t.role is not Role.CONFIRMED]
+        its = [
+            t
+            for t in probes_of(self.trials)
+            if t.plan == plan and t.kind is not TrialKind.CONFIRMATION
+        ]
         ran = [trial for trial in its if trial.ok and trial.samples_per_second]
         return math.exp(compared_log_speed(ran)) if ran else None
 
@@ -279,7 +283,7 @@ class Record:
     @property
     def finalists(self) -> list[tuple[Plan, float]]:
         """The plans of the final comparison with their samples/s, the fastest first."""
-        plans = dict.fromkeys(t.plan for t in self.trials if t.role is Role.CONFIRMED)
+        plans = dict.fromkeys(t.plan for t in self.trials if t.kind is TrialKind.CONFIRMATION)
         speeds = [(plan, speed) for plan in plans if (speed := self.compared_speed(plan))]
         return sorted(speeds, key=lambda each: -each[1])
 
@@ -328,23 +332,23 @@ class Record:
         """Return the record that `to_dict` wrote.
 
         Raises:
-            InvalidRequest: the data are not a report, or one of another schema.
+            InvalidArgument: the data are not a report, or one of another schema.
         """
         if "schema" not in data:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 'this is not an autofit report, which has a "schema": give what --out or '
                 "report.save wrote as .json"
             )
         if data["schema"] != SCHEMA:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"this is a report of schema {data.get('schema')!r}; this version reads {SCHEMA}"
             )
         try:
             record = _record_in(without_controls(data))
             check_ran(record.best)
             return record
-        except InvalidRequest as error:
-            raise InvalidRequest(f"this is not a complete autofit report: {error}") from error
+        except InvalidArgument as error:
+            raise InvalidArgument(f"this is not a complete autofit report: {error}") from error
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         return {**trial.row(), "paste": self.paste.get(trial.number, [])}
@@ -433,7 +437,7 @@ def _record_in(data: Mapping[str, Any]) -> Record:
     """Return the record in a file.
 
     Raises:
-        InvalidRequest: the file lacks something, or holds what means nothing.
+        InvalidArgument: the file lacks something, or holds what means nothing.
     """
     file = from_json(data, _File, "the report")
     # A trial stands flat in a file: its measurement's keys among its own
@@ -469,14 +473,14 @@ def _check_memory_use(use: Mapping[str, Any]) -> None:
     """Check that a memory use is whole, or says why there is none.
 
     Raises:
-        InvalidRequest: it is neither.
+        InvalidArgument: it is neither.
     """
     if "why_not" in use:
         return
     missing = {"how", "phases", "bytes", "peak", "modules"} - set(use)
     moments = {len(held) for held in use.get("bytes", {}).values()}
     if missing or len(moments) != 1 or use["peak"] >= min(moments) or not use["modules"]:
-        raise InvalidRequest("the memory over a step is not complete")
+        raise InvalidArgument("the memory over a step is not complete")
 
 
 def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
@@ -486,9 +490,11 @@ def one_a_plan(trials: Iterable[Trial]) -> list[Trial]:
     """
     of: dict[Plan, list[Trial]] = {}
     for trial in trials:
-        if trial.role is not Role.VETOED and trial.ok and trial.samples_per_second:
+        if trial.kind is not TrialKind.VETOED and trial.ok and trial.samples_per_second:
             of.setdefault(trial.plan, []).append(trial)
-    blocks = {plan: [t for t in its if t.role is Role.CONFIRMED] for plan, its in of.items()}
+    blocks = {
+        plan: [t for t in its if t.kind is TrialKind.CONFIRMATION] for plan, its in of.items()
+    }
     return [middle_of(blocks[plan]) if blocks[plan] else its[-1] for plan, its in of.items()]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.codec import read_json
-from autofit.errors import InvalidRequest, hides_own_frames
+from autofit.errors import InvalidArgument, hides_own_frames
 from autofit.measurement import ACT, Trial
 from autofit.notebook import shown
 from autofit.report import apply
@@ -109,7 +109,7 @@ class Report:
                 trial.
 
         Raises:
-            InvalidRequest: another suffix, or the file cannot be written.
+            InvalidArgument: another suffix, or the file cannot be written.
         """
         target = Path(path)
         forms: dict[str, Callable[[], str]] = {
@@ -133,8 +133,8 @@ class Report:
             path: a file of any name.
 
         Raises:
-            InvalidRequest: another stack, the search had a train_step (for "pytorch"), or the file
-                cannot be written.
+            InvalidArgument: another stack, the search had a training_step (for "pytorch"), or
+                the file cannot be written.
         """
         from autofit.report.export.export import exported
 
@@ -153,7 +153,7 @@ class Report:
         criterion: Callable[..., Any] | None = None,
         loss_weight: Callable[..., Any] | None = None,
         before_step: Callable[..., Any] | None = None,
-        train_step: Callable[..., Any] | None = None,
+        training_step: Callable[..., Any] | None = None,
         batched: Iterable[str] | None = None,
         strategies: Iterable[str | Strategy] | None = None,
     ) -> Training:
@@ -161,14 +161,14 @@ class Report:
 
         Args:
             model: on the device it trains on.
-            optimizer: over its parameters; with train_step, a mapping of several. For a plan of
+            optimizer: over its parameters; with training_step, a mapping of several. For a plan of
                 several ranks, a function of parameters, such as torch.optim.AdamW.
             loss_fn: None: as in the search. A loaded report holds no functions: pass this and the
                 next four again, as far as the search had them.
             criterion: likewise.
             loss_weight: likewise.
             before_step: likewise.
-            train_step: likewise.
+            training_step: likewise.
             batched: names of the batch's tensors that hold samples, and are cut into micro-batches:
                 some of the keys of `record.workload["sample_shapes"]`; None: as in the search.
             strategies: names or Strategy objects that apply the plan's settings; None: those of
@@ -178,7 +178,7 @@ class Report:
             A training, which is a context manager: leaving it restores model and optimizer.
 
         Raises:
-            InvalidRequest: the model holds no tensor, the optimizer cannot step, or is live where
+            InvalidArgument: the model holds no tensor, the optimizer cannot step, or is live where
                 the plan has several ranks, a function of the search is missing, the search had no
                 loss and none is given, or a strategy of the plan is not installed.
 
@@ -190,7 +190,7 @@ class Report:
             "criterion": criterion,
             "loss_weight": loss_weight,
             "before_step": before_step,
-            "train_step": train_step,
+            "training_step": training_step,
         }
         return apply.apply(
             self.record,
@@ -219,13 +219,13 @@ class Report:
             device: None: the report's own.
 
         Raises:
-            InvalidRequest: as `autofit.checks.soak.soak` does, or the workload is missing.
+            InvalidArgument: as `autofit.checks.soak.soak` does, or the workload is missing.
         """
         from autofit.checks.soak import soak
 
         trained = workload or self.workload
         if trained is None:
-            raise InvalidRequest("a loaded report holds no workload: pass that of the search")
+            raise InvalidArgument("a loaded report holds no workload: pass that of the search")
         return soak(
             self.record,
             trained,
@@ -278,24 +278,24 @@ def load(path: str | os.PathLike[str]) -> Report:
     """Return the report in a JSON file that `Report.save` wrote.
 
     Raises:
-        InvalidRequest: the file cannot be read, or is not a report.
+        InvalidArgument: the file cannot be read, or is not a report.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise InvalidRequest(f"give the path of a report as a text or a Path, got {path!r}")
+        raise InvalidArgument(f"give the path of a report as a text or a Path, got {path!r}")
     try:
         data = read_json(path)
     except OSError as error:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"cannot read the report {os.fspath(path)}: {error.strerror or error}"
         ) from error
     except ValueError as error:
-        raise InvalidRequest(f"{os.fspath(path)} is not a JSON report: {error}") from error
+        raise InvalidArgument(f"{os.fspath(path)} is not a JSON report: {error}") from error
     if not isinstance(data, dict):
-        raise InvalidRequest(f"{os.fspath(path)} is not a report: it holds {kind_of(data)}")
+        raise InvalidArgument(f"{os.fspath(path)} is not a report: it holds {kind_of(data)}")
     try:
         return Report(Record.from_dict(data))
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{os.fspath(path)}: {error}") from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{os.fspath(path)}: {error}") from error
 
 
 def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> None:
@@ -307,16 +307,16 @@ def write(target: Path, forms: Mapping[str, Callable[[], str]], what: str) -> No
         what: is written, for messages.
 
     Raises:
-        InvalidRequest: another suffix, or the file cannot be written.
+        InvalidArgument: another suffix, or the file cannot be written.
     """
     if target.suffix not in forms:
-        raise InvalidRequest(f"{target}: {what} is written as {', '.join(forms)}")
+        raise InvalidArgument(f"{target}: {what} is written as {', '.join(forms)}")
     text = forms[target.suffix]()
     try:
         _write_whole(target, text)
     except (OSError, ValueError) as error:  # a NUL is in the name
         why = getattr(error, "strerror", None) or error
-        raise InvalidRequest(f"cannot write {what} to {target}: {why}") from error
+        raise InvalidArgument(f"cannot write {what} to {target}: {why}") from error
 
 
 def _write_whole(target: Path, text: str) -> None:

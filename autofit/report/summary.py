@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autofit.measurement import ACT, NOT_TRIED, Role, Trial, probes_of, spread_of
+from autofit.measurement import ACT, NOT_TRIED, Trial, TrialKind, probes_of, spread_of
 from autofit.plan import Plan, Settings, unlike
 from autofit.report.finding_words import loader_words
 from autofit.report.record import Record
@@ -414,7 +414,7 @@ def pay_off(record: Record) -> PayOff | None:
 
     def searched(plan: Plan) -> float:
         own = [t for t in ran if t.plan == plan]
-        rates = [t.samples_per_second for t in own if t.role is not Role.CONFIRMED]
+        rates = [t.samples_per_second for t in own if t.kind is not TrialKind.CONFIRMATION]
         return statistics.geometric_mean(
             [rate for rate in rates or [t.samples_per_second for t in own] if rate]
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import optuna
 
-from autofit.errors import StudyRefused
+from autofit.errors import StudyError
 from autofit.probing.process_identity import runs_here, this_process
 from autofit.units import format_seconds
 
@@ -48,7 +48,7 @@ class Claim:
         """Keep other searches out of the study.
 
         Raises:
-            StudyRefused: another search that still runs has it.
+            StudyError: another search that still runs has it.
         """
         for _ in range(_CLAIM_TRIES):
             rival = self._rival()
@@ -62,7 +62,7 @@ class Claim:
             self.give_up()
             time.sleep(random.SystemRandom().uniform(0.0, _CLAIM_PAUSE_S))
         assert rival is not None
-        raise StudyRefused(
+        raise StudyError(
             f"process {rival['pid']} on {rival['host']} is using the study {self._name} (last seen "
             f"{format_seconds(_silence_s(rival))} ago): wait for it to end, or give this search a "
             "study of its own"
@@ -72,10 +72,10 @@ class Claim:
         """Show that this search still runs.
 
         Raises:
-            StudyRefused: another search took it for ended, and has the study now.
+            StudyError: another search took it for ended, and has the study now.
         """
         if self._is_written and self._study.user_attrs.get(self._key) is None:
-            raise StudyRefused(
+            raise StudyError(
                 f"another search has taken over the study {self._name}, since this one was not "
                 "heard of for long: resume it when that one has ended"
             )

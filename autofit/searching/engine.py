@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import optuna
 from optuna.samplers import BaseSampler
 
-from autofit.errors import DeviceUnavailable, SearchTimedOut, StudyRefused, WorkerFailed
+from autofit.errors import DeviceUnavailable, SearchTimedOut, StudyError, WorkerFailed
 from autofit.interrupts import Interrupts, interrupts_remembered
 from autofit.measurement import (
     Measurement,
     Outcome,
-    Role,
     Trial,
+    TrialKind,
     fastest_of,
 )
 from autofit.plan import Plan
@@ -88,7 +88,7 @@ def run_search(
     Raises:
         NoFeasiblePlan: not one plan that was tried fits the budget.
         WorkloadFailed: the plain workload itself failed, or its loss is not finite.
-        StudyRefused: the study cannot be written, and nothing that fits had been measured.
+        StudyError: the study cannot be written, and nothing that fits had been measured.
         WorkerFailed: no worker could be started, or one plan after the other ended by accidents.
         SearchTimedOut: the time was over before anything that fits had been measured.
         Exception: whatever the user's code raised on the plain workload.
@@ -112,11 +112,11 @@ def run_search(
                     stop, returns = search.explore(), returns - 1
                 search.mark_ended(stop)
         except (
-            KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyRefused
+            KeyboardInterrupt, SearchTimedOut, WorkerFailed, DeviceUnavailable, StudyError
         ) as error:  # fmt: skip
             stop = search.cut_short(error)
         finally:
-            with suppress(StudyRefused):  # what is being raised says so already
+            with suppress(StudyError):  # what is being raised says so already
                 search.abandon()
         return search.result(stop)
 
@@ -148,14 +148,14 @@ class _Flight:
 
     Attributes:
         asked: the Optuna trial that it will finish.
-        plan, role: what runs, and why.
+        plan, kind: what runs, and why.
         predicted_peak_bytes: as of its trial.
         has_repeated: whether it ended before, by what may have been an accident.
     """
 
     asked: optuna.Trial
     plan: Plan
-    role: Role
+    kind: TrialKind
     predicted_peak_bytes: int | None
     has_repeated: bool = False
 
@@ -193,7 +193,7 @@ class Search:
     @property
     def _baseline(self) -> Trial | None:
         """The baseline's trial; None before it is stored, or if the machine was ill then."""
-        return next((t for t in self._posterior.probes if t.role is Role.BASELINE), None)
+        return next((t for t in self._posterior.probes if t.kind is TrialKind.BASELINE), None)
 
     @property
     def has_ok_trial(self) -> bool:
@@ -294,7 +294,7 @@ class Search:
             if choice is None or isinstance(choice, Stop):
                 return choice
             is_baseline = self._baseline is None and choice == self._spec.space.baseline
-            vetoed = self._launch(choice, Role.BASELINE if is_baseline else Role.SEARCH)
+            vetoed = self._launch(choice, TrialKind.BASELINE if is_baseline else TrialKind.SEARCH)
             vetoes = 0 if vetoed is None else vetoes + 1
             if self._store.study.stopped:
                 return Stop("the sampler has offered all it can")
@@ -321,7 +321,7 @@ class Search:
         decided = planner.decide(
             self._believed(),
             may_repeat=foreign is None,
-            seconds_left=self._seconds_left(Role.SEARCH),
+            seconds_left=self._seconds_left(TrialKind.SEARCH),
         )
         if isinstance(decided, Plan):
             return foreign or decided
@@ -344,7 +344,7 @@ class Search:
                     if not has_begun:
                         has_begun = True
                         self._on_event(events.Confirming(stopped_because, self._progress()))
-                    self._launch(plan, Role.CONFIRMED)
+                    self._launch(plan, TrialKind.CONFIRMATION)
                 if not self._flights:
                     return not has_failed
                 trial = self._land(*self._runner.next_ended())
@@ -363,14 +363,14 @@ class Search:
 
     def _believed(self) -> Posterior:
         """Return the posterior that believes what is in flight."""
-        running = [(flight.plan, flight.role) for flight in self._flights.values()]
+        running = [(flight.plan, flight.kind) for flight in self._flights.values()]
         return believing(self._posterior, running)
 
     @property
     def _begun(self) -> tuple[Trial, ...]:
         """The trials, and what is in flight as if it had ended."""
         begun = [
-            Trial(0, flight.role, flight.plan, Measurement(Outcome.OK))
+            Trial(0, flight.kind, flight.plan, Measurement(Outcome.OK))
             for flight in self._flights.values()
         ]
         return (*self._trials, *begun)
@@ -388,7 +388,7 @@ class Search:
         """
         plan = self._plan_to_suspect_machine()
         if plan is not None and not self._flights:
-            self._launch(plan, Role.SEARCH)
+            self._launch(plan, TrialKind.SEARCH)
             while self._land(*self._runner.next_ended()) is None:
                 pass  # it runs again
 
@@ -406,7 +406,7 @@ class Search:
             raise _MachineIll(_diagnosis(self._accidents))
         return works.plan
 
-    def _launch(self, choice: Plan | BaseSampler, role: Role) -> Trial | None:
+    def _launch(self, choice: Plan | BaseSampler, kind: TrialKind) -> Trial | None:
         """Have a plan run, or a sampler's; return its stored trial where it is vetoed instead."""
         self.interrupts.check()
         asked = self._store.ask(choice)
@@ -419,18 +419,20 @@ class Search:
             if self._may_veto and isinstance(choice, BaseSampler):
                 veto = planner.veto(self._posterior, plan)
             if veto is not None:
-                return self._stored(asked, Trial(0, Role.VETOED, plan, veto, forecast.peak_bytes))
-            told = events.ProbeStarted(plan, role, forecast.peak_bytes, self._progress())
+                return self._stored(
+                    asked, Trial(0, TrialKind.VETOED, plan, veto, forecast.peak_bytes)
+                )
+            told = events.ProbeStarted(plan, kind, forecast.peak_bytes, self._progress())
             self._on_event(told)
             job = Job(
-                self._request(plan, role, self._expected_seconds(plan, forecast.seconds)),
+                self._request(plan, kind, self._expected_seconds(plan, forecast.seconds)),
                 runs_alone=self._spec.space.needs_fresh_worker(plan.settings),
-                is_replicate=role is Role.CONFIRMED,
+                is_replicate=kind is TrialKind.CONFIRMATION,
             )
         except BaseException:
             self._store.abandon(asked)
             raise
-        self._flights[job] = _Flight(asked, plan, role, forecast.peak_bytes)
+        self._flights[job] = _Flight(asked, plan, kind, forecast.peak_bytes)
         self._runner.submit(job)
         return None
 
@@ -449,7 +451,7 @@ class Search:
         measurement, error = self._blamed(flight.plan, probed)
         trial = self._stored(
             flight.asked,
-            Trial(0, flight.role, flight.plan, measurement, flight.predicted_peak_bytes),
+            Trial(0, flight.kind, flight.plan, measurement, flight.predicted_peak_bytes),
         )
         error = error or result.workload_failure(trial)
         if error is not None:
@@ -466,7 +468,7 @@ class Search:
         self._on_event(events.Repeating(flight.plan, first, self._progress()))
         again = replace(
             job,
-            request=self._request(flight.plan, flight.role, job.request.expected_seconds),
+            request=self._request(flight.plan, flight.kind, job.request.expected_seconds),
             needs_fresh_worker=True,
         )
         self._flights[again] = replace(flight, has_repeated=True)
@@ -480,7 +482,7 @@ class Search:
         if trial.blames_workload:
             self._trials += (trial,)  # for its event; the study no longer shows it
         self._posterior = self._posterior.updated(self._trials)
-        told = events.Vetoed if trial.role is Role.VETOED else events.ProbeFinished
+        told = events.Vetoed if trial.kind is TrialKind.VETOED else events.ProbeFinished
         self._on_event(told(trial, self._progress()))
         return trial
 
@@ -508,16 +510,16 @@ class Search:
         if len(self._accidents) > MOST_ACCIDENTS:
             raise _MachineIll(_diagnosis(self._accidents))
 
-    def _request(self, plan: Plan, role: Role, expected_seconds: float | None) -> ProbeRequest:
+    def _request(self, plan: Plan, kind: TrialKind, expected_seconds: float | None) -> ProbeRequest:
         """Return the request for a plan; a confirmation is run in full, and has no rate to beat.
 
         Raises:
             SearchTimedOut: no time is left for it.
         """
-        seconds_left = self._seconds_left(role)
+        seconds_left = self._seconds_left(kind)
         if seconds_left == 0:
             raise SearchTimedOut("no time is left for another probe")
-        is_confirmation = role is Role.CONFIRMED
+        is_confirmation = kind is TrialKind.CONFIRMATION
         leader = None if is_confirmation else fastest_of(self._trials)
         return ProbeRequest(
             resolve(plan, self._spec.space, self._runner.strategies),
@@ -533,10 +535,10 @@ class Search:
         """Return the expected duration of a probe, with what its settings say of its cost."""
         return None if seconds is None else seconds + self._spec.space.trial_cost_s(plan.settings)
 
-    def _seconds_left(self, role: Role) -> float | None:
+    def _seconds_left(self, kind: TrialKind) -> float | None:
         """Return the seconds until a probe is ended: all but those kept for the comparison."""
         left, kept_s = self._allowance.seconds_left, 0.0
-        if role is Role.SEARCH:
+        if kind is TrialKind.SEARCH:
             kept_s = self._allowance.seconds_kept(self._trials, self._runner.start_s)
         return None if left is None else max(0.0, left - kept_s)
 

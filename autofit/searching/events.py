@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from autofit.measurement import Measurement, Role, Trial
+from autofit.measurement import Measurement, Trial, TrialKind
 from autofit.plan import Plan
 
 
@@ -73,7 +73,7 @@ class ProbeStarted:
     """A plan is about to run."""
 
     plan: Plan
-    role: Role
+    kind: TrialKind
     predicted_peak_bytes: int | None
     progress: Progress
 

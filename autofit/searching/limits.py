@@ -11,8 +11,8 @@ from typing import Any
 
 from optuna.samplers import BaseSampler
 
-from autofit.errors import InvalidRequest, SearchTimedOut
-from autofit.measurement import Role, Trial, fastest_of, oom_probes_of, probes_of
+from autofit.errors import InvalidArgument, SearchTimedOut
+from autofit.measurement import Trial, TrialKind, fastest_of, oom_probes_of, probes_of
 from autofit.plan import check_count
 from autofit.planning.search_spec import Effort
 from autofit.searching.events import Progress
@@ -108,7 +108,7 @@ class Allowance:
         All that it takes, or what the baseline and a plan to compare it with leave of the probes;
         one after an earlier comparison.
         """
-        has_compared = any(trial.role is Role.CONFIRMED for trial in trials)
+        has_compared = any(trial.kind is TrialKind.CONFIRMATION for trial in trials)
         spared = max(0, (self.max_probes or 0) - 2)
         return 1 if has_compared else min(COMPARED, spared)
 
@@ -158,7 +158,7 @@ def check_search_arguments(
     max_micro_batch: Any,
     max_probes: Any,
     timeout: Any,
-    train_steps: Any,
+    planned_steps: Any,
     study: Any,
     sampler: Any,
     progress: Any,
@@ -168,29 +168,29 @@ def check_search_arguments(
     """Check the arguments of `autofit.search` that say how to search.
 
     Raises:
-        InvalidRequest: one is invalid; the message names it and its value.
+        InvalidArgument: one is invalid; the message names it and its value.
     """
-    counts = {"max_probes": max_probes, "train_steps": train_steps}
+    counts = {"max_probes": max_probes, "planned_steps": planned_steps}
     for name, count in {"max_micro_batch": max_micro_batch, **counts}.items():
         if count is not None:
             check_count(name, count)
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < _LARGEST_TIMEOUT_S):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"timeout must be above zero seconds and below {_LARGEST_TIMEOUT_S:g}, or None for no "
             f"limit, got {timeout!r}"
         )
     if effort not in list(Effort):  # a list asks for no hash, and it may be anything
         names = ", ".join(repr(each.value) for each in Effort)
-        raise InvalidRequest(f"effort must be one of {names}, got {effort!r}")
+        raise InvalidArgument(f"effort must be one of {names}, got {effort!r}")
     if study is not None and not (isinstance(study, (str, os.PathLike)) and os.fspath(study)):
-        raise InvalidRequest(f"study must be a file path or an Optuna storage URL, got {study!r}")
+        raise InvalidArgument(f"study must be a file path or an Optuna storage URL, got {study!r}")
     if sampler is not None and not isinstance(sampler, BaseSampler):
-        raise InvalidRequest(f"sampler must be an Optuna sampler object, got {sampler!r}")
+        raise InvalidArgument(f"sampler must be an Optuna sampler object, got {sampler!r}")
     if profile is not None:
         _check_profile(profile)
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"progress must be True or a function that is called with each event, got {progress!r}"
         )
 
@@ -199,13 +199,13 @@ def _check_profile(profile: Any) -> None:
     """Refuse a file for the trace before the search rather than after it."""
     is_path = isinstance(profile, (str, os.PathLike)) and bool(os.fspath(profile))
     if not is_path or not os.fspath(profile).endswith((".json", ".json.gz")):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"profile must be a .json or .json.gz file for a trace, got {profile!r}"
         )
     if "\0" in os.fspath(profile):
-        raise InvalidRequest(f"profile={os.fspath(profile)!r}: no file's name has a NUL")
+        raise InvalidArgument(f"profile={os.fspath(profile)!r}: no file's name has a NUL")
     folder = os.path.dirname(os.path.abspath(profile))
     if os.path.isdir(profile) or not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"profile={os.fspath(profile)!r}: give a file in a folder that can be written"
         )

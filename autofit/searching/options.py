@@ -6,7 +6,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import check_count
 
 
@@ -24,7 +24,7 @@ class SearchOptions:
             None, as many as torchrun started, or one.
 
     Raises:
-        InvalidRequest: the executor is none, or there is no whole number of workers for it.
+        InvalidArgument: the executor is none, or there is no whole number of workers for it.
     """
 
     executor: Executor | None = None
@@ -37,12 +37,12 @@ class SearchOptions:
             check_count("ranks", self.ranks)
         executor: Any = self.executor
         if executor is None and self.workers > 1:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"workers={self.workers} is how many plans an executor runs at once: give "
                 "executor= too, or several devices"
             )
         takes_jobs = callable(getattr(executor, "submit", None)) and not isinstance(executor, type)
         if executor is not None and not takes_jobs:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"executor must be a concurrent.futures.Executor, got {executor!r}"
             )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autofit.devices.request import device_names
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.probing.messages import OnStage
 from autofit.probing.prober import Prober
 from autofit.probing.session import Session
@@ -43,19 +43,19 @@ class Places:
         """Return the places that a search's arguments mean.
 
         Raises:
-            InvalidRequest: they name several devices and what can use only one.
+            InvalidArgument: they name several devices and what can use only one.
         """
         devices = device_names(device)
         if options.executor is not None:
             if len(devices) > 1:
-                raise InvalidRequest(
+                raise InvalidArgument(
                     f"device names {len(devices)} devices and an executor is given: each of its "
                     "processes has one device, so name that one"
                 )
             devices = devices * options.workers
         is_one = len(devices) == 1 and options.executor is None
         if not is_one and ranks > 1:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{ranks} ranks train one model together, which takes all their devices: leave out "
                 "the executor, and name one kind of device"
             )
@@ -77,7 +77,7 @@ def open_runner(
         on_stage: see `Runner`.
 
     Raises:
-        InvalidRequest: the devices differ.
+        InvalidArgument: the devices differ.
         Exception: as of `open_at`.
     """
     others = places.devices[1:]
@@ -107,7 +107,7 @@ def _check_alike(probers: Sequence[Prober], names: Sequence[str | None]) -> None
     facts = [each.run(_facts) for each in probers]
     for name, own in zip(names, facts, strict=True):
         if own != facts[0]:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"device {name or 'of a worker'} is {own} and the first one is {facts[0]}: times "
                 "of unlike devices cannot be compared, so search on devices of one kind"
             )

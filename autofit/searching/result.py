@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import AutofitError, NoFeasiblePlan, SearchTimedOut, WorkloadFailed
-from autofit.measurement import ACT, NOT_TRIED, Outcome, Role, Trial, oom_probes_of, probes_of
+from autofit.measurement import ACT, NOT_TRIED, Outcome, Trial, TrialKind, oom_probes_of, probes_of
 from autofit.plan import Plan, ResolvedPlan
 from autofit.planning.posterior import Posterior
 from autofit.planning.search_spec import SearchSpec
@@ -36,7 +36,7 @@ INTERRUPTED = "interrupted"
 
 _COSTLY_TO_WATCH = "watching it would take as long as its first trial"
 
-_FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "train_step")
+_FUNCTIONS = ("loss_fn", "criterion", "loss_weight", "before_step", "training_step")
 """Arguments that are functions: a report names those that were given, and holds no code."""
 
 
@@ -47,7 +47,7 @@ class SearchResult:
     Attributes:
         spec: the specification of the search.
         trials: every trial of the study, in order.
-        best: the trial of the plan to train with. It ran and fits; its role is confirmed, unless
+        best: the trial of the plan to train with. It ran and fits; its kind is confirmation, unless
             the search was cut short before that.
         baseline: the first trial.
         skipped: settings that were left out, with the reasons.
@@ -117,8 +117,8 @@ def record_of(
             "parameter_bytes": survey.parameter_bytes,
             "global_batch": survey.global_batch,
             "sample_batch_size": survey.sample_batch_size,
-            "may_resplit": survey.may_resplit,
-            "allow_resplit": workload.allow_resplit,
+            "may_change_accumulation": survey.may_change_accumulation,
+            "allow_accumulation_change": workload.allow_accumulation_change,
             "loss": survey.loss,
             "lacks_loss": survey.loss == LossSource.STAND_IN,
             "given": [name for name in _FUNCTIONS if getattr(workload, name) is not None],
@@ -172,11 +172,11 @@ def _name_of(model: Any) -> str:
 
 
 def _not_split(best: Trial) -> Iterator[str]:
-    """Yield a note if a train_step did not split the batch as the plan says."""
+    """Yield a note if a training_step did not split the batch as the plan says."""
     plan, run = best.plan, best.measurement.micro_batches_run
     if plan.accumulation_steps > 1 and run == 1:
         yield (
-            f"{ACT}train_step never called training.micro_batches: unless it splits the batch "
+            f"{ACT}training_step never called training.micro_batches: unless it splits the batch "
             f"itself, all {plan.samples_per_step} samples of a step ran at once"
         )
 
@@ -291,7 +291,7 @@ def memory_use_of(
 def workload_failure(trial: Trial) -> AutofitError | None:
     """Return the error of a plain workload that cannot be trained; None: it can."""
     outcome, detail = trial.measurement.outcome, trial.measurement.detail
-    if trial.role is not Role.BASELINE:
+    if trial.kind is not TrialKind.BASELINE:
         return None
     if outcome is Outcome.NONFINITE:
         return WorkloadFailed(
@@ -408,6 +408,6 @@ def _ways_out(spec: SearchSpec) -> str:
         return ways
     return (
         f"no other micro-batch than {fixed} was tried, since split and whole gradients differ or "
-        "could not be compared: allow_resplit=True tries smaller ones, and so does loss_weight= "
-        f"where it makes the two equal; else {ways}"
+        "could not be compared: allow_accumulation_change=True tries smaller ones, and so does "
+        f"loss_weight= where it makes the two equal; else {ways}"
     )

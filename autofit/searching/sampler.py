@@ -13,7 +13,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.posterior import Posterior
@@ -55,9 +55,9 @@ class PlannerSampler(BaseSampler):
         """Refuse a parameter that is not part of a plan.
 
         Raises:
-            InvalidRequest: always.
+            InvalidArgument: always.
         """
-        raise InvalidRequest(f"a plan has no parameter {param_name!r}")
+        raise InvalidArgument(f"a plan has no parameter {param_name!r}")
 
 
 def _decided(study: Study) -> Plan:

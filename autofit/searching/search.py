@@ -14,7 +14,7 @@ import torch
 from optuna.samplers import BaseSampler
 
 from autofit.devices.cpu import load_of_others
-from autofit.errors import InvalidRequest, NoFeasiblePlan, SearchTimedOut, hides_own_frames
+from autofit.errors import InvalidArgument, NoFeasiblePlan, SearchTimedOut, hides_own_frames
 from autofit.interrupts import interrupts_remembered
 from autofit.measurement import Trial
 from autofit.memory.blocks import LARGE_SEGMENT_BYTES
@@ -65,9 +65,9 @@ def search(
     optimizer: Any = torch.optim.AdamW,
     before_step: Callable[..., None] | None = None,
     clip_grad_norm: float | None = None,
-    train_step: Callable[..., torch.Tensor] | None = None,
+    training_step: Callable[..., torch.Tensor] | None = None,
     global_batch: int | None = None,
-    allow_resplit: bool = False,
+    allow_accumulation_change: bool = False,
     even_split: bool = False,
     loader: Loader | None = None,
     vram_budget: str | float | None = None,
@@ -77,7 +77,7 @@ def search(
     max_micro_batch: int | None = None,
     max_probes: int | None = None,
     timeout: float | None = None,
-    train_steps: int | None = None,
+    planned_steps: int | None = None,
     effort: str = "normal",
     study: str | os.PathLike[str] | None = None,
     sampler: BaseSampler | None = None,
@@ -100,12 +100,12 @@ def search(
         loss_fn: (model, batch) -> scalar tensor, the mean over samples.
         criterion: (output, target) -> scalar tensor; the batch is then (input, target).
         loss_weight: batch -> what its loss is a mean over (say, its valid tokens); None: samples.
-        optimizer: parameters -> Optimizer; a live Optimizer; or, with train_step, a mapping.
+        optimizer: parameters -> Optimizer; a live Optimizer; or, with training_step, a mapping.
         before_step: (model, optimizer), called after unscaling and before the update.
         clip_grad_norm: clip the gradients' total norm to this before the update.
-        train_step: (training, batch) -> loss, the whole optimizer step.
+        training_step: (training, batch) -> loss, the whole optimizer step.
         global_batch: samples per optimizer step to keep; None: free, with one micro-batch a step.
-        allow_resplit: change the accumulation count even where that changes the gradients.
+        allow_accumulation_change: change the accumulation steps even where gradients change.
         even_split: split the global batch into micro-batches of one size only.
         loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many of
             them as it takes) that makes a `DataLoader`; or a live one, made again with other
@@ -124,7 +124,7 @@ def search(
             gradients) and the profile of a step after the last are not counted.
         timeout: seconds from the call until the search ends, with what was measured by then. A
             probe that runs is ended.
-        train_steps: optimizer steps that the training will take. Settings whose trials take long,
+        planned_steps: optimizer steps that the training will take. Settings whose trials take long,
             such as a compilation, are tried where they are expected to save more than that over so
             many steps, and count with it. None: they are left out, unless `strategies` names them.
         effort: "quick", "normal" or "thorough": how small a gain is still looked for.
@@ -144,9 +144,9 @@ def search(
         by then.
 
     Raises:
-        InvalidRequest: an argument, the sample batch or the budget cannot mean what was asked.
+        InvalidArgument: an argument, the sample batch or the budget cannot mean what was asked.
         NoFeasiblePlan: nothing fits the budget.
-        StudyRefused: the study belongs to another search, is in use, or cannot be written.
+        StudyError: the study belongs to another search, is in use, or cannot be written.
         DeviceUnavailable: the device is not there.
         WorkerFailed: the worker ended or hung before the first probe, or whatever it was given.
         SearchTimedOut: the timeout was reached before a plan that fits had been measured.
@@ -157,7 +157,7 @@ def search(
         max_micro_batch=max_micro_batch,
         max_probes=max_probes,
         timeout=timeout,
-        train_steps=train_steps,
+        planned_steps=planned_steps,
         study=study,
         sampler=sampler,
         progress=progress,
@@ -166,7 +166,7 @@ def search(
     )
     options = SearchOptions() if options is None else options
     if not isinstance(options, SearchOptions):
-        raise InvalidRequest(f"options must be autofit.SearchOptions(...), got {options!r}")
+        raise InvalidArgument(f"options must be autofit.SearchOptions(...), got {options!r}")
     level, size = numerics_level(numerics), ranks_meant(options.ranks)
     chosen = load_strategies(strategies, numerics=level, world_size=size)
     workload = _workload(
@@ -178,9 +178,9 @@ def search(
         optimizer=optimizer,
         before_step=before_step,
         clip_grad_norm=clip_grad_norm,
-        train_step=train_step,
+        training_step=training_step,
         global_batch=global_batch,
-        allow_resplit=allow_resplit,
+        allow_accumulation_change=allow_accumulation_change,
         even_split=even_split,
         loader=loader,
     )
@@ -201,7 +201,7 @@ def search(
         level,
         vram_budget,
         max_micro_batch,
-        train_steps,
+        planned_steps,
         Effort(effort),
         study,
         sampler,
@@ -231,7 +231,7 @@ class _Asked:
     level: Numerics
     vram_budget: str | float | None
     max_micro_batch: int | None
-    train_steps: int | None
+    planned_steps: int | None
     effort: Effort
     study: str | os.PathLike[str] | None
     sampler: BaseSampler | None
@@ -317,7 +317,7 @@ class _Course:
     def _inspect(self, prober: Prober) -> Survey:
         """Return what a worker says of the workload and the device."""
         survey = prober.survey()
-        if self._asked.train_steps is None:
+        if self._asked.planned_steps is None:
             survey = survey.without_costly(self._asked.named)
         check_weights_fit(survey)
         if survey.world_size > 1:
@@ -353,7 +353,7 @@ class _Course:
                 numerics=_numerics_of(space, asked.strategies),
                 segment_bytes=LARGE_SEGMENT_BYTES,
             )
-        steps, samples = asked.train_steps, spec.space.baseline.samples_per_step
+        steps, samples = asked.planned_steps, spec.space.baseline.samples_per_step
         train_samples = None if steps is None else steps * samples
         return survey, replace(spec, effort=asked.effort, train_samples=train_samples)
 
@@ -465,13 +465,13 @@ def _numerics_of(space: Space, strategies: Sequence[Strategy]) -> dict[str, int]
 def _workload(model: Any, sample_batch: Any, **given: Any) -> Workload:
     if not isinstance(model, Workload):
         if sample_batch is None:
-            raise InvalidRequest("give a sample batch: autofit.search(model, sample_batch)")
+            raise InvalidArgument("give a sample batch: autofit.search(model, sample_batch)")
         return Workload(model, sample_batch, **given)
     defaults = {name: field.default for name, field in Workload.__dataclass_fields__.items()}
     extra = [name for name, value in given.items() if value is not defaults[name]]
     if sample_batch is not None or extra:
         names = ", ".join(["sample_batch"] * (sample_batch is not None) + extra)
-        raise InvalidRequest(f"a Workload holds all of it: give {names} to the Workload instead")
+        raise InvalidArgument(f"a Workload holds all of it: give {names} to the Workload instead")
     return model
 
 
@@ -481,7 +481,7 @@ def _identity(survey: Survey, asked: _Asked) -> dict[str, str]:
     is_free = asked.vram_budget is None
     return {
         "workload": survey.fingerprint,
-        "allow_resplit": str(asked.workload.allow_resplit),
+        "allow_accumulation_change": str(asked.workload.allow_accumulation_change),
         "even_split": str(asked.workload.even_split),
         "strategies": ",".join(strategy.name for strategy in asked.strategies),
         "numerics": asked.level.name.lower(),

@@ -23,7 +23,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBSto
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 
-from autofit.errors import InvalidRequest, StudyRefused
+from autofit.errors import InvalidArgument, StudyError
 
 if TYPE_CHECKING:
     from autofit.searching.claim import Claim
@@ -65,7 +65,7 @@ def check_opens(study: str | os.PathLike[str]) -> None:
     """Open a study and close it again, before what a search does first takes its time.
 
     Raises:
-        StudyRefused: it cannot be opened, or another search has it.
+        StudyError: it cannot be opened, or another search has it.
     """
     with ExitStack() as held:
         open_study(study, held)
@@ -84,7 +84,7 @@ def open_study(
         The study; and for a database, which has no lock, the claim that keeps other searches out.
 
     Raises:
-        StudyRefused: it cannot be opened, or another search has it.
+        StudyError: it cannot be opened, or another search has it.
     """
     storage: BaseStorage
     name = name_of(study)
@@ -102,7 +102,7 @@ def open_study(
         )
         opened = AskTellStudy(_STUDY_NAME, storage)
         if opened.directions != [StudyDirection.MAXIMIZE]:
-            raise StudyRefused(f"{name} holds a study {_STUDY_NAME!r} of another program's")
+            raise StudyError(f"{name} holds a study {_STUDY_NAME!r} of another program's")
         if not isinstance(storage, RDBStorage):
             return opened, None
         from autofit.searching.claim import Claim  # a database alone needs it
@@ -126,21 +126,21 @@ def _opening(name: str) -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         yield
-    except StudyRefused:
+    except StudyError:
         raise
     except Exception as error:  # a driver raises what it likes about the options of a URL
         cause = cause_of(error)
         if isinstance(error, sqlalchemy.exc.ArgumentError):  # SQLAlchemy 2.0.0 repeats the URL
             cause = "it is no URL that SQLAlchemy can parse"
         # Not "from error": a driver's own words, and its arguments, may hold the password.
-        raise StudyRefused(f"cannot open the study {name}: {cause}") from None
+        raise StudyError(f"cannot open the study {name}: {cause}") from None
     finally:
         optuna.logging.set_verbosity(verbosity)
 
 
 def _database(url: str) -> RDBStorage:
     if sqlalchemy.make_url(url).host and url.count("@") > 1:  # a driver would name half a password
-        raise StudyRefused(f"cannot open the study {name_of(url)}: an @ within it is written %40")
+        raise StudyError(f"cannot open the study {name_of(url)}: an @ within it is written %40")
     # Of two processes that create the tables at once, one fails, and finds them created.
     for _ in range(_TABLES_TRIES):
         with suppress(sqlalchemy.exc.DatabaseError):
@@ -164,7 +164,7 @@ def _open_file(name: str, held: ExitStack) -> JournalStorage:
         with replaying(path):
             return JournalStorage(JournalFileBackend(str(path), write_lock))
     except OSError as error:
-        raise StudyRefused(
+        raise StudyError(
             f"cannot write the study {name_of(path)}: {error.strerror or error}; give a path in a "
             "folder that exists, can be written and has room"
         ) from None  # a mistyped URL is a path, and may hold a password
@@ -178,7 +178,7 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StudyRefused(
+            raise StudyError(
                 f"another search is using the study {path}: wait for it to end, or give this one "
                 "a study of its own"
             ) from None
@@ -192,7 +192,7 @@ def _cut_torn_line(path: Path, file: IO[bytes], write_lock: JournalFileSymlinkLo
         file.seek(0)
         content = file.read()
         if content and not _is_journal(content):
-            raise StudyRefused(
+            raise StudyError(
                 f"{path} is not a study (a file in Optuna's journal format): give the path of a "
                 "new file"
             )
@@ -223,8 +223,8 @@ def _is_entry(line: bytes) -> bool:
     return isinstance(entry, dict) and "op_code" in entry
 
 
-def _damaged(study: object, what: str) -> StudyRefused:
-    return StudyRefused(
+def _damaged(study: object, what: str) -> StudyError:
+    return StudyError(
         f"the study {study} cannot be read ({what}): repair it, use a copy of it, or give another"
     )
 
@@ -249,7 +249,7 @@ def decoding(study: object) -> Iterator[None]:
     """Refuse a study whose content cannot be what autofit wrote; a fault of its code is none."""
     try:
         yield
-    except StudyRefused:
+    except StudyError:
         raise
-    except InvalidRequest as error:
+    except InvalidArgument as error:
         raise _damaged(study, str(error)) from error

@@ -22,8 +22,8 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from autofit.codec import Number, from_json
-from autofit.errors import StudyRefused
-from autofit.measurement import Role, Trial
+from autofit.errors import StudyError
+from autofit.measurement import Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.search_spec import Effort, SearchSpec
 from autofit.report.plain import without_controls
@@ -105,7 +105,7 @@ class Store:
             began: when the session began, by `time.monotonic`; None: now.
 
         Raises:
-            StudyRefused: it belongs to another search, is in use, or cannot be read or written.
+            StudyError: it belongs to another search, is in use, or cannot be read or written.
         """
         with ExitStack() as held:
             opened, claim = open_study(study, held)
@@ -125,11 +125,11 @@ class Store:
         another length, so that a search which had ended goes on.
 
         Raises:
-            StudyRefused: the study has another specification, or cannot be written.
+            StudyError: the study has another specification, or cannot be written.
         """
         stored = self.spec
         if stored is not None and _as_in(spec, stored).to_json() != spec.to_json():
-            raise StudyRefused(
+            raise StudyError(
                 f"the study {self.name} was made for another space, budget or seed: use the "
                 "specification it holds, or give another study"
             )
@@ -176,7 +176,7 @@ class Store:
         Args:
             trials: of the study, as `trials` has them.
         """
-        if all(trial.role is not Role.CONFIRMED for trial in trials):
+        if all(trial.kind is not TrialKind.CONFIRMATION for trial in trials):
             return trials
         with self._writing(), replaying(self.name):
             self.study.set_user_attr(trial_codec.COMPARED_FROM, trials[-1].number + 1)
@@ -231,7 +231,7 @@ class Store:
 
     def close(self) -> None:
         """Let other searches use the study; every trial is in it, or its refusal was raised."""
-        with suppress(StudyRefused), self._writing(), replaying(self.name):
+        with suppress(StudyError), self._writing(), replaying(self.name):
             self._held.close()
 
     def __enter__(self) -> Self:
@@ -257,7 +257,7 @@ class Store:
                 _difference(part, stored.get(part), identity.get(part)) for part in parts
             ]
             changes = "; ".join(dict.fromkeys(differences))
-            raise StudyRefused(
+            raise StudyError(
                 f"the study {self.name} belongs to another search ({changes}): give another study, "
                 "or search as before"
             )
@@ -277,7 +277,7 @@ class Store:
             with replaying(self.name):
                 yield
         except _STORAGE_FAILED as error:
-            raise StudyRefused(f"cannot read the study {self.name}: {cause_of(error)}") from error
+            raise StudyError(f"cannot read the study {self.name}: {cause_of(error)}") from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -286,12 +286,12 @@ class Store:
         except UpdateFinishedTrialError as error:
             if self._claim is not None:
                 self._claim.renew()  # raises where another search has the study now
-            raise StudyRefused(
+            raise StudyError(
                 f"another program has ended a trial of the study {self.name} that this search was "
                 "running: use a study in one search at a time"
             ) from error
         except _STORAGE_FAILED as error:
-            raise StudyRefused(
+            raise StudyError(
                 f"cannot write the study {self.name}: {cause_of(error)}; the {self._readable()} "
                 "finished trials in it stay readable, and the search can be resumed from them"
             ) from error

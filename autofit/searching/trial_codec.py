@@ -24,8 +24,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import FrozenTrial, TrialState
 
 from autofit.codec import Amount, from_json, to_json
-from autofit.errors import StudyRefused
-from autofit.measurement import Outcome, Role, Trial, check_ran
+from autofit.errors import StudyError
+from autofit.measurement import Outcome, Trial, TrialKind, check_ran
 from autofit.plan import Plan, forms_of
 from autofit.planning.search_spec import SearchSpec
 from autofit.report.plain import check_plain, without_controls
@@ -45,11 +45,11 @@ def spec_of(study: optuna.Study) -> SearchSpec:
     """Return the specification that a study was made for.
 
     Raises:
-        StudyRefused: it has none: autofit did not make it.
-        InvalidRequest: it is none.
+        StudyError: it has none: autofit did not make it.
+        InvalidArgument: it is none.
     """
     if SPEC not in study.user_attrs:
-        raise StudyRefused(f"the study {study.study_name!r} was not made by autofit: give another")
+        raise StudyError(f"the study {study.study_name!r} was not made by autofit: give another")
     return SearchSpec.from_json(study.user_attrs[SPEC])
 
 
@@ -57,7 +57,7 @@ def check_words(spec: SearchSpec, trials: Sequence[FrozenTrial]) -> None:
     """Refuse a study in whose settings something else than words would become code.
 
     Raises:
-        InvalidRequest: there is such a name or value, or a trial is none of autofit's.
+        InvalidArgument: there is such a name or value, or a trial is none of autofit's.
     """
     settings = (trial.plan.settings for trial in trials_in(trials, 0))
     check_plain(forms_of(spec.space.dimensions), [spec.space.fixed, *settings])
@@ -119,8 +119,8 @@ def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial,
         trial_in(t.number, t.user_attrs[_RECORD]) for t in finished if _RECORD in t.user_attrs
     ]
     return tuple(
-        replace(trial, role=Role.SEARCH)
-        if trial.role is Role.CONFIRMED and trial.number < compared_from
+        replace(trial, kind=TrialKind.SEARCH)
+        if trial.kind is TrialKind.CONFIRMATION and trial.number < compared_from
         else trial
         for trial in recorded
         if not trial.blames_workload
@@ -129,7 +129,7 @@ def trials_in(frozen: Sequence[FrozenTrial], compared_from: int) -> tuple[Trial,
 
 def _value_and_state(trial: Trial) -> tuple[float | None, TrialState]:
     speed, outcome = trial.samples_per_second, trial.measurement.outcome
-    if trial.role is Role.VETOED:
+    if trial.kind is TrialKind.VETOED:
         return None, TrialState.PRUNED
     if speed is not None and outcome.ran:
         return speed, TrialState.COMPLETE
@@ -152,6 +152,6 @@ def _excess(trial: Trial, spec: SearchSpec) -> float:
 def trial_in(number: int, data: dict[str, Any]) -> Trial:
     """Return the trial of a record, which was written before Optuna had given its number."""
     trial = from_json(without_controls(data) | {"number": number}, Trial, "the trial")
-    if trial.ok and trial.role is not Role.VETOED:
+    if trial.ok and trial.kind is not TrialKind.VETOED:
         check_ran(trial)
     return trial

@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import suppress
 
-from autofit.measurement import Measurement, Outcome, Role
+from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Plan, Settings
 from autofit.searching.events import (
     Confirming,
@@ -81,7 +81,7 @@ class EventWords:
         A resumed search runs no baseline, and shows plans in full.
         """
         if isinstance(event, ProbeStarted):
-            if event.role is Role.BASELINE:
+            if event.kind is TrialKind.BASELINE:
                 self._plain = event.plan.settings
             if self._probing_since is None:
                 self._probing_since = event.progress.elapsed_s

@@ -71,7 +71,7 @@ def check_strategy(
     Raises:
         NotConformant: the strategy breaks its contract, or offers no value besides the first for
             any of the workloads.
-        InvalidRequest: the object is not a strategy.
+        InvalidArgument: the object is not a strategy.
     """
     (checked,) = load_strategies([strategy])
     torch_device = torch.device(device)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.probing.measure import enough_steps
@@ -67,7 +67,7 @@ class SimulatedProber:
         seed: int = 0,
     ) -> None:
         if vram_budget_bytes <= 0:
-            raise InvalidRequest(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
+            raise InvalidArgument(f"vram_budget_bytes must be above zero, got {vram_budget_bytes}")
         self.vram_budget_bytes = vram_budget_bytes
         self._memory, self._step_time = memory, step_time
         self._memory_noise = memory_noise
@@ -86,10 +86,10 @@ class SimulatedProber:
         """Return the measurement of a plan, within the smaller of the two budgets.
 
         Raises:
-            InvalidRequest: the prober is closed.
+            InvalidArgument: the prober is closed.
         """
         if self._closed:
-            raise InvalidRequest("this prober is closed: make another one")
+            raise InvalidArgument("this prober is closed: make another one")
         self.probed.append(request)
         return ProbeResult(self._measurement(request))
 

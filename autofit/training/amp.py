@@ -87,7 +87,7 @@ def _gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor
 
 # Casts of weights under autocast: a forward after an update runs with the updated weights.
 #
-# Autocast drops its casts only where its outermost region is left, and a whole train_step may be
+# Autocast drops its casts only where its outermost region is left, and a whole training_step may be
 # one.
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, split_evenly, steps_for
 from autofit.torch_private import pytree
 from autofit.units import counted, kind_of
@@ -43,12 +43,12 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
     """Every tensor in the batch, in the pytree's order.
 
     Raises:
-        InvalidRequest: the batch holds itself, or is nested too deeply.
+        InvalidArgument: the batch holds itself, or is nested too deeply.
     """
     try:
         leaves = pytree.tree_leaves(_opened(batch))
     except RecursionError as error:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the batch ({kind_of(batch)}) holds itself, or is nested too deeply: give one whose "
             "tensors lie in a few nested lists, mappings or dataclasses"
         ) from error
@@ -59,16 +59,16 @@ def batch_size(batch: Batch) -> int:
     """The number of samples in the batch.
 
     Raises:
-        InvalidRequest: the batch has no tensor with dimensions, or no samples.
+        InvalidArgument: the batch has no tensor with dimensions, or no samples.
     """
     sized = [tensor for tensor in tensors_of(batch) if tensor.dim() > 0]
     if not sized:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the sample batch ({kind_of(batch)}) has no tensor with a dimension for "
             f"samples: {_ASK_FOR_MAKER}"
         )
     if sized[0].shape[0] == 0:
-        raise InvalidRequest("the sample batch is empty: its first tensor has 0 samples")
+        raise InvalidArgument("the sample batch is empty: its first tensor has 0 samples")
     return sized[0].shape[0]
 
 
@@ -76,20 +76,20 @@ def check_batched_dimension(batch: Batch) -> None:
     """Refuse a sample batch whose samples the rule cannot tell apart.
 
     Raises:
-        InvalidRequest: it has one sample, and of the tensors beside the first some have size 1 in
+        InvalidArgument: it has one sample, and of the tensors beside the first some have size 1 in
             dimension 0 and some have not; or a tensor has a layout that torch cannot pick samples
             out of.
     """
     for tensor in tensors_of(batch):
         if tensor.is_nested or tensor.layout not in _CAN_BE_CUT:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the sample batch has a {kind} tensor, from which torch cannot select "
                 f"samples: pass a dense or sparse_coo tensor, or {_ASK_FOR_MAKER}"
             )
     sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0]
     if batch_size(batch) == 1 and 1 < sizes.count(1) < len(sizes):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the sample batch has one sample, and {sizes.count(1)} of its "
             f"{len(sizes)} tensors have size 1 in dimension 0, so it is ambiguous "
             "which of them hold samples: pass a batch of two or more samples, or "
@@ -101,7 +101,7 @@ def check_target(batch: Batch) -> None:
     """Refuse an (input, target) of which the target has another number of samples.
 
     Raises:
-        InvalidRequest: of the tensors of the target that have dimensions none has the batch's
+        InvalidArgument: of the tensors of the target that have dimensions none has the batch's
             samples in dimension 0, nor one sample, which may stand for all.
     """
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
@@ -109,7 +109,7 @@ def check_target(batch: Batch) -> None:
     samples = batch_size(batch)
     sizes = [tensor.shape[0] for tensor in tensors_of(batch[1]) if tensor.dim() > 0]
     if sizes and not {samples, 1} & set(sizes):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "with criterion= the batch is (input, target), but dimension 0 is "
             f"{samples} in the input and {sizes[0]} in the target, so they cannot be "
             f"split together: pass one target for each sample, or {_ASK_FOR_MAKER}"
@@ -167,12 +167,12 @@ class Samples:
         """Return the number of samples in the batch.
 
         Raises:
-            InvalidRequest: the batch has a tensor that the sample batch lacked, no tensor of it
+            InvalidArgument: the batch has a tensor that the sample batch lacked, no tensor of it
                 holds samples, or those that do have none or unequal numbers of them.
         """
         named = _named(batch)
         if strangers := {name for name, _ in named} - self.batched - self.whole:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the batch has {', '.join(sorted(strangers))}, which the sample batch did "
                 "not have, so it is unknown whether it holds samples: train on batches "
                 "with the tensors of the sample batch "
@@ -182,13 +182,13 @@ class Samples:
         sizes = {name: tuple(t.shape[:1]) for name, t in named if name in self.batched}
         if len(set(sizes.values())) != 1 or () in sizes.values():
             told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "the tensors that hold samples must agree in dimension 0, but this batch "
                 f"has {told or 'none'}"
             )
         (samples,) = next(iter(sizes.values()))
         if samples == 0:
-            raise InvalidRequest("the batch is empty: its tensors have 0 samples; leave it out")
+            raise InvalidArgument("the batch is empty: its tensors have 0 samples; leave it out")
         return samples
 
 
@@ -310,14 +310,14 @@ class BatchWatch:
                 None: this device trains alone.
 
         Raises:
-            InvalidRequest: it would be split into more micro-batches, which changes the gradients.
+            InvalidArgument: it would be split into more micro-batches, which changes the gradients.
         """
         steps = steps_for(samples, self._plan.micro_batch)
         if self._keeps_split and steps > self._plan.accumulation_steps:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{self._about_size(samples)}; the search did not split batches, because "
                 "that changes this model's gradients or could not be compared: train on "
-                "batches of that size, or search again with allow_resplit=True"
+                "batches of that size, or search again with allow_accumulation_change=True"
             )
         if self._looks_left and (unequal := self._ignored_unequally(batch, samples, gathered)):
             self._looks_left = 0

@@ -59,7 +59,7 @@ class TrainingBuilder:
             torch.manual_seed(self.seed + self.world.rank)
         return training
 
-    def profile(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
+    def with_training(self, run: Callable[[Training, Any], Any], micro_batch: int) -> Any:
         """Return `run(training, batch)` for a plain training of one micro-batch."""
         workload = self.fresh_workload()
         with self.training(workload, ResolvedPlan(Plan(micro_batch))) as training:

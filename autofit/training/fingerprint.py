@@ -5,9 +5,9 @@ dtype, requires_grad), the sample batch's shapes and dtypes, optimizer and its o
 functions' code with their defaults and what they close over, the global batch, torch, the kind of
 device, and how torch computes there (default dtype, TF32, deterministic algorithms, attention
 kernels, the allocator's options). It leaves out values: weights, learning rates, data; which of
-several equal devices it is; what a search may try (`allow_resplit`); and the modules of the user's
-classes, since a class is `__main__.Net` in a script and `train.Net` on the command line. Functions
-that this code calls by name are not entered.
+several equal devices it is; what a search may try (`allow_accumulation_change`); and the modules of
+the user's classes, since a class is `__main__.Net` in a script and `train.Net` on the command line.
+Functions that this code calls by name are not entered.
 
 It has one digest for each part, so that a difference can be named.
 """
@@ -112,7 +112,7 @@ def _sample_lines(workload: Workload) -> Iterator[str]:
 
 def _function_lines(workload: Workload) -> Iterator[str]:
     recipe = workload.recipe
-    for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
+    for name in ("loss_fn", "criterion", "loss_weight", "before_step", "training_step"):
         yield f"{name} {_describe(getattr(recipe, name))}"
     yield f"clip {recipe.clip_grad_norm is not None}"
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from autofit.errors import InvalidRequest, users_code
+from autofit.errors import InvalidArgument, users_code
 from autofit.training.batch import Batch
 from autofit.units import kind_of
 
@@ -64,25 +64,25 @@ def check_loader(loader: object) -> None:
     """Refuse what no loader can be made of.
 
     Raises:
-        InvalidRequest: it is neither a function nor a `DataLoader`; the function lacks the
+        InvalidArgument: it is neither a function nor a `DataLoader`; the function lacks the
             arguments that it has to take; or the class of the `DataLoader` is not torch's own, so
             that its constructor is unknown.
     """
     if isinstance(loader, DataLoader):
         if type(loader) is not DataLoader:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"loader is a {kind_of(loader)}; only torch's own DataLoader can be "
                 f"rebuilt with another number of workers: {_ASK_FOR_FUNCTION}"
             )
         return
     if not callable(loader):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "loader must be a DataLoader or a function that makes one, got "
             f"{kind_of(loader)}: {_ASK_FOR_FUNCTION}"
         )
     missing = [name for name in _NEEDED if name not in settings_taken(loader)]
     if missing:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the loader function must accept {' and '.join(missing)}: {_ASK_FOR_FUNCTION}"
         )
 
@@ -120,7 +120,7 @@ def make_loader(loader: Loader, settings: LoaderSettings) -> Iterable[Batch]:
     """Make a loader with these settings, of which a function gets those that it takes.
 
     Raises:
-        InvalidRequest: the function returned something that cannot be iterated.
+        InvalidArgument: the function returned something that cannot be iterated.
         Exception: what the function raised.
     """
     taken = settings_taken(loader)
@@ -130,7 +130,7 @@ def make_loader(loader: Loader, settings: LoaderSettings) -> Iterable[Batch]:
     with users_code():
         made = loader(**given)
     if not isinstance(made, Iterable):
-        raise InvalidRequest(f"the loader function must return a DataLoader, got {kind_of(made)}")
+        raise InvalidArgument(f"the loader function must return a DataLoader, got {kind_of(made)}")
     return made
 
 
@@ -147,7 +147,7 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
     """Yield the batches of one epoch after the other.
 
     Raises:
-        InvalidRequest: an epoch has no batch, or a batch no samples.
+        InvalidArgument: an epoch has no batch, or a batch no samples.
         Exception: what the user's code raised.
     """
     end = object()
@@ -163,13 +163,13 @@ def batches_without_end(loader: Iterable[Batch]) -> Generator[Batch, None, None]
             with users_code():
                 batch = next(epoch, end)
         if not has_any and epochs:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "the loader can only be iterated once, like a generator: return a "
                 "DataLoader, or something that makes its batches anew on each iteration"
             )
         epochs += 1
         if not has_any:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "the loader yields no batch: does its dataset have fewer samples than one "
                 "batch, with drop_last=True?"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.training.batch import Batch, tensors_of
 from autofit.units import kind_of
 
@@ -35,7 +35,7 @@ class LossSource(StrEnum):
     CRITERION = "criterion"
     MODEL = "the model's own loss"
     STAND_IN = "the mean of the model's outputs stands in for a loss"
-    TRAIN_STEP = "train_step"
+    TRAINING_STEP = "training_step"
 
 
 STOOD_IN = (
@@ -56,7 +56,7 @@ class Recipe:
         loss_weight: batch -> what the batch's loss is a mean over; None: its samples.
         before_step: (model, optimizer), called after unscaling and before the update.
         clip_grad_norm: clip the gradients' total norm to this before the update.
-        train_step: (training, batch) -> loss, the whole optimizer step; the batch lies on the
+        training_step: (training, batch) -> loss, the whole optimizer step; the batch lies on the
             device. It updates by `training.backward(loss)` and `training.optimizer_step(name)`.
     """
 
@@ -65,25 +65,25 @@ class Recipe:
     loss_weight: Callable[[Batch], float] | None = None
     before_step: Callable[[torch.nn.Module, Any], None] | None = None
     clip_grad_norm: float | None = None
-    train_step: Callable[[Training, Batch], torch.Tensor] | None = None
+    training_step: Callable[[Training, Batch], torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.loss_fn is not None and self.criterion is not None:
-            raise InvalidRequest("pass loss_fn or criterion, not both")
-        for name in ("loss_fn", "criterion", "loss_weight", "before_step", "train_step"):
+            raise InvalidArgument("pass loss_fn or criterion, not both")
+        for name in ("loss_fn", "criterion", "loss_weight", "before_step", "training_step"):
             function = getattr(self, name)
             if function is not None and not callable(function):
-                raise InvalidRequest(f"{name} must be a function, got {function!r}")
+                raise InvalidArgument(f"{name} must be a function, got {function!r}")
         norm = self.clip_grad_norm
         number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
         if norm is not None and not (number and 0 < norm < math.inf):
-            raise InvalidRequest(f"clip_grad_norm must be a positive number, got {norm!r}")
+            raise InvalidArgument(f"clip_grad_norm must be a positive number, got {norm!r}")
 
     def weight(self, batch: Batch, samples: int) -> float:
         """Return the number of items that the loss of this batch of samples is a mean over.
 
         Raises:
-            InvalidRequest: the user's function returned what no mean can be over.
+            InvalidArgument: the user's function returned what no mean can be over.
         """
         if self.loss_weight is None:
             return float(samples)
@@ -93,7 +93,7 @@ class Recipe:
         except (TypeError, ValueError):  # None, or a text
             weight = math.nan
         if not 0 <= weight < math.inf:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "loss_weight must return the number of items that the batch's loss is a "
                 f"mean over, such as its valid tokens: 0 or more, got {str(given)[:80]}"
             )
@@ -105,7 +105,7 @@ class Recipe:
         """Return the loss and its source.
 
         Raises:
-            InvalidRequest: the loss is not a scalar, or the model's output has nothing to average.
+            InvalidArgument: the loss is not a scalar, or the model's output has nothing to average.
         """
         if self.loss_fn is not None:
             return scalar(self.loss_fn(model, batch), "loss_fn"), LossSource.LOSS_FN
@@ -125,7 +125,7 @@ def call_model(model: torch.nn.Module, batch: Batch) -> Any:
     """`model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`.
 
     Raises:
-        InvalidRequest: the model has no forward of its own.
+        InvalidArgument: the model has no forward of its own.
     """
     try:
         if isinstance(batch, Mapping):
@@ -135,7 +135,7 @@ def call_model(model: torch.nn.Module, batch: Batch) -> Any:
         return model(batch)
     except NotImplementedError as error:
         if f'Module [{type(model).__name__}] is missing the required "forward"' in str(error):
-            raise InvalidRequest(_no_forward(model)) from None
+            raise InvalidArgument(_no_forward(model)) from None
         raise
 
 
@@ -150,18 +150,18 @@ def scalar(loss: Any, name: str) -> torch.Tensor:
     """A loss as a tensor without dimensions.
 
     Raises:
-        InvalidRequest: it is not one number as a tensor; `name` says who made it.
+        InvalidArgument: it is not one number as a tensor; `name` says who made it.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise InvalidRequest(f"{name} must return a scalar tensor, got {got}")
+        raise InvalidArgument(f"{name} must return a scalar tensor, got {got}")
     return loss.reshape(())
 
 
 def _input_and_target(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    raise InvalidRequest(
+    raise InvalidArgument(
         f"with criterion= the batch must be (input, target), got {kind_of(batch)}; "
         "for any other batch pass loss_fn=(model, batch) -> loss"
     )
@@ -175,7 +175,7 @@ def _own_loss(output: Any) -> tuple[torch.Tensor, LossSource]:
         return output.reshape(()), LossSource.MODEL
     floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not floating:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the model returned {kind_of(output)}, with neither a loss nor a "
             "floating-point tensor to average: pass loss_fn=(model, batch) -> loss, "
             "or criterion=(output, target) -> loss"

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from autofit.errors import InvalidRequest, Unsupported, users_code
+from autofit.errors import InvalidArgument, Unsupported, users_code
 from autofit.training.batch import map_tensors
 from autofit.units import kind_of
 
@@ -29,46 +29,46 @@ def by_name(chosen: _Entry | Mapping[str, _Entry]) -> Mapping[str, _Entry]:
     return chosen if isinstance(chosen, Mapping) else {"": chosen}
 
 
-def check_has_train_step(chosen: object, *, has_train_step: bool) -> None:
+def check_has_training_step(chosen: object, *, has_training_step: bool) -> None:
     """Refuse several optimizers where nothing says when each of them steps.
 
     Raises:
-        InvalidRequest: a mapping of optimizers, and no train_step.
+        InvalidArgument: a mapping of optimizers, and no training_step.
     """
-    if isinstance(chosen, Mapping) and not has_train_step:
-        raise InvalidRequest(
-            "a mapping of optimizers needs train_step=(training, batch) -> loss, "
+    if isinstance(chosen, Mapping) and not has_training_step:
+        raise InvalidArgument(
+            "a mapping of optimizers needs training_step=(training, batch) -> loss, "
             "which decides when each one steps"
         )
 
 
-def check_optimizer(chosen: object, model: object, *, has_train_step: bool) -> None:
+def check_optimizer(chosen: object, model: object, *, has_training_step: bool) -> None:
     """Refuse what can make no optimizer for the model.
 
     Raises:
-        InvalidRequest: it is none, it trains another model, or it lacks what it needs beside it.
+        InvalidArgument: it is none, it trains another model, or it lacks what it needs beside it.
     """
-    check_has_train_step(chosen, has_train_step=has_train_step)
+    check_has_training_step(chosen, has_training_step=has_training_step)
     for entry in by_name(chosen).values():
         if isinstance(entry, torch.optim.Optimizer):
             check_trains(entry, model)
         elif not callable(entry):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "optimizer must be a function of the parameters, such as "
                 f"torch.optim.AdamW, or a live Optimizer, got {entry!r}"
             )
 
 
-def check_is_factory(chosen: object, *, has_train_step: bool) -> None:
+def check_is_factory(chosen: object, *, has_training_step: bool) -> None:
     """Refuse what is no function of parameters: one that is live would train none of the shards.
 
     Raises:
-        InvalidRequest: it is live, or it lacks what it needs beside it.
+        InvalidArgument: it is live, or it lacks what it needs beside it.
     """
-    check_has_train_step(chosen, has_train_step=has_train_step)
+    check_has_training_step(chosen, has_training_step=has_training_step)
     for entry in by_name(chosen).values():
         if not callable(entry):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "a plan for several ranks creates the optimizer itself, from the sharded "
                 "parameters: pass apply a function such as torch.optim.AdamW or "
                 "functools.partial(torch.optim.AdamW, lr=3e-4), not a live "
@@ -91,7 +91,7 @@ def build_optimizer(
         wrappers: each is put around a function of parameters before that is called.
 
     Raises:
-        InvalidRequest: a function made no optimizer, or its key names no submodule.
+        InvalidArgument: a function made no optimizer, or its key names no submodule.
         Unsupported: a live optimizer would have to be wrapped.
     """
     if isinstance(chosen, Mapping):
@@ -106,14 +106,14 @@ def check_steps_alone(optimizer: Optimizers) -> None:
     """Refuse an optimizer that calls the model itself: a step of ours has run it before.
 
     Raises:
-        InvalidRequest: its `step` must be given a closure, as that of LBFGS.
+        InvalidArgument: its `step` must be given a closure, as that of LBFGS.
     """
     for entry in by_name(optimizer).values():
         closure = inspect.signature(entry.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{type(entry).__name__} steps by calling a closure that runs the model: "
-                "pass train_step=(training, batch) -> loss, and call its step(closure) "
+                "pass training_step=(training, batch) -> loss, and call its step(closure) "
                 "there"
             )
 
@@ -122,15 +122,15 @@ def check_trains(optimizer: torch.optim.Optimizer, model: Any) -> None:
     """Refuse the optimizer of another model: its step would update nothing.
 
     Raises:
-        InvalidRequest: it holds none of the model's parameters, or there is no live model.
+        InvalidArgument: it holds none of the model's parameters, or there is no live model.
     """
     if not isinstance(model, torch.nn.Module):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "a live optimizer belongs to a live model's parameters, but this model is "
             "built by a function: pass optimizer=parameters -> Optimizer"
         )
     if not holds_any(optimizer, model):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the live optimizer ({type(optimizer).__name__}) holds none of the "
             "model's parameters: create it from this model's parameters, after any "
             "change that replaces them"
@@ -153,7 +153,7 @@ def _submodule(
         return model.get_submodule(name)
     except AttributeError:
         children = [child for child, _ in model.named_children()]
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"optimizer[{name!r}] is a function, so its key must name the submodule "
             f"whose parameters it gets; the model has {children}. Or pass live "
             "optimizers."
@@ -180,7 +180,9 @@ def _optimizer_for(
     with users_code():
         built = entry(list(model.parameters()))
     if not isinstance(built, torch.optim.Optimizer):
-        raise InvalidRequest(f"optimizer must return a torch.optim.Optimizer, got {kind_of(built)}")
+        raise InvalidArgument(
+            f"optimizer must return a torch.optim.Optimizer, got {kind_of(built)}"
+        )
     return built
 
 

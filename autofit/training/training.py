@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autofit.devices.cpu import host_memory
-from autofit.errors import InvalidRequest, Unsupported
+from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import ResolvedPlan, split_evenly, steps_for
 from autofit.strategy import ALONE, Phase, World
 from autofit.training.amp import LossScale, fresh_casts
@@ -42,7 +42,7 @@ class Training(AbstractContextManager["Training"]):
 
     Args:
         model: already on `device`, unless `place_model` is given.
-        optimizer: over the model's parameters; with `Recipe.train_step`, a mapping of several. A
+        optimizer: over the model's parameters; with `Recipe.training_step`, a mapping of several. A
             function of the model is called for it, after strategies of `Phase.PARALLEL`; where
             these wrap how optimizers are made, the wrappers are given to it as `wrappers`.
         recipe: the user's loss, clipping and functions around the update.
@@ -57,14 +57,14 @@ class Training(AbstractContextManager["Training"]):
         world: the ranks that train together.
 
     Attributes:
-        model, optimizer, device, recipe: as given; a train_step uses them. A parallel strategy may
-            have wrapped the model.
+        model, optimizer, device, recipe: as given; a training_step uses them. A parallel strategy
+            may have wrapped the model.
         plain_model: the model without such a wrapper.
         ranks: those that share every optimizer step; None: this device trains alone.
         plan: micro-batch and settings.
 
     Raises:
-        InvalidRequest: the optimizer needs a closure to step, and no train_step passes one.
+        InvalidArgument: the optimizer needs a closure to step, and no training_step passes one.
         Unsupported: a live optimizer holds none of the parameters that a strategy left.
     """
 
@@ -101,7 +101,7 @@ class Training(AbstractContextManager["Training"]):
         self._loss_scale = LossScale()
         self.loss_source: LossSource | None = None
         self.has_split = False
-        """Whether any step so far split its batch; a train_step may not."""
+        """Whether any step so far split its batch; a training_step may not."""
         self._ended = False
         self._applied = ExitStack()
         with ExitStack() as stack:
@@ -120,7 +120,7 @@ class Training(AbstractContextManager["Training"]):
                 with self.in_host_memory() if on_host else nullcontext():
                     applying = strategy.apply(self, settings, payloads)
                     if not isinstance(applying, AbstractContextManager):
-                        raise InvalidRequest(
+                        raise InvalidArgument(
                             f"the strategy {strategy.name!r} must return a context manager from "
                             f"apply, got {kind_of(applying)}"
                         )
@@ -149,7 +149,7 @@ class Training(AbstractContextManager["Training"]):
     def _made(self, optimizer: Optimizers | Callable[..., Optimizers]) -> Optimizers:
         given = {"wrappers": self._factory_wrappers} if self._factory_wrappers else {}
         made = optimizer(self.plain_model, **given) if callable(optimizer) else optimizer
-        if self.recipe.train_step is None:
+        if self.recipe.training_step is None:
             check_steps_alone(made)
         return made
 
@@ -229,7 +229,7 @@ class Training(AbstractContextManager["Training"]):
             The detached mean loss, a scalar tensor on the device; of all ranks' samples.
 
         Raises:
-            InvalidRequest: the training was undone, so it would run without its plan.
+            InvalidArgument: the training was undone, so it would run without its plan.
 
         Warns:
             UserWarning: once each, of another number of samples than the plan's, of samples longer
@@ -237,11 +237,11 @@ class Training(AbstractContextManager["Training"]):
                 targets and are weighted by their samples.
         """
         if self._ended:
-            raise InvalidRequest("this training has ended: call report.apply(...) again")
+            raise InvalidArgument("this training has ended: call report.apply(...) again")
         self._look(batch)
         self.zero_grad()
-        if self.recipe.train_step is not None:
-            return self._users_step(self.recipe.train_step, batch)
+        if self.recipe.training_step is not None:
+            return self._users_step(self.recipe.training_step, batch)
         loss = self.accumulate(batch)
         self.optimizer_step()
         return loss
@@ -371,10 +371,10 @@ class Training(AbstractContextManager["Training"]):
         """Add the gradients of `weight * loss`.
 
         Raises:
-            InvalidRequest: the loss does not depend on a parameter that requires gradients.
+            InvalidArgument: the loss does not depend on a parameter that requires gradients.
         """
         if not loss.requires_grad:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "the loss does not depend on any parameter that requires gradients: is "
                 "the whole model frozen, or was the loss detached or computed under "
                 "torch.no_grad()?"
@@ -394,7 +394,7 @@ class Training(AbstractContextManager["Training"]):
             name: of one optimizer in a mapping; None: all of them in turn.
 
         Raises:
-            InvalidRequest: there is no optimizer of that name.
+            InvalidArgument: there is no optimizer of that name.
         """
         optimizers, all_of_them = self._optimizers(name), self._optimizers(None)
         self._loss_scale.begin(optimizers, of=all_of_them)
@@ -416,7 +416,7 @@ class Training(AbstractContextManager["Training"]):
         if name is None:
             return list(optimizers.values())
         if name not in optimizers:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"there is no optimizer {name!r}; "
                 f"there are: {', '.join(optimizers) or 'a single one without a name'}; "
                 f'pass several as optimizer={{"{name}": ..., ...}}'
@@ -443,14 +443,14 @@ class Training(AbstractContextManager["Training"]):
         update()
 
     def _users_step(
-        self, train_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
+        self, training_step: Callable[[Training, Batch], torch.Tensor], batch: Batch
     ) -> torch.Tensor:
         self._loss_scale.was_used = False
         with self.context():
-            loss = scalar(train_step(self, map_tensors(self._place, batch)), "train_step")
+            loss = scalar(training_step(self, map_tensors(self._place, batch)), "training_step")
         if self.scaler is not None and not self._loss_scale.was_used:
-            raise InvalidRequest(
-                "train_step did not use the gradient scaler that float16 needs: call "
+            raise InvalidArgument(
+                "training_step did not use the gradient scaler that float16 needs: call "
                 "training.backward(loss) and training.optimizer_step() in it"
             )
         self._loss_scale.adapt(self._optimizers(None))

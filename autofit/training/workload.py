@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autofit.errors import InvalidRequest, users_code
+from autofit.errors import InvalidArgument, users_code
 from autofit.plan import Plan, Settings, check_count, steps_for
 from autofit.training.batch import (
     Batch,
@@ -48,13 +48,13 @@ class Workload:
         model: the module, or a function of no arguments that builds one.
         sample_batch: any pytree of tensors, as long as the longest the training will see; or a
             function n -> batch of n samples.
-        loss_fn, criterion, loss_weight, before_step, clip_grad_norm, train_step: see `Recipe`.
+        loss_fn, criterion, loss_weight, before_step, clip_grad_norm, training_step: see `Recipe`.
         optimizer: parameters -> Optimizer; or a live Optimizer, rebuilt with its groups and state
-            for each probe; or, with train_step, a mapping of either. A function in a mapping gets
-            the parameters of the submodule that its key names.
+            for each probe; or, with training_step, a mapping of either. A function in a mapping
+            gets the parameters of the submodule that its key names.
         global_batch: samples per optimizer step to keep; None: free.
-        allow_resplit: let the accumulation count change even where split and whole gradients
-            differ.
+        allow_accumulation_change: let the accumulation steps change even where split and
+            whole gradients differ.
         even_split: split the global batch into micro-batches of one size only, as trainers need
             that make batches themselves.
         loader: a function of batch_size, num_workers, pin_memory and prefetch_factor (or as many
@@ -62,7 +62,7 @@ class Workload:
             delivers against what its answer consumes.
 
     Raises:
-        InvalidRequest: arguments that contradict each other or cannot mean anything.
+        InvalidArgument: arguments that contradict each other or cannot mean anything.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -74,24 +74,24 @@ class Workload:
     optimizer: OptimizerChoice = torch.optim.AdamW
     before_step: Callable[[torch.nn.Module, Any], None] | None = None
     clip_grad_norm: float | None = None
-    train_step: Callable[[Training, Batch], torch.Tensor] | None = None
+    training_step: Callable[[Training, Batch], torch.Tensor] | None = None
     global_batch: int | None = None
-    allow_resplit: bool = False
+    allow_accumulation_change: bool = False
     even_split: bool = False
     loader: Loader | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.model):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"model must be an nn.Module or a function that builds one, got {self.model!r}"
             )
         if isinstance(self.model, torch.nn.Module):
             _on_one_device(self.model)
         if self.global_batch is not None:
             object.__setattr__(self, "global_batch", check_count("global_batch", self.global_batch))
-        for name in ("allow_resplit", "even_split"):
+        for name in ("allow_accumulation_change", "even_split"):
             if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be True or False, got {value!r}")
+                raise InvalidArgument(f"{name} must be True or False, got {value!r}")
         if not self.makes_batches:
             check_batched_dimension(self.sample_batch)
             if self.criterion is not None:
@@ -100,7 +100,9 @@ class Workload:
             _check_steps(self.global_batch, self.sample_batch_size)
         if self.loader is not None:
             check_loader(self.loader)
-        check_optimizer(self.optimizer, self.model, has_train_step=self.train_step is not None)
+        check_optimizer(
+            self.optimizer, self.model, has_training_step=self.training_step is not None
+        )
         self.recipe  # noqa: B018 - a contradiction between its parts shows here, not in a worker
 
     @property
@@ -130,14 +132,14 @@ class Workload:
         """A batch of that many samples.
 
         Raises:
-            InvalidRequest: the user's function returned another number of samples.
+            InvalidArgument: the user's function returned another number of samples.
         """
         if not self.makes_batches:
             return resize(self.sample_batch, samples)
         with users_code():
             made = self.sample_batch(samples)
         if batch_size(made) != samples:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the sample batch function was asked for {samples} samples but returned "
                 f"{batch_size(made)} (dimension 0 of its first tensor)"
             )
@@ -164,7 +166,7 @@ class Workload:
             The baseline, where nothing is said.
 
         Raises:
-            InvalidRequest: the counts make no plan, as a micro-batch that is larger than the
+            InvalidArgument: the counts make no plan, as a micro-batch that is larger than the
                 global batch, or that an even split of it makes smaller.
         """
         size = micro_batch or self.sample_batch_size
@@ -180,7 +182,7 @@ class Workload:
         if samples is None:
             return Plan(size, settings=settings or {}, world_size=world_size)
         if micro_batch is not None and micro_batch > samples:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"a micro-batch of {micro_batch} is larger than the global batch of "
                 f"{samples}: use a smaller micro_batch or a larger global_batch"
             )
@@ -189,7 +191,7 @@ class Workload:
         plan = Plan.split(samples, size, settings, even=self.even_split, world_size=world_size)
         if micro_batch is not None and plan.micro_batch != micro_batch:
             steps = plan.accumulation_steps
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"a global batch of {samples} cannot be split evenly into micro-batches of "
                 f"{micro_batch}: {steps} micro-batches have {plan.micro_batch} samples. "
                 f"Use micro_batch={plan.micro_batch}, or "
@@ -201,15 +203,15 @@ class Workload:
         """The live module, or what the function builds.
 
         Raises:
-            InvalidRequest: the function returned something else, a lazy module's parameters have no
-                shape yet, or the model is wrapped for several devices.
+            InvalidArgument: the function returned something else, a lazy module's parameters have
+                no shape yet, or the model is wrapped for several devices.
         """
         if isinstance(self.model, torch.nn.Module):
             return _with_shapes(self.model)
         with users_code():
             built = self.model()
         if not isinstance(built, torch.nn.Module):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the model function must return an nn.Module, got {kind_of(built)}"
             )
         return _on_one_device(_with_shapes(built))
@@ -233,13 +235,13 @@ def _on_one_device(model: torch.nn.Module) -> torch.nn.Module:
         kinds = {kind.__name__ for kind in type(module).__mro__}
         wrapper = next((kind for kind in _PARALLEL if kind in kinds), None)
         if wrapper is not None:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{name or 'the model'} is already wrapped in {wrapper}: pass the plain "
                 "model, before it is wrapped"
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{name} is a DTensor, so the model is already distributed: pass the plain "
                 "model, before it is sharded"
             )
@@ -250,7 +252,7 @@ def _check_steps(global_batch: int, micro_batch: int) -> None:
     """A zero too many would be found out by running it, for hours."""
     steps = steps_for(global_batch, micro_batch)
     if steps > MOST_ACCUMULATION_STEPS:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"a global batch of {global_batch} samples needs {steps} micro-batches of "
             f"{micro_batch}, but autofit tries at most {MOST_ACCUMULATION_STEPS}: use "
             "a smaller global_batch, or a larger sample batch"
@@ -261,7 +263,7 @@ def _with_shapes(model: torch.nn.Module) -> torch.nn.Module:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the model's {', '.join(lazy[:3])} {'have' if len(lazy) > 1 else 'has'} "
             "no shape yet, as in lazy modules before their first forward: run one "
             "batch through the model first (inside the function, if a function builds "
@@ -274,20 +276,20 @@ def check_arguments(workload: object, plan: object, payloads: object) -> None:
     """Refuse what is of another kind than `probe`, `predict` and `check` take.
 
     Raises:
-        InvalidRequest: one is.
+        InvalidArgument: one is.
     """
     if not isinstance(workload, Workload):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"workload must be an autofit.Workload, got {_kind(workload)}: create one "
             f"with {_makes_workload(workload)}"
         )
     if plan is not None and not isinstance(plan, Plan):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"plan must be an autofit.Plan such as Plan(8), or None for the baseline, "
             f"got {_kind(plan)}"
         )
     if payloads is not None and not isinstance(payloads, Mapping):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "payloads must be a mapping from settings to their payloads, as in a "
             f"report's dimensions, got {_kind(payloads)}"
         )

@@ -29,10 +29,10 @@ ROOFLINE = Path(__file__).with_name("h200-roofline.json")
 """Written by `benchmarks.grids.roofline`."""
 BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
 
-_PRECISIONS = {"fp32": "as_is", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+_PRECISIONS = {"fp32": "default", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
 """Share of the blocks that recompute -> value of the setting."""
-_LAYOUTS = {False: "as_is", True: "channels_last"}
+_LAYOUTS = {False: "default", True: "channels_last"}
 _JUST_TOO_MUCH = 1.02  # times the budget, held by a plan that was recorded to run out of memory
 _PROBE_NOISE = 0.002  # GPU-bound plans of an H200 repeat within 0.2 %
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import emulated_gpu
 from autofit.devices.gpus import Gpu
-from autofit.errors import CannotTell
+from autofit.errors import PredictionUnavailable
 from autofit.memory.blocks import OWN_SEGMENT_ROUNDING_BYTES as PAGE_BYTES, round_up
 from autofit.plan import ResolvedPlan
 from autofit.probing.messages import DeviceFacts
@@ -156,11 +156,11 @@ class Emulation(AbstractContextManager["Emulation"]):
         """Return what a plan needs.
 
         Raises:
-            CannotTell: it does not run in `ROOM` times the GPU's memory.
+            PredictionUnavailable: it does not run in `ROOM` times the GPU's memory.
         """
         ample = self.ample(resolved)
         if ample.failure is not None:
-            raise CannotTell(
+            raise PredictionUnavailable(
                 f"{resolved.plan} does not run in {ROOM} times the memory of the GPU, the most "
                 f"that is emulated: {ample.failure}"
             )

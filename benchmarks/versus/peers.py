@@ -315,7 +315,7 @@ def autofit_search(task: Task, live: Live, folder: Path, **options: Any) -> Answ
     plan = report.best.plan
     return Answer(
         plan.micro_batch,
-        str(plan.settings.get("precision.dtype", "as_is")).replace("as_is", "float32"),
+        str(plan.settings.get("precision.dtype", "default")).replace("default", "float32"),
         plan.accumulation_steps,
         str(folder / "report.json"),
         report.record.search.probes,

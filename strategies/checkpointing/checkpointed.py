@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.strategy import NUMPY, PYTHON
 
 from .tensor_tree import put_tensors, take_tensors
@@ -56,7 +56,7 @@ def checkpointed(
             forward (torch's autocast is entered in any case).
 
     Raises:
-        InvalidRequest: the model has no such unit or buffer, or another training has it
+        InvalidArgument: the model has no such unit or buffer, or another training has it
             checkpointed.
     """
     patched: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -97,7 +97,7 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     """Return the module that holds this buffer of the model; None for a random state.
 
     Raises:
-        InvalidRequest: the model has no such buffer.
+        InvalidArgument: the model has no such buffer.
     """
     if state in (PYTHON, NUMPY):
         return None
@@ -107,7 +107,7 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
     except AttributeError:
         owner = None
     if owner is None or name not in owner._buffers:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the model has no buffer {state!r} to restore before recomputation: the "
             "plan was made for another model or by another version; search again"
         )
@@ -116,7 +116,7 @@ def owner_of(model: nn.Module, state: str) -> nn.Module | None:
 
 def _cover(holder: nn.Module, runs: Sequence[tuple[int, int]], paths: Any, around: _Around) -> None:
     if _FORWARD in holder.__dict__:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"the model's {type(holder).__name__} is already checkpointed by another "
             "training: end that one first, by leaving its `with` block or calling its "
             "undo()"

@@ -118,7 +118,7 @@ def run_step(context: Context, micro_batch: int) -> None:
     Raises:
         Exception: whatever the step raises.
     """
-    context.profile(_step, micro_batch)
+    context.with_training(_step, micro_batch)
 
 
 def time_parts(context: Context, micro_batch: int, names: Collection[str]) -> Times:
@@ -223,7 +223,7 @@ def _of_a_step_or_a_forward(
     context: Context, micro_batch: int, look: Callable[[Run, bool, TrainingView, Any], Seen]
 ) -> Seen:
     def look_at(run: Run, keep: bool) -> Seen:
-        seen: Seen = context.profile(partial(look, run, keep), micro_batch)
+        seen: Seen = context.with_training(partial(look, run, keep), micro_batch)
         return seen
 
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autofit.plan import Dimension, Hint, Scalar
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Comparison, Context, Numerics, Phase, TrainingView
 
 from .checkpointed import checkpointed, owner_of
@@ -138,7 +138,7 @@ class Checkpointing:
         """Checkpoint the units of the level; leaving the context undoes it.
 
         Raises:
-            InvalidRequest: the payload names a unit that this model does not have.
+            InvalidArgument: the payload names a unit that this model does not have.
         """
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
@@ -195,7 +195,7 @@ def make_dimension(
 
     placements = thinned(find_placements(model, timeline, times))
     payloads: dict[Scalar, Any] = {}
-    hints: dict[Scalar, Hint] = {}
+    hints: dict[Scalar, CostHint] = {}
     for level, placement in enumerate(placements):
         hints[level] = _hint(placement, placements[0], times.step_s)
         if placement.units:
@@ -284,8 +284,8 @@ def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> 
     return {unit: mean for alike, mean in means.items() for unit in alike}
 
 
-def _hint(placement: Placement, plain: Placement, step_s: float) -> Hint:
-    return Hint(
+def _hint(placement: Placement, plain: Placement, step_s: float) -> CostHint:
+    return CostHint(
         bytes_per_sample=placement.peak_bytes / plain.peak_bytes if plain.peak_bytes else None,
         seconds_per_sample=(step_s + placement.recompute_s) / step_s if step_s > 0 else None,
     )

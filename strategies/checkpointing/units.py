@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 from .timeline import Call, Timeline
 
@@ -67,19 +67,19 @@ class Unit:
         """Return the module, or the Sequential that holds the run.
 
         Raises:
-            InvalidRequest: the model has no such module, or it is not a Sequential of that length.
+            InvalidArgument: the model has no such module, or it is not a Sequential of that length.
         """
         try:
             found = model.get_submodule(self.module)
         except AttributeError:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the model has no module {self.module!r} to checkpoint: the plan was made for "
                 f"another model; search again"
             ) from None
         if self.run is not None and not (
             is_plain_sequential(found) and self.run[1] <= len(found._modules)
         ):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"{self.module!r} is not an nn.Sequential with children {self.start} to "
                 f"{self.run[1] - 1}: the plan was made for another model; search again"
             )

@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.errors import Unsupported
-from autofit.plan import Dimension, Hint, Scalar
+from autofit.plan import CostHint, Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ DEFAULT, GRAPHS, AUTOTUNED = "default", "reduce-overhead", "max-autotune-no-cuda
 _MODES = {"cpu": (DEFAULT,), "cuda": (DEFAULT, GRAPHS, AUTOTUNED)}
 """By the type of the device: those of `torch._inductor.list_mode_options` that differ there. Both
 others speak to Triton and CUDA alone, but for batched products, which a CPU may autotune too."""
-_BUDGETS: dict[Scalar, Hint] = {0.5: Hint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
+_BUDGETS: dict[Scalar, CostHint] = {0.5: CostHint(bytes_per_sample=0.75, seconds_per_sample=1.08)}
 """As measured on a decoder on a CPU; there 0.0, at which all is computed again, held no less than
 1.0, since it is computed at once (benchmarks/results/compile-2026-11-22.md)."""
 _PLAIN_CALLS = {"checkpointing.level": (0, None)}
@@ -103,7 +103,7 @@ class Compile:
             return off
         from .plain_step import observed  # in the worker alone
 
-        step: PlainStep = context.profile(observed, min(_SAMPLES, context.samples_per_step))
+        step: PlainStep = context.with_training(observed, min(_SAMPLES, context.samples_per_step))
         if not step.calls_model:
             context.note(f"{MODE} skipped: the training step does not call the model")
             return off
@@ -114,7 +114,7 @@ class Compile:
                 trial_cost_s=_cost_s(context, step.operators),
                 trial_costs_s=_costs_of_modes(context, step),
                 fresh_worker=True,
-                addresses=("memory traffic", "launches"),
+                relieves=("memory traffic", "launches"),
             ),
             REGION: _regions(context, step),
             BUDGET: _budgets(context, step),
@@ -193,7 +193,7 @@ def _regions(context: Context, step: PlainStep) -> Dimension:
         when=when,
         payloads={BLOCKS: payload},
         trial_costs_s={BLOCKS: -saved_s},
-        addresses=("memory traffic", "launches"),
+        relieves=("memory traffic", "launches"),
     )
 
 
@@ -210,7 +210,7 @@ def _budgets(context: Context, step: PlainStep) -> Dimension:
         [1.0, *_BUDGETS],
         hints=_BUDGETS,
         when={MODE: (DEFAULT,), REGION: (MODEL, None)},
-        addresses=("memory traffic",),
+        relieves=("memory traffic",),
     )
 
 

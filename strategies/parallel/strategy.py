@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from autofit.errors import InvalidRequest, Unsupported
+from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import Dimension, Scalar
 from autofit.strategy import Context, Numerics, Phase, TrainingView
 
@@ -45,7 +45,7 @@ class Parallel:
         Modes that wait for every parameter's gradient are left out where the loss does not use all.
 
         Raises:
-            InvalidRequest: the ranks use different parameters, or none of the modes is left.
+            InvalidArgument: the ranks use different parameters, or none of the modes is left.
         """
         if context.world.size == 1:
             return {}
@@ -53,7 +53,7 @@ class Parallel:
         if self.numerics < Numerics.ROUNDING:
             return {MODE: Dimension(modes)}
         units = {"modules": units_of(context.model)}
-        types = ["as_is"]
+        types = ["default"]
         is_short = context.device.type != "cpu" and context.capabilities.bfloat16
         if is_short and self.numerics >= Numerics.REDUCED_PRECISION:
             types.append("bfloat16")
@@ -69,7 +69,7 @@ class Parallel:
         allowed = [m for m in MODES if m not in SHARDED or self.numerics >= Numerics.ROUNDING]
         left = [mode for mode in allowed if mode in SHARDED or not unused]
         if not left:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"no {MODE} can train this model: {why_not_replicated(unused)}. With "
                 'numerics="rounding", modes that shard the model are searched, and '
                 "these need no such gradient"
@@ -121,7 +121,7 @@ class Parallel:
 
 
 def _is_short(settings: Mapping[str, Scalar]) -> bool:
-    return settings.get(COMMUNICATION, "as_is") == "bfloat16"
+    return settings.get(COMMUNICATION, "default") == "bfloat16"
 
 
 def _sharding(mode: str, modules: list[str], *, is_short: bool) -> list[str]:

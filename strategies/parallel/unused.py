@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 _MOST_NAMES = 3
 
@@ -21,13 +21,13 @@ def check_used_alike(unused: Unused, ranks: int) -> None:
     """Refuse ranks that do not use the same parameters.
 
     Raises:
-        InvalidRequest: some get no gradient for a parameter for which others get one.
+        InvalidArgument: some get no gradient for a parameter for which others get one.
     """
     uneven = {name: lacking for name, lacking in unused.items() if len(lacking) < ranks}
     if not uneven:
         return
     lacking = frozenset[int]().union(*uneven.values())
-    raise InvalidRequest(
+    raise InvalidArgument(
         f"no parallel.mode can train this model: {_said(lacking)} no gradient for "
         f"{named(uneven)}, but other ranks do, and ranks would wait for each other "
         "forever. Use the parameters in every rank's forward (adding 0 times "

@@ -17,7 +17,7 @@ from benchmarks.grids.recorded import WORKLOADS, grid_world
 from benchmarks.grids.roofline import best_plans, lines, standing
 
 GRID_FILE = Path(recorded.__file__).with_name("h200.jsonl")
-DTYPES = {"fp32": "as_is", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "default", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
 LEVELS = {0.0: 0, 0.5: 1, 1.0: 2}
 
 
@@ -30,7 +30,7 @@ def test_every_recorded_plan_has_its_recorded_speed_and_end(name: str) -> None:
             continue
         settings = {
             "precision.dtype": DTYPES[line["precision"]],
-            "memory_format.layout": "channels_last" if line["channels_last"] else "as_is",
+            "memory_format.layout": "channels_last" if line["channels_last"] else "default",
             "checkpointing.level": LEVELS[line["checkpointed"]],
         }
         dimensions = world.space.dimensions

@@ -69,7 +69,8 @@ def test_autovram_chooses_the_fastest_of_its_precisions_and_counts_the_runs_of_a
     world = grid_world("gpt2_small")
     runs, size = autovram_precisions(world, PLAIN)
     each = [
-        Runs(world, {**PLAIN, "precision.dtype": name}) for name in ("as_is", "bfloat16", "float16")
+        Runs(world, {**PLAIN, "precision.dtype": name})
+        for name in ("default", "bfloat16", "float16")
     ]
     fastest = max(one.speed(FINDERS["autovram"](one, 0)) for one in each)
     assert runs.speed(size) == fastest

@@ -12,7 +12,7 @@ from torch import nn
 
 import autofit
 from autofit.checks.check import check
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
@@ -53,14 +53,14 @@ def test_it_does_not_fit_by_prediction() -> None:
 )
 @pytest.mark.parametrize("tell", [check, predict])
 def test_an_argument_of_another_kind_is_refused(tell: Any, asked: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(asked))):
+    with pytest.raises(InvalidArgument, match=next(iter(asked))):
         tell(workload(), **asked)
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear(2, 2), 7])
 @pytest.mark.parametrize("tell", [check, predict])
 def test_what_is_no_workload_is_refused(tell: Any, given: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"autofit\.Workload\(model, sample_batch\)"):
+    with pytest.raises(InvalidArgument, match=r"autofit\.Workload\(model, sample_batch\)"):
         tell(given)
 
 
@@ -114,7 +114,7 @@ def test_a_probe_opens_the_device_in_the_worker_alone(monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_and_a_device_are_refused_together() -> None:
-    with pytest.raises(InvalidRequest, match=r"gpu='L4'.*device='cpu'"):
+    with pytest.raises(InvalidArgument, match=r"gpu='L4'.*device='cpu'"):
         check(workload(), vram_budget="2GiB", gpu="L4", device="cpu")
 
 

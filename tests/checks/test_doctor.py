@@ -16,7 +16,7 @@ import torch
 import emulated_gpu
 from autofit import registry
 from autofit.checks.doctor import Diagnosis, Finding, diagnose
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from emulated_gpu import Fault, Machine, find_card, new_machine
 
 
@@ -52,7 +52,7 @@ def test_a_device_that_is_not_there_stops_searches_and_a_wrong_name_is_refused()
         diagnosis = diagnose("cuda")
         assert not diagnosis.can_search
         assert "torch finds no CUDA device" in found(diagnosis, "device").found
-    with pytest.raises(InvalidRequest, match="tpu"):
+    with pytest.raises(InvalidArgument, match="tpu"):
         diagnose("tpu")
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from autofit import Dimension, InvalidRequest, Measurement, Outcome, Plan, Role, Trial, Verdict
+from autofit import (
+    Dimension,
+    InvalidArgument,
+    Measurement,
+    Outcome,
+    Plan,
+    Trial,
+    TrialKind,
+    Verdict,
+)
 from autofit.checks.regression import compare_with, read_fraction
 from autofit.report.record import Record, SearchSummary
 
@@ -69,7 +78,7 @@ def report(device: str, gpu: str | None) -> dict[str, Any]:
         vram_budget_bytes=10**9,
         search=SearchSummary(1, 0, 1.0, "it was told to", 0),
         dimensions={"folding.level": Dimension([0, 1])},
-        trials=(Trial(0, Role.BASELINE, plan, measured),),
+        trials=(Trial(0, TrialKind.BASELINE, plan, measured),),
         best_number=0,
         baseline_number=0,
     ).to_dict()
@@ -96,7 +105,7 @@ def test_another_plan_gpu_or_method_is_named(tmp_path: Path) -> None:
 def test_bytes_on_the_cpu_are_not_held_against_a_gpus(tmp_path: Path) -> None:
     before = written(tmp_path, report("cpu", None))
     now = replace(verdict("predict", 1100, 800), device="cuda", gpu="L4")
-    with pytest.raises(InvalidRequest, match=r"cpu.*L4"):
+    with pytest.raises(InvalidArgument, match=r"cpu.*L4"):
         compare_with(now, before, 0.05)
     assert compare_with(replace(now, device="cpu", gpu=None), before, 0.05).passed
 
@@ -112,12 +121,12 @@ def test_a_file_that_does_not_say_its_device_can_be_read(tmp_path: Path) -> None
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     before = written(tmp_path, verdict("predict", 1000, None).to_dict())
-    with pytest.raises(InvalidRequest, match="figure"):
+    with pytest.raises(InvalidArgument, match="figure"):
         compare_with(verdict("probe", None, None), before, 0.05)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"absent\.json"):
+    with pytest.raises(InvalidArgument, match=r"absent\.json"):
         compare_with(verdict("probe", 1, 1), tmp_path / "absent.json", 0.05)
 
 
@@ -125,7 +134,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     "content", [[1000], ["best"], "1000", 1000, None, {"best": 3}, {"plan": {"settings": None}}]
 )
 def test_json_that_is_no_earlier_verdict_is_refused(tmp_path: Path, content: object) -> None:
-    with pytest.raises(InvalidRequest, match=r"before\.json"):
+    with pytest.raises(InvalidArgument, match=r"before\.json"):
         compare_with(verdict("probe", 1, 1), written(tmp_path, content), 0.05)
 
 
@@ -136,11 +145,11 @@ def test_fractions(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "five", "-5%", "5%%"])
 def test_what_is_no_fraction_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="fraction"):
+    with pytest.raises(InvalidArgument, match="fraction"):
         read_fraction(text)
 
 
 def test_a_whole_number_that_may_mean_percent_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"1%.*100%"):
+    with pytest.raises(InvalidArgument, match=r"1%.*100%"):
         read_fraction("1")
     assert read_fraction("100%") == 1.0

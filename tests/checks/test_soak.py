@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.checks.soak import Endurance, compare, soak
+from autofit.checks.soak import SoakResult, compare, soak
 from autofit.codec import to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome, RankUse
 from autofit.units import GIB, MIB
 
@@ -89,7 +89,7 @@ def test_memory_taken_after_a_probes_last_step_is_found_by_a_soak() -> None:
 def test_a_report_soaks_what_it_was_made_of(report: autofit.Report, tmp_path: Path) -> None:
     assert report.soak(steps=8).measurement.ok
     loaded = autofit.load(report.save(tmp_path / "report.json"))
-    with pytest.raises(InvalidRequest, match="workload"):
+    with pytest.raises(InvalidArgument, match="workload"):
         loaded.soak()
 
 
@@ -105,7 +105,7 @@ def test_the_command_line_soaks_a_report(
     command = ["-m", "autofit", "soak", "r.json", target, "--steps", "36", *here, "--json"]
     soaked = run_python(*command, cwd=tmp_path)
     said = json.loads(soaked.stdout)
-    assert soaked.returncode == (0 if said["held"] else 1)
+    assert soaked.returncode == (0 if said["passed"] else 1)
     assert said["steps"] == 36
     assert said["measurement"]["outcome"] == "ok"
     assert said["plan"] == json.loads((tmp_path / "r.json").read_text())["best"]["plan"]
@@ -143,7 +143,7 @@ def test_what_is_kept_late_is_found_on_the_cpu_too(last: int, strayed: str) -> N
     assert any(line.startswith(strayed) for line in report.soak(steps=80, **here).deviations)
 
 
-def test_a_search_that_may_resplit_is_soaked_by_its_target(
+def test_a_search_that_may_change_accumulation_is_soaked_by_its_target(
     run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(
@@ -153,7 +153,15 @@ def test_a_search_that_may_resplit_is_soaked_by_its_target(
         "workload = Workload(model, torch.randn(4, 8), global_batch=8)\n"
     )
     here = ["--device", "cpu"]
-    limits = ["--allow-resplit", "--vram-budget", "4MiB", "--max-probes", "2", "--out", "r.json"]
+    limits = [
+        "--allow-accumulation-change",
+        "--vram-budget",
+        "4MiB",
+        "--max-probes",
+        "2",
+        "--out",
+        "r.json",
+    ]
     command = ["-m", "autofit", "search", "train.py:workload", *here, *limits]
     assert run_python(*command, cwd=tmp_path).returncode == 0
     soaked = run_python("-m", "autofit", "soak", "r.json", "--steps", "8", *here, cwd=tmp_path)
@@ -194,7 +202,7 @@ def test_a_report_with_an_older_fingerprint_is_compared_by_what_it_says(
     record = replace(report.record, workload={**report.record.workload, "fingerprint": "f00d"})
     assert soak(record, workload, steps=8).measurement.ok
     other = autofit.Workload(nn.Linear(32, 32), torch.randn(8, 32))
-    with pytest.raises(InvalidRequest, match="parameters"):
+    with pytest.raises(InvalidArgument, match="parameters"):
         soak(record, other, steps=8)
 
 
@@ -210,12 +218,12 @@ def test_another_workload_is_refused_with_what_differs(
     report: autofit.Report, model: Any, samples: int, words: str
 ) -> None:
     other = autofit.Workload(model, torch.randn(samples, 32))
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         soak(report.record, other, steps=STEPS)
 
 
 def test_too_few_steps_are_refused(report: autofit.Report, workload: autofit.Workload) -> None:
-    with pytest.raises(InvalidRequest, match=r"\b8\b.*\b3\b"):
+    with pytest.raises(InvalidArgument, match=r"\b8\b.*\b3\b"):
         soak(report.record, workload, steps=3)
 
 
@@ -263,7 +271,7 @@ def test_speed_is_not_compared_on_a_busy_machine(report: autofit.Report) -> None
     (line,) = compare(TOLD, slower, busy=True)
     assert line.startswith("peak")
     best = replace(report.best, measurement=TOLD)
-    endured = Endurance(best, slower, 2 * GIB, (), "load 7.0 on 2 cores")
+    endured = SoakResult(best, slower, 2 * GIB, (), "load 7.0 on 2 cores")
     assert "load 7.0 on 2 cores" in str(endured)
     assert endured.to_dict()["busy"] == "load 7.0 on 2 cores"
 
@@ -320,14 +328,14 @@ def test_noise_is_no_higher_loss() -> None:
 
 def test_the_text_says_both_sides(report: autofit.Report) -> None:
     best = replace(report.best, measurement=TOLD)
-    held = str(Endurance(best, SEEN, 2 * GIB, ()))
+    held = str(SoakResult(best, SEEN, 2 * GIB, ()))
     assert "100 ms (report: 100 ms)" in held
     assert held.endswith("as the report says")
     assert "on each rank" not in held
     together = replace(best, measurement=of_two_ranks(TOLD, GIB, 2 * GIB))
-    both = str(Endurance(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
+    both = str(SoakResult(together, of_two_ranks(SEEN, GIB, GIB), 4 * GIB, ()))
     held_of_ranks = "1.00 GiB to 1.00 GiB of 4.00 GiB (rank 0 most)"
     assert f"on each rank   {held_of_ranks} (report: 1.00 GiB to 2.00 GiB" in both
     assert "own step time 80.0 ms to 120 ms (rank 0 slowest) (report: own" in both
-    strayed = str(Endurance(best, SEEN, 2 * GIB, ("the loss rose",)))
+    strayed = str(SoakResult(best, SEEN, 2 * GIB, ("the loss rose",)))
     assert strayed.endswith("not as the report says:\n- the loss rose")

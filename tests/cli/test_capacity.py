@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autofit.cli.main import app, main
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 WORKLOAD = """
 import torch
@@ -157,7 +157,7 @@ def test_check_of_a_plan_that_was_tuned_on_the_cpu(target: str, report: Path) ->
     assert (code, json.loads(said)["method"]) == (0, "probe")
     assert json.loads(said)["vram_budget_bytes"] == made["vram_budget_bytes"]
     refused = CliRunner().invoke(app, [*of_report, "--gpu", "L4"]).exception
-    assert isinstance(refused, InvalidRequest)
+    assert isinstance(refused, InvalidArgument)
     assert "CPU" in str(refused)
     code, said = run(*of_report, "--gpu", "L4", "--vram-budget", "20GiB")
     assert (code, json.loads(said)["method"]) == (0, "predict")
@@ -251,7 +251,7 @@ def test_cards_says_what_cannot_be_told_and_what_failed(
 )
 def test_cards_refuses_what_it_does_not_know(target: str, words: list[str]) -> None:
     result = CliRunner().invoke(app, ["cards", target, *words])
-    assert isinstance(result.exception, InvalidRequest)
+    assert isinstance(result.exception, InvalidArgument)
     assert words[1].partition(".")[0] in str(result.exception)
 
 
@@ -272,7 +272,7 @@ def test_a_report_of_another_model_is_refused(words: str, report: Path, tmp_path
     other.write_text(WORKLOAD.replace("4096", "2048"))
     assert other.read_text() != WORKLOAD
     refused = CliRunner().invoke(app, [command, f"{other}:make", *more, str(report)])
-    assert isinstance(refused.exception, InvalidRequest)
+    assert isinstance(refused.exception, InvalidArgument)
     assert re.search(r"another workload: parameters \d+ there, \d+ here", str(refused.exception))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autofit.cli.target import check_is_near
-from autofit.errors import InvalidRequest, StudyRefused
+from autofit.errors import InvalidArgument, StudyError
 from autofit.report.report import load
 from autofit.searching.storage import check_opens
 
@@ -74,7 +74,7 @@ def test_a_report_names_code_of_the_folder(folder: Path, monkeypatch: pytest.Mon
     for target in ("train.py:make", "package_of_targets.inner:make", f"{folder}/train.py:make"):
         check_is_near(target)
     assert sys.path == path
-    with pytest.raises(InvalidRequest, match="TARGET"):
+    with pytest.raises(InvalidArgument, match="TARGET"):
         check_is_near(f"{folder.parent}/train.py:make")
 
 
@@ -98,7 +98,7 @@ def test_a_package_that_only_in_part_lies_in_the_folder_is_refused(
     monkeypatch.chdir(tmp_path / "here")
     check_is_near("spread.inner:make")
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
-    with pytest.raises(InvalidRequest, match="TARGET"):
+    with pytest.raises(InvalidArgument, match="TARGET"):
         check_is_near("spread.inner:make")
 
 
@@ -114,7 +114,7 @@ def test_a_file_without_end_is_no_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [5, b"report.json", None])
 def test_what_is_no_path_is_no_report(path: Any) -> None:
-    with pytest.raises(InvalidRequest, match="path"):
+    with pytest.raises(InvalidArgument, match="path"):
         load(path)
 
 
@@ -141,7 +141,7 @@ def test_a_study_that_its_driver_cannot_open_is_refused(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(StudyRefused):
+    with pytest.raises(StudyError):
         check_opens(study)
 
 

@@ -345,7 +345,7 @@ def test_a_saved_report_becomes_any_form_without_torch(
     assert forms[1].read_text().startswith("<!doctype html>")
     assert forms[2].read_text().startswith("### small on cpu")
     assert forms[3].read_text() == (folder / "report.txt").read_text()
-    assert forms[4].read_text().startswith("number,role,")
+    assert forms[4].read_text().startswith("number,kind,")
 
 
 def test_two_reports_are_compared(

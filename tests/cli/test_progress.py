@@ -21,7 +21,7 @@ from torch import nn
 
 import autofit
 from autofit.cli.progress import ProgressLine
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan, Settings
 from autofit.searching import wording
 from autofit.searching.events import (
@@ -36,7 +36,7 @@ from autofit.searching.events import (
 )
 from autofit.searching.wording import EventWords, logged
 
-PLAIN: Settings = {"folding.level": 0, "precision.dtype": "as_is"}
+PLAIN: Settings = {"folding.level": 0, "precision.dtype": "default"}
 FOLDED: Settings = {**PLAIN, "folding.level": 2}
 
 
@@ -56,21 +56,23 @@ def progress(probes: int, best: Trial | None = None, oom_probes: int = 0) -> Pro
     return Progress(probes, oom_probes, best, 61.0, 119.0, 20 - probes)
 
 
-def ran(role: Role, plan: Plan, outcome: Outcome = Outcome.OK, detail: str | None = None) -> Trial:
+def ran(
+    kind: TrialKind, plan: Plan, outcome: Outcome = Outcome.OK, detail: str | None = None
+) -> Trial:
     times = [0.1] if outcome is Outcome.OK else []
     held = 30 * 2**20
     measurement = Measurement(outcome, detail, step_times_s=times, peak_reserved_bytes=held)
-    return Trial(0, role, plan, measurement)
+    return Trial(0, kind, plan, measurement)
 
 
-BASELINE = ran(Role.BASELINE, Plan(4, settings=PLAIN))
+BASELINE = ran(TrialKind.BASELINE, Plan(4, settings=PLAIN))
 STORY: list[Event] = [
     StageStarted("looking the workload over: folding", progress(0)),
-    ProbeStarted(BASELINE.plan, Role.BASELINE, None, progress(0)),
+    ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, progress(0)),
     ProbeFinished(BASELINE, progress(1, BASELINE)),
-    ProbeStarted(Plan(16, settings=FOLDED), Role.SEARCH, None, progress(1, BASELINE)),
+    ProbeStarted(Plan(16, settings=FOLDED), TrialKind.SEARCH, None, progress(1, BASELINE)),
     ProbeFinished(
-        ran(Role.SEARCH, Plan(16, settings=FOLDED), Outcome.OOM, "CUDA out of memory"),
+        ran(TrialKind.SEARCH, Plan(16, settings=FOLDED), Outcome.OOM, "CUDA out of memory"),
         progress(2, BASELINE, 1),
     ),
     Repeating(
@@ -78,9 +80,14 @@ STORY: list[Event] = [
         Measurement(Outcome.CRASHED, "the worker was ended by SIGKILL\nit printed"),
         progress(2, BASELINE, 1),
     ),
-    Vetoed(ran(Role.VETOED, Plan(64, settings=PLAIN), Outcome.OOM), progress(2, BASELINE, 1)),
+    Vetoed(ran(TrialKind.VETOED, Plan(64, settings=PLAIN), Outcome.OOM), progress(2, BASELINE, 1)),
     ProbeFinished(
-        ran(Role.SEARCH, Plan(8, settings=FOLDED), Outcome.UNSUPPORTED, "no such kernel\nat all"),
+        ran(
+            TrialKind.SEARCH,
+            Plan(8, settings=FOLDED),
+            Outcome.UNSUPPORTED,
+            "no such kernel\nat all",
+        ),
         progress(3, BASELINE, 1),
     ),
     Confirming("nothing is left to try", progress(3, BASELINE, 1)),
@@ -121,7 +128,7 @@ def test_a_line_says_the_best_the_probes_and_the_time_left() -> None:
 def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
     """Two probes took 20 s after a preparation of 40 s, and three are left: 30 s."""
     story: list[Event] = [
-        ProbeStarted(BASELINE.plan, Role.BASELINE, None, Progress(0, 0, None, 40.0, None, 5)),
+        ProbeStarted(BASELINE.plan, TrialKind.BASELINE, None, Progress(0, 0, None, 40.0, None, 5)),
         ProbeFinished(BASELINE, Progress(1, 0, BASELINE, 50.0, None, 4)),
         ProbeFinished(BASELINE, Progress(2, 0, BASELINE, 60.0, None, 3)),
     ]
@@ -135,7 +142,7 @@ def test_the_time_left_is_by_the_probes_where_they_end_sooner() -> None:
 
 
 def test_as_long_as_nothing_fits_it_says_so() -> None:
-    failed = ran(Role.BASELINE, Plan(4), Outcome.OOM)
+    failed = ran(TrialKind.BASELINE, Plan(4), Outcome.OOM)
     (line,) = lines_of([ProbeFinished(failed, progress(1, None, 1))])
     assert "out of memory" in line
     assert "| nothing fits yet |" in line
@@ -149,7 +156,7 @@ def test_without_limits_no_time_is_promised() -> None:
 
 def test_a_resumed_search_shows_settings_in_full() -> None:
     (line,) = lines_of([ProbeFinished(BASELINE, progress(4, BASELINE))])
-    assert "folding.level=0, precision.dtype=as_is" in line
+    assert "folding.level=0, precision.dtype=default" in line
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autofit.cli.target import load_target
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 SOURCE = """
 import torch
@@ -72,34 +72,34 @@ def test_a_module_is_found_in_the_current_folder(
 
 @pytest.mark.parametrize("target", ["", "file.py", "file.py:", ":name", "package.module"])
 def test_the_error_for_a_bad_target_says_how_to_write_one(target: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"use path/to/file\.py:name"):
+    with pytest.raises(InvalidArgument, match=r"use path/to/file\.py:name"):
         load_target(target)
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"gone/models\.py"):
+    with pytest.raises(InvalidArgument, match=r"gone/models\.py"):
         load_target("gone/models.py:make")
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"'no_such_package\.models'"):
+    with pytest.raises(InvalidArgument, match=r"'no_such_package\.models'"):
         load_target("no_such_package.models:make")
 
 
 def test_the_error_for_a_missing_name_lists_the_names_there_are(script: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"'nake'.*make, Zoo, ready"):
+    with pytest.raises(InvalidArgument, match=r"'nake'.*make, Zoo, ready"):
         load_target(f"{script}:nake")
 
 
 def test_what_is_no_workload_is_named_by_its_type(script: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"Workload.*function.*\bint\b"):
+    with pytest.raises(InvalidArgument, match=r"Workload.*function.*\bint\b"):
         load_target(f"{script}:number")
 
 
 def test_a_function_that_needs_arguments_is_refused(script: Path) -> None:
     with script.open("a") as file:
         file.write("def sized(tokens, width=2): ...\n")
-    with pytest.raises(InvalidRequest, match=r"sized.*tokens"):
+    with pytest.raises(InvalidArgument, match=r"sized.*tokens"):
         load_target(f"{script}:sized")
 
 
@@ -121,7 +121,7 @@ def test_a_module_whose_own_import_fails_is_not_said_to_be_missing(
 def test_a_file_with_the_name_of_a_module_in_use_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "json.py"
     path.write_text(SOURCE)
-    with pytest.raises(InvalidRequest, match=r"'json'.*rename"):
+    with pytest.raises(InvalidArgument, match=r"'json'.*rename"):
         load_target(f"{path}:make")
 
 
@@ -138,5 +138,5 @@ def test_a_current_folder_that_was_deleted_is_said(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(InvalidRequest, match="folder was deleted"):
+    with pytest.raises(InvalidArgument, match="folder was deleted"):
         load_target("train.py:make")

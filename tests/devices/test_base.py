@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autofit.devices.request import budget_bytes
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 GIB = 2**30
 
@@ -57,5 +57,5 @@ def test_without_one_it_is_what_is_free_less_a_margin() -> None:
     ],
 )
 def test_what_is_no_budget_is_refused(asked: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         _budget(asked)

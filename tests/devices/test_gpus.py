@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autofit.devices.gpus import find_gpu
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.units import GIB, MIB
 
 
@@ -66,13 +66,13 @@ def test_none_is_the_best_known_architecture() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(InvalidRequest, match=r"'Voodoo 2'.*A100-80GB"):
+    with pytest.raises(InvalidArgument, match=r"'Voodoo 2'.*A100-80GB"):
         find_gpu("Voodoo 2")
 
 
 @pytest.mark.parametrize("gpu", [0, -1, 24, "24", True, 1.5, float("nan"), "1B", "nan", "", b"L4"])
 def test_what_is_no_gpu_is_refused(gpu: Any) -> None:
-    with pytest.raises(InvalidRequest, match="24GiB") as caught:
+    with pytest.raises(InvalidArgument, match="24GiB") as caught:
         find_gpu(gpu)
     assert repr(gpu) in str(caught.value)
 

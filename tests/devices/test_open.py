@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autofit.devices.open import device_meant, open_device
-from autofit.errors import DeviceUnavailable, InvalidRequest
+from autofit.errors import DeviceUnavailable, InvalidArgument
 
 
 def test_the_cpu_is_always_there() -> None:
@@ -27,7 +27,7 @@ def test_without_a_gpu_nothing_said_means_the_cpu_and_cuda_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:one", "cuda:-1", "cpu:0", "CUDA", "mps"])
 def test_what_is_no_device_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(InvalidRequest, match='"cuda:N"') as refusal:
+    with pytest.raises(InvalidArgument, match='"cuda:N"') as refusal:
         open_device(name)
     assert repr(name) in str(refusal.value)
 

@@ -59,8 +59,8 @@ def test_one_parameter_that_differs_does_not_hide_in_all_gradients_together() ->
     assert found.comparison.modules == ("router",)
     (note,) = found.notes
     assert "router.weight" in note
-    assert "allow_resplit" in note
-    assert decided(Routed, criterion=None, loss_fn=balanced, allow_resplit=True).allowed
+    assert "allow_accumulation_change" in note
+    assert decided(Routed, criterion=None, loss_fn=balanced, allow_accumulation_change=True).allowed
 
 
 class Attentive(nn.Module):
@@ -155,7 +155,7 @@ def test_what_one_forward_leaves_and_the_next_reads_is_found_and_named(
     assert found.comparison.gradient > 0.02
     (note,) = found.notes
     assert name in note
-    free = decided(build, allow_resplit=True)
+    free = decided(build, allow_accumulation_change=True)
     assert free.allowed
     assert name in free.notes[0]
 

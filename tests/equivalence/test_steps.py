@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autofit.equivalence.steps import StepComparer
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import NUMPY, PYTHON, Comparison
@@ -253,5 +253,5 @@ def test_a_context_compares_a_strategys_settings(name: str) -> None:
 
 def test_on_the_meta_device_nothing_is_compared() -> None:
     (strategy,) = load_strategies(["precision"])
-    with pytest.raises(InvalidRequest, match="meta"):
+    with pytest.raises(InvalidArgument, match="meta"):
         PlainContext(attention, "meta").compare({}, {}, strategy)

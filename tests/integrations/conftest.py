@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.registry import load_strategies
 from autofit.report.record import Record, SearchSummary
@@ -18,12 +18,12 @@ from autofit.training.batch import describe
 from autofit.training.workload import Workload
 
 DIMENSIONS = {
-    "precision.dtype": Dimension(["as_is", "tf32", "bfloat16", "float16"]),
+    "precision.dtype": Dimension(["default", "tf32", "bfloat16", "float16"]),
     "optimizer.implementation": Dimension(
-        ["as_is", "for_loop", "foreach", "fused"],
+        ["default", "for_loop", "foreach", "fused"],
         payloads={value: {"optimizers": [""]} for value in ("for_loop", "foreach", "fused")},
     ),
-    "memory_format.layout": Dimension(["as_is", "channels_last"]),
+    "memory_format.layout": Dimension(["default", "channels_last"]),
 }
 RAN = Measurement(
     Outcome.OK,
@@ -68,8 +68,8 @@ def report_of(workload: Workload, plan: Plan, units: tuple[str, ...] = ()) -> Re
         search=SearchSummary(2, 0, 1.0, "no plan is expected to be 1% faster", 0),
         dimensions=dimensions,
         trials=(
-            Trial(0, Role.CONFIRMED, baseline, RAN),
-            Trial(1, Role.CONFIRMED, best, RAN),
+            Trial(0, TrialKind.CONFIRMATION, baseline, RAN),
+            Trial(1, TrialKind.CONFIRMATION, best, RAN),
         ),
         best_number=1,
         baseline_number=0,

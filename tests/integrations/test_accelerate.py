@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations import accelerate as integration
 from autofit.plan import Plan
 from autofit.report.report import Report
@@ -135,7 +135,9 @@ def test_another_precision_than_the_plans_is_refused(
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=has)
     report = make_report(workload_of(model), Plan(8, settings={"precision.dtype": "float16"}))
     with (
-        pytest.raises(InvalidRequest, match=f"mixed_precision='{has}', but the plan needs another"),
+        pytest.raises(
+            InvalidArgument, match=f"mixed_precision='{has}', but the plan needs another"
+        ),
         integration.applied(report, accelerator, model, optimizer),
     ):
         pass

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations.applied import library, on_model
 from autofit.integrations.workloads import longest_batch
 from autofit.plan import Dimension, Plan, ResolvedPlan
@@ -86,14 +86,14 @@ def test_what_only_a_training_of_autofits_can_do_is_refused(
     act: Callable[[TrainingView], Any], words: str
 ) -> None:
     with (
-        pytest.raises(InvalidRequest, match=f"'foreign' {words}.*report.apply"),
+        pytest.raises(InvalidArgument, match=f"'foreign' {words}.*report.apply"),
         on_model(resolved(act), nn.Linear(2, 2), None),
     ):
         pass
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="pip install no_such_library"):
+    with pytest.raises(InvalidArgument, match="pip install no_such_library"):
         library("no_such_library.part", "nor_this_one")
 
 
@@ -162,5 +162,5 @@ def test_a_data_set_of_fewer_samples_than_a_batch_is_repeated() -> None:
 
 @pytest.mark.parametrize("nothing", [[], torch.utils.data.DataLoader([], batch_size=2)])  # type: ignore[arg-type]  # likewise
 def test_no_data_is_an_error(nothing: Any) -> None:
-    with pytest.raises(InvalidRequest, match="sample_batch="):
+    with pytest.raises(InvalidArgument, match="sample_batch="):
         longest_batch(nothing)

@@ -61,7 +61,7 @@ def test_training_arguments(report: Report, make_report: Callable[..., Report]) 
     assert "#     with checkpointed(model, units, state):" in text
 
     fused = report_with(
-        make_report, Plan(12), **{"optimizer.implementation": "fused", "precision.dtype": "as_is"}
+        make_report, Plan(12), **{"optimizer.implementation": "fused", "precision.dtype": "default"}
     ).export("transformers")
     assert "optim='adamw_torch_fused'" in fused
     assert "optimizer.implementation" not in fused.replace(fused.splitlines()[0], "")
@@ -79,7 +79,7 @@ def test_lightning_arguments(report: Report) -> None:
     assert "# checkpointing.level=1 has no place here" in text
 
 
-@pytest.mark.parametrize(("dtype", "named"), [("bfloat16", "bf16"), ("as_is", "no")])
+@pytest.mark.parametrize(("dtype", "named"), [("bfloat16", "bf16"), ("default", "no")])
 def test_accelerate_config(
     dtype: str, named: str, make_report: Callable[..., Report], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import autofit
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations import lightning as integration
 from autofit.plan import Plan
 from autofit.report.details import training_lines
@@ -232,12 +232,12 @@ def test_a_callback_of_ones_own_runs_beside_the_plans(make_report: Callable[...,
 
 def test_what_cannot_be_searched_is_said(make_report: Callable[..., Report]) -> None:
     module = Classifier()
-    with pytest.raises(InvalidRequest, match="DataModule"):
+    with pytest.raises(InvalidArgument, match="DataModule"):
         integration.workload(module)
-    with pytest.raises(InvalidRequest, match="precision='64-true'"):
+    with pytest.raises(InvalidArgument, match="precision='64-true'"):
         integration.workload(module, Data(), trainer=trainer_of(precision="64-true"))
     module.automatic_optimization = False
-    with pytest.raises(InvalidRequest, match="train_step="):
+    with pytest.raises(InvalidArgument, match="training_step="):
         integration.workload(module, Data())
 
 
@@ -246,7 +246,7 @@ def test_an_optimizer_that_asks_for_the_trainer_may_be_given() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1 / self.trainer.max_epochs)
 
-    with pytest.raises(InvalidRequest, match="optimizer="):
+    with pytest.raises(InvalidArgument, match="optimizer="):
         integration.workload(Scheduled(), Data())
     given = integration.workload(Scheduled(), Data(), optimizer=torch.optim.SGD)
     assert given.optimizer is torch.optim.SGD

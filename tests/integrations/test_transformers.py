@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autofit
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.report.details import training_lines
 from autofit.report.report import Report
@@ -288,7 +288,7 @@ def test_a_trainer_that_runs_the_plan_already_is_told_so(
 def test_an_uneven_split_is_refused(tmp_path: Path, make_report: Callable[..., Report]) -> None:
     trainer = trainer_of(tmp_path)
     report = make_report(integration.workload(trainer), Plan.split(8, 3))
-    with pytest.raises(InvalidRequest, match=r"into 3 \+ 3 \+ 2.*even_split"):
+    with pytest.raises(InvalidArgument, match=r"into 3 \+ 3 \+ 2.*even_split"):
         integration.apply(report, trainer)
 
 
@@ -296,7 +296,7 @@ def test_a_trainer_without_data_asks_for_a_batch(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     batch = collate(samples()[:4])
     trainer.train_dataset = None
-    with pytest.raises(InvalidRequest, match="sample_batch="):
+    with pytest.raises(InvalidArgument, match="sample_batch="):
         integration.workload(trainer)
     assert integration.workload(trainer, sample_batch=batch).sample_batch_size == 4
 

@@ -189,7 +189,7 @@ def test_a_replay_of_the_recording_gives_the_same_peaks() -> None:
     with tracer:
         parts = trainable(checkpointed=False)
         for _ in range(2):
-            train_step(*parts, autocast=False)
+            training_step(*parts, autocast=False)
             tracer.end_step()
     replayed = replay(tracer.recording)
     assert replayed.peak_allocated_bytes == tracer.allocator.peak_allocated_bytes
@@ -219,7 +219,7 @@ def trainable(checkpointed: bool, device: str = "cpu") -> tuple[Net, torch.optim
     return model, torch.optim.AdamW(model.parameters(), foreach=True)
 
 
-def train_step(model: Net, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
+def training_step(model: Net, optimizer: torch.optim.Optimizer, autocast: bool) -> None:
     device = next(model.parameters()).device
     context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
     x = torch.randn(2048, 128, device=device)
@@ -242,7 +242,7 @@ def test_a_refusal_unwinds_cleanly_under_every_limit(
         tracer.allocator.limit_bytes = limit
         try:
             with tracer:
-                train_step(*trainable(checkpointed, device), autocast=autocast)
+                training_step(*trainable(checkpointed, device), autocast=autocast)
         except torch.OutOfMemoryError as error:
             refused += "out of memory" in str(error) and "Tried to allocate" in str(error)
         gc.collect()
@@ -268,7 +268,7 @@ def _recomputation() -> Callable[[], object]:
 
 def _second_update() -> Callable[[], object]:
     parts = trainable(checkpointed=False)
-    train_step(*parts, autocast=False)
+    training_step(*parts, autocast=False)
     parts[0](torch.randn(16, 128)).backward()
     return parts[1].step
 
@@ -326,12 +326,12 @@ def test_training_goes_on_after_a_refusal() -> None:
     tracer = MemoryTracer(CachingAllocator())
     with tracer:
         parts = trainable(checkpointed=True)
-        train_step(*parts, autocast=False)
+        training_step(*parts, autocast=False)
         tracer.allocator.limit_bytes = tracer.allocator.allocated_bytes + 4 * MIB
         with pytest.raises(torch.OutOfMemoryError):
-            train_step(*parts, autocast=False)
+            training_step(*parts, autocast=False)
         tracer.allocator.limit_bytes = None
-        train_step(*parts, autocast=False)
+        training_step(*parts, autocast=False)
 
 
 def test_tensor_subclasses_count_their_inner_tensors() -> None:

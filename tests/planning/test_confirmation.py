@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.planning.confirmation import best_of, finalists, is_decided, next_turn
 from autofit.planning.posterior import Posterior
@@ -35,25 +35,25 @@ def test_the_leader_and_the_baseline_are_compared_once_where_they_differ_much(
     device: SimulatedDevice,
 ) -> None:
     result = run_search(device.prober(), device.spec())
-    compared = [t.plan for t in result.trials if t.role is Role.CONFIRMED]
+    compared = [t.plan for t in result.trials if t.kind is TrialKind.CONFIRMATION]
     assert result.best.plan in compared
     assert compared.count(device.space.baseline) == 1
     assert next_turn(Posterior(device.spec(), result.trials)) is None
 
 
 PRECISE, REDUCED = Plan(16, settings={**PLAIN, LEVEL: 1}), Plan(16, settings=HALF)
-BASELINE, SEARCH, CONFIRMED = Role.BASELINE, Role.SEARCH, Role.CONFIRMED
+BASELINE, SEARCH, CONFIRMED = TrialKind.BASELINE, TrialKind.SEARCH, TrialKind.CONFIRMATION
 
 
-def _trials(*measured: tuple[Role, Plan, float, float]) -> list[Trial]:
-    """Trials of (role, plan, milliseconds, GiB), whose steps scatter by about 1 %."""
+def _trials(*measured: tuple[TrialKind, Plan, float, float]) -> list[Trial]:
+    """Trials of (kind, plan, milliseconds, GiB), whose steps scatter by about 1 %."""
     trials = []
-    for number, (role, plan, milliseconds, held_gib) in enumerate(measured):
+    for number, (kind, plan, milliseconds, held_gib) in enumerate(measured):
         steps = [milliseconds / 1000 * factor for factor in (0.98, 0.99, 1, 1, 1, 1.01, 1.02)]
         measurement = Measurement(
             Outcome.OK, step_times_s=steps, peak_reserved_bytes=int(held_gib * GIB)
         )
-        trials.append(Trial(number, role, plan, measurement))
+        trials.append(Trial(number, kind, plan, measurement))
     return trials
 
 
@@ -73,7 +73,7 @@ def _best(device: SimulatedDevice, trials: list[Trial], **spec: Any) -> Plan:
     assert next_turn(posterior) is None
     best = best_of(posterior)
     assert best is not None
-    assert best.role is Role.CONFIRMED
+    assert best.kind is TrialKind.CONFIRMATION
     return best.plan
 
 

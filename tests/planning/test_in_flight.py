@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autofit.measurement import Outcome, Role
+from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Plan
 from autofit.planning import planner
 from autofit.planning.in_flight import believing
@@ -16,8 +16,8 @@ from autofit.planning.posterior import Posterior
 from tests.simulated import MakeDevice, SimulatedDevice, make_trial, measured
 
 
-def searched(plans: Sequence[Plan]) -> list[tuple[Plan, Role]]:
-    return [(plan, Role.SEARCH) for plan in plans]
+def searched(plans: Sequence[Plan]) -> list[tuple[Plan, TrialKind]]:
+    return [(plan, TrialKind.SEARCH) for plan in plans]
 
 
 def test_a_plan_in_flight_is_not_proposed_again(device: SimulatedDevice) -> None:

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role, Trial, median_error
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind, median_error
 from autofit.noise import BETWEEN, Noise, seconds_of
 from autofit.plan import Plan
 
@@ -19,7 +19,7 @@ def _trial(
     places = [-1.0, 0.0, 1.0] if count == 3 else [2 * k / (count - 1) - 1 for k in range(count)]
     times = [middle * math.exp(scatter * place) for place in places]
     plan = Plan(micro_batch or number + 1)
-    return Trial(number, Role.SEARCH, plan, Measurement(Outcome.OK, step_times_s=times))
+    return Trial(number, TrialKind.SEARCH, plan, Measurement(Outcome.OK, step_times_s=times))
 
 
 @pytest.mark.parametrize("count", [3, 5, 9, 30])

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role
-from autofit.plan import Dimension, Hint, Plan, variant_key
+from autofit.measurement import Measurement, Outcome, TrialKind
+from autofit.plan import CostHint, Dimension, Plan, variant_key
 from autofit.planning import planner
 from autofit.planning.posterior import Posterior
 from autofit.planning.proposals import MAX_STEP_WITH_LINES, oom_cost
@@ -41,7 +41,7 @@ def test_a_decision_depends_on_specification_and_trials_alone(device: SimulatedD
 
 def test_vetoed_trials_change_no_decision(device: SimulatedDevice) -> None:
     trials = run_search(device.prober(), device.spec(), max_probes=5).trials[:4]
-    vetoed = replace(trials[1], role=Role.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
+    vetoed = replace(trials[1], kind=TrialKind.VETOED, measurement=Measurement(Outcome.OVER_BUDGET))
     before = Posterior(device.spec(), trials)
     assert before.updated((*trials, vetoed)) is before
     assert planner.decide(Posterior(device.spec(), (*trials, vetoed))) == planner.decide(before)
@@ -57,9 +57,11 @@ def test_it_finds_the_best_plan_with_few_probes_and_no_oom(device: SimulatedDevi
 
 def test_hints_save_probes(make_device: MakeDevice) -> None:
     hinted = {
-        "precision.dtype": Dimension(("as_is", "bfloat16"), hints={"bfloat16": Hint(0.6, 0.5)}),
+        "precision.dtype": Dimension(
+            ("default", "bfloat16"), hints={"bfloat16": CostHint(0.6, 0.5)}
+        ),
         "checkpointing.level": Dimension(
-            (0, 1, 2, 3, 4), hints={n: Hint(1 - 0.15 * n, 1 + 0.08 * n) for n in range(1, 5)}
+            (0, 1, 2, 3, 4), hints={n: CostHint(1 - 0.15 * n, 1 + 0.08 * n) for n in range(1, 5)}
         ),
     }
     probes_saved = 0
@@ -79,7 +81,7 @@ def test_a_hint_on_fixed_bytes_is_used_before_anything_of_it_is_measured(
     """An optimizer state of half the size leaves room for larger micro-batches."""
     results = {}
     for fixed_bytes in (0.5, None):
-        hint = Hint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=fixed_bytes)
+        hint = CostHint(bytes_per_sample=1.0, seconds_per_sample=1.0, fixed_bytes=fixed_bytes)
         state = Dimension(("plain", "8bit"), hints={"8bit": hint})
         levels = Dimension((0, 1, 2, 3, 4))
         device = make_device(dimensions={LEVEL: levels, "optimizer.state": state}, fixed=5 * GIB)
@@ -109,7 +111,7 @@ def test_costly_values_are_tried_last_and_on_leaders_only(make_device: MakeDevic
     costly = Dimension((False, True), trial_cost_s=30.0)
     other = make_device(
         dimensions={
-            "precision.dtype": Dimension(("as_is", "bfloat16")),
+            "precision.dtype": Dimension(("default", "bfloat16")),
             "checkpointing.level": Dimension((0, 1, 2)),
             "compile.model": costly,
         }
@@ -150,7 +152,7 @@ def test_with_a_global_batch_every_plan_keeps_it(make_device: MakeDevice) -> Non
 
 
 def test_a_split_that_may_not_change_leaves_one_geometry(make_device: MakeDevice) -> None:
-    other = make_device(global_batch=50, may_resplit=False)
+    other = make_device(global_batch=50, may_change_accumulation=False)
     splits = {r.plan.accumulation_steps for r in _probed(other)}
     assert splits == {other.space.baseline.accumulation_steps}
 
@@ -214,7 +216,9 @@ def test_risks_are_weighed_in_proportion_only_with_a_prior_on_memory(
     elif given != "nothing":
         hinted = [*spec.space.dimensions][: None if given == "hints" else 1]
         dimensions = {
-            name: replace(each, hints=dict.fromkeys(each.values[1:], Hint(bytes_per_sample=0.9)))
+            name: replace(
+                each, hints=dict.fromkeys(each.values[1:], CostHint(bytes_per_sample=0.9))
+            )
             if name in hinted
             else each
             for name, each in spec.space.dimensions.items()

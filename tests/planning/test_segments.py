@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autofit.measurement import probes_of
-from autofit.plan import Dimension, Hint, Plan
+from autofit.plan import CostHint, Dimension, Plan
 from autofit.planning.search_spec import SearchSpec
 from autofit.searching.engine import run_search
 from autofit.space import Space
@@ -13,8 +13,8 @@ from autofit.testing import SimulatedProber
 from autofit.units import MIB
 
 LEVELS = tuple(range(6))
-HINTS: dict[bool | int | float | str, Hint] = {
-    level: Hint(bytes_per_sample=1 - 0.13 * level) for level in LEVELS[1:]
+HINTS: dict[bool | int | float | str, CostHint] = {
+    level: CostHint(bytes_per_sample=1 - 0.13 * level) for level in LEVELS[1:]
 }
 BUDGET = 77 * MIB
 
@@ -35,7 +35,7 @@ def _seconds(plan: Plan) -> float:
 def test_a_line_through_whole_segments_is_not_trusted_to_the_last_bytes() -> None:
     """With the error of large trainings alone, 2 %, they ran out of memory 12 times."""
     dimensions = {
-        "precision.dtype": Dimension(("as_is", "bfloat16")),
+        "precision.dtype": Dimension(("default", "bfloat16")),
         "checkpointing.level": Dimension(LEVELS, hints=HINTS),
     }
     space = Space(dimensions, sample_batch_size=2, max_micro_batch=256)

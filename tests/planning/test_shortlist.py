@@ -9,7 +9,7 @@ import numpy as np
 import optuna
 import pytest
 
-from autofit.measurement import Outcome, Role
+from autofit.measurement import Outcome, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import confirmation, planner
 from autofit.planning.in_flight import believing
@@ -23,18 +23,18 @@ from autofit.units import GIB, MIB
 
 LEVEL, DTYPE, COSTLY, HARMFUL = "checkpointing.level", "precision.dtype", "slow.start", "harm.on"
 SMALL = {
-    DTYPE: Dimension(("as_is", "bfloat16")),
+    DTYPE: Dimension(("default", "bfloat16")),
     LEVEL: Dimension(tuple(range(8))),
     **{f"x{number}.y": Dimension(("a", "b")) for number in range(3)},
     HARMFUL: Dimension((False, True)),
 }
-LARGE = {**SMALL, DTYPE: Dimension(("as_is", "tf32", "bfloat16", "float16"))}
+LARGE = {**SMALL, DTYPE: Dimension(("default", "tf32", "bfloat16", "float16"))}
 
 
 def _seconds(plan: Plan) -> float:
     """Half with another precision, 4 % less for every "b", and 1 % more a level."""
     settings = plan.settings
-    log = math.log(0.5) if settings[DTYPE] != "as_is" else 0.0
+    log = math.log(0.5) if settings[DTYPE] != "default" else 0.0
     log -= 0.04 * list(settings.values()).count("b")
     log -= 0.2 if settings.get(COSTLY) else 0.0
     log += 0.4 if settings[HARMFUL] else 0.0
@@ -110,7 +110,7 @@ def test_a_plan_that_is_not_on_the_shortlist_is_judged_all_the_same() -> None:
     assert planner.veto(posterior, plan) is None
     assert planner.veto(posterior, large) is not None
     assert planner.forecast(posterior, plan).peak_bytes == pytest.approx(_bytes(plan), rel=0.3)
-    believed = believing(posterior, [(plan, Role.SEARCH)])
+    believed = believing(posterior, [(plan, TrialKind.SEARCH)])
     assert planner.decide(believed) != plan
     assert plan.settings in believed.variants
 

@@ -31,7 +31,7 @@ def convolutions() -> Workload:
     return Workload(lambda: resnet((16, 32), 1, 10), batch, criterion=nn.CrossEntropyLoss())
 
 
-def plan(micro_batch: int, dtype: str = "as_is", steps: int = 2) -> ResolvedPlan:
+def plan(micro_batch: int, dtype: str = "default", steps: int = 2) -> ResolvedPlan:
     settings = {"precision.dtype": dtype}
     given = Plan(micro_batch, accumulation_steps=steps, settings=settings)
     return ResolvedPlan(given, {}, PRECISION)
@@ -62,7 +62,7 @@ def test_a_loss_over_pairs_of_samples_is_on_no_line() -> None:
     assert shared.dry_runs == 4
 
 
-@pytest.mark.parametrize("dtype", ["as_is", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["default", "bfloat16"])
 def test_three_dry_runs_tell_all_micro_batches_between(dtype: str) -> None:
     workload, gpu = decoder(), find_gpu("L4")
     shared = SharedRuns(workload)
@@ -76,7 +76,7 @@ def test_three_dry_runs_tell_all_micro_batches_between(dtype: str) -> None:
     assert shared.dry_runs == 3
 
 
-@pytest.mark.parametrize("dtype", ["as_is", "float16"])
+@pytest.mark.parametrize("dtype", ["default", "float16"])
 def test_a_gpu_that_answers_alike_needs_no_dry_run_of_its_own(dtype: str) -> None:
     workload, names = decoder(), ["T4", "V100", "A100", "L4", "RTX 5090", "H100", "B200"]
     shared = SharedRuns(workload)
@@ -85,7 +85,7 @@ def test_a_gpu_that_answers_alike_needs_no_dry_run_of_its_own(dtype: str) -> Non
         run = dry_run(workload, plan(8, dtype), gpu)
         assert shared.need(plan(8, dtype), gpu) == need_of(run.recording, gpu)
         assert shared.trace(plan(8, dtype), gpu).recording_on(gpu) == run.recording
-    assert shared.dry_runs == (1 if dtype == "as_is" else 3)
+    assert shared.dry_runs == (1 if dtype == "default" else 3)
 
 
 def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
@@ -106,7 +106,13 @@ def test_code_that_asks_for_the_card_has_a_dry_run_for_each() -> None:
 def test_each_variant_is_checked_by_a_third_dry_run_before_two_tell_what_lies_between() -> None:
     workload, gpu = decoder(), find_gpu("L4")
     shared = SharedRuns(workload)
-    for size, dtype in ((4, "as_is"), (40, "as_is"), (12, "as_is"), (4, "tf32"), (40, "tf32")):
+    for size, dtype in (
+        (4, "default"),
+        (40, "default"),
+        (12, "default"),
+        (4, "tf32"),
+        (40, "tf32"),
+    ):
         shared.need(plan(size, dtype), gpu)
     run = dry_run(workload, plan(23, "tf32"), gpu)
     assert shared.need(plan(23, "tf32"), gpu) == need_of(run.recording, gpu)
@@ -136,7 +142,7 @@ def test_uneven_micro_batches_run_themselves() -> None:
     shared = SharedRuns(workload)
     for size in (4, 40, 12):
         shared.trace(plan(size), gpu)
-    uneven = ResolvedPlan(Plan.split(22, 8, {"precision.dtype": "as_is"}), {}, PRECISION)
+    uneven = ResolvedPlan(Plan.split(22, 8, {"precision.dtype": "default"}), {}, PRECISION)
     assert uneven.plan.micro_batch_sizes == (8, 7, 7)
     run = dry_run(workload, uneven, gpu)
     assert shared.trace(uneven, gpu) == run.trace

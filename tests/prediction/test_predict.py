@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autofit.devices.gpus import find_gpu
-from autofit.errors import CannotTell, InvalidRequest
+from autofit.errors import InvalidArgument, PredictionUnavailable
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan
 from autofit.prediction.needs import MOST_LOOKS, largest_that_fits
@@ -115,33 +115,33 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
 
 
 def test_a_setting_that_the_gpu_has_not() -> None:
-    with pytest.raises(InvalidRequest, match="'bfloat16'"):
+    with pytest.raises(InvalidArgument, match="'bfloat16'"):
         predict(gpt(), plan=Plan(4, settings={"precision.dtype": "bfloat16"}), gpu="T4")
-    with pytest.raises(InvalidRequest, match="'magic'"):
+    with pytest.raises(InvalidArgument, match="'magic'"):
         predict(gpt(), plan=Plan(4, settings={"magic.wand": 1}))
 
 
 def test_a_setting_of_none_of_the_given_strategies_is_refused() -> None:
     """Ignored, it would be another training that is predicted."""
     plan = Plan(4, settings={"precision.dtype": "bfloat16"})
-    with pytest.raises(InvalidRequest, match=r"precision\.dtype"):
+    with pytest.raises(InvalidArgument, match=r"precision\.dtype"):
         predict(gpt(), plan=plan, strategies=["memory_format"], gpu="A100")
 
 
 def test_a_setting_whose_meaning_takes_a_run() -> None:
     level = Plan(4, settings={"checkpointing.level": 1})
-    with pytest.raises(CannotTell, match=r"\b1\b.*real device.*payloads="):
+    with pytest.raises(PredictionUnavailable, match=r"\b1\b.*real device.*payloads="):
         predict(gpt(), plan=level, gpu="A100")
 
 
 def test_a_plain_value_may_be_named_where_there_is_nothing_to_choose() -> None:
     """As in the best plan of a report that was made elsewhere."""
     names = ("checkpointing.level", "memory_format.layout", "precision.dtype")
-    plain = Plan(4, settings=dict(zip(names, (0, "as_is", "as_is"), strict=True)))
+    plain = Plan(4, settings=dict(zip(names, (0, "default", "default"), strict=True)))
     told = predict(gpt(), plan=plain, gpu="A100")
     assert told.plan == plain
     assert told.required_bytes == predict(gpt(), plan=Plan(4), gpu="A100").required_bytes
-    with pytest.raises(InvalidRequest, match="'channels_last'"):
+    with pytest.raises(InvalidArgument, match="'channels_last'"):
         predict(gpt(), plan=Plan(4, settings={names[1]: "channels_last"}), gpu="A100")
 
 
@@ -175,7 +175,7 @@ def test_a_probe_teaches_the_bytes_outside_the_allocator() -> None:
     as_reported = predict(gpt(), gpu="A100", calibration=of_an_older_report)
     assert as_reported.required_bytes == again.required_bytes
     assert predict(gpt(), gpu="A100", calibration={}).required_bytes == first.required_bytes
-    with pytest.raises(InvalidRequest, match="oom"):
+    with pytest.raises(InvalidArgument, match="oom"):
         Calibration.learn(Measurement(Outcome.OOM))
 
 
@@ -302,7 +302,7 @@ def test_what_is_written_by_out_is_not_known_any_more() -> None:
         return loss
 
     batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.bool)
-    with pytest.raises(CannotTell, match=r"mask\.any"):
+    with pytest.raises(PredictionUnavailable, match=r"mask\.any"):
         predict(Workload(nn.Linear(8, 8), batch, loss_fn=loss_fn), gpu="L4")
 
 
@@ -327,5 +327,5 @@ def test_in_place_operators_check_their_shapes(change: Callable[..., Any]) -> No
 
 @pytest.mark.parametrize("non_torch", [-5, float("nan"), "620MiB", None])
 def test_a_calibration_that_no_gpu_can_have_is_refused(non_torch: Any) -> None:
-    with pytest.raises(InvalidRequest, match="non_torch_bytes"):
+    with pytest.raises(InvalidArgument, match="non_torch_bytes"):
         predict(gpt(), gpu="A100", calibration={"non_torch_bytes": non_torch})

@@ -18,7 +18,7 @@ from torch import nn
 
 import autofit
 from autofit import Plan, Workload
-from autofit.errors import CannotTell, InvalidRequest, Unsupported
+from autofit.errors import InvalidArgument, PredictionUnavailable, Unsupported
 from autofit.plan import Scalar
 from autofit.prediction import sharded
 from autofit.prediction.needs import NCCL_BYTES
@@ -270,7 +270,7 @@ def test_a_verdict_says_what_decides() -> None:
 
 
 def test_cards_for_ranks_have_no_times() -> None:
-    plan = Plan(4, settings={"parallel.mode": "fsdp2", "precision.dtype": "as_is"}, world_size=8)
+    plan = Plan(4, settings={"parallel.mode": "fsdp2", "precision.dtype": "default"}, world_size=8)
     table = autofit.cards(workload(), gpus=["L4", "1GiB"], plan=plan, strategies=[])
     fits = {card.gpu: card.fits[0] for card in table.cards}
     assert fits["L4"].fits is True
@@ -335,7 +335,7 @@ def test_the_largest_micro_batch_fits_with_room_for_nccl() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(ask: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         autofit.predict(workload(), gpu="L4", **ask)
 
 
@@ -415,7 +415,9 @@ def test_fewer_parameters_than_ranks_cannot_be_dealt_out() -> None:
 
 def test_without_a_private_name_of_torch_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device")
-    missing = pytest.raises(CannotTell, match=r"several ranks cannot.*_move_states_to_device")
+    missing = pytest.raises(
+        PredictionUnavailable, match=r"several ranks cannot.*_move_states_to_device"
+    )
     with missing, sharded.one_of_ranks(World(size=2)):
         pass
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from autofit.devices.base import Environment
 from autofit.devices.gpus import find_gpu
-from autofit.plan import Dimension, Hint, Plan, ResolvedPlan, Scalar, variant_key
+from autofit.plan import CostHint, Dimension, Plan, ResolvedPlan, Scalar, variant_key
 from autofit.prediction.predict import predict, predict_resolved
 from autofit.prediction.variant_lines import gpu_of, variant_lines
 from autofit.registry import load_strategies
@@ -20,7 +20,7 @@ from autofit.training.workload import Workload
 from autofit.units import GIB
 
 A100, H200 = find_gpu("A100"), find_gpu("H200")
-SPACE = Space({"precision.dtype": Dimension(["as_is", "bfloat16"])}, 8)
+SPACE = Space({"precision.dtype": Dimension(["default", "bfloat16"])}, 8)
 
 
 def workload(**options: Any) -> Workload:
@@ -50,7 +50,7 @@ def test_lines_hold_near_the_budget_where_the_peak_moves_from_update_to_backward
     chosen = load_strategies(["optimizer"])
     setting = "optimizer.implementation"
     payloads: dict[Scalar, Any] = {value: {"optimizers": [""]} for value in ("for_loop", "fused")}
-    split = Space({setting: Dimension(["as_is", *payloads], payloads=payloads)}, 4)
+    split = Space({setting: Dimension(["default", *payloads], payloads=payloads)}, 4)
     lines, _, _ = variant_lines(wide, split, H200, round(1.4 * GIB), strategies=chosen)
     assert len(lines) == 3
     for settings in split.variants():
@@ -121,7 +121,7 @@ def space(**options: Any) -> Space:
         space(max_micro_batch=8),
         space(sample_batch_size=1, max_micro_batch=1),
         space(global_batch=32),
-        space(global_batch=32, may_resplit=False),
+        space(global_batch=32, may_change_accumulation=False),
     ],
     ids=["8192", "all of 2^17", "n itself", "one", "global batch", "one split"],
 )
@@ -149,8 +149,8 @@ def test_what_tells_most_is_predicted_first(monkeypatch: pytest.MonkeyPatch) -> 
     """Plain, then one value at a time: those without a hint, those in between last."""
     dimensions = {
         "placement.level": Dimension(range(5)),
-        "hinted.level": Dimension((0, 1), hints={1: Hint(0.5)}),
-        "precision.dtype": Dimension(["as_is", "tf32", "bfloat16"]),
+        "hinted.level": Dimension((0, 1), hints={1: CostHint(0.5)}),
+        "precision.dtype": Dimension(["default", "tf32", "bfloat16"]),
         "compiled.mode": Dimension(("no", "yes"), trial_cost_s=60.0),
         "beside.plain": Dimension((0, 1), when={"placement.level": [1]}),
     }

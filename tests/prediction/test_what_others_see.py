@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import CannotTell, InvalidRequest, WorkerFailed, is_users
+from autofit.errors import InvalidArgument, PredictionUnavailable, WorkerFailed, is_users
 from autofit.prediction.predict import predict
 from autofit.training.workload import Workload
 
@@ -149,7 +149,7 @@ def test_a_large_live_model_is_sent_without_its_values() -> None:
 def test_what_cannot_be_pickled_is_refused_with_a_way_out() -> None:
     model = nn.Linear(16, 16)
     vars(model)["lock"] = threading.Lock()
-    with pytest.raises(InvalidRequest, match="a function that builds the model"):
+    with pytest.raises(InvalidArgument, match="a function that builds the model"):
         predict(Workload(model, BATCH), gpu="L4")
     assert predict(Workload(lambda: nn.Linear(16, 16), BATCH), gpu="L4").required_bytes > 0
 
@@ -186,7 +186,7 @@ def test_errors_keep_their_types() -> None:
 
     with pytest.raises(Own, match="7: mine"):
         predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=raises), gpu="L4")
-    with pytest.raises(CannotTell, match=r"test_what_others_see\.py.*item"):
+    with pytest.raises(PredictionUnavailable, match=r"test_what_others_see\.py.*item"):
         predict(Workload(nn.Linear(16, 16), BATCH, loss_fn=reads), gpu="L4")
 
 

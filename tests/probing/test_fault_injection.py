@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed
+from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -290,7 +290,7 @@ def test_a_temporary_folder_that_is_missing_says_what_to_do(
 def test_a_model_that_cannot_be_pickled_names_the_way_out(open_probing: Any) -> None:
     model = nn.Linear(16, 16)
     vars(model)["lock"] = threading.Lock()
-    with pytest.raises(InvalidRequest, match="a function that builds the model"):
+    with pytest.raises(InvalidArgument, match="a function that builds the model"):
         open_probing(model)
     assert isinstance(Workload(model, torch.ones(2, 16)).model, nn.Linear)
 

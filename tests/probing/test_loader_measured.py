@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from autofit.errors import InvalidRequest, WorkerFailed
+from autofit.errors import InvalidArgument, WorkerFailed
 from autofit.plan import Plan
 from autofit.probing.loader import Delivery, deliver
 from autofit.probing.prober import Deadlines, Prober, Target, open_prober
@@ -134,7 +134,7 @@ def test_what_is_no_batch_is_named_as_the_loaders(tmp_path: Path) -> None:
     loader = functools.partial(DataLoader, Rows(tmp_path, quick), collate_fn=nothing)
     with (
         prober_for(loader) as prober,
-        pytest.raises(InvalidRequest, match="the loader delivers None"),
+        pytest.raises(InvalidArgument, match="the loader delivers None"),
     ):
         delivered(prober)
 
@@ -205,7 +205,7 @@ def test_a_loader_that_cannot_be_sent_is_refused_before_anything_runs() -> None:
         yield 1
 
     held = rows()
-    with pytest.raises(InvalidRequest, match=r"the loader cannot be sent.*makes the dataset"):
+    with pytest.raises(InvalidArgument, match=r"the loader cannot be sent.*makes the dataset"):
         prober_for(lambda batch_size, num_workers: held)
 
 

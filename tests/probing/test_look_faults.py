@@ -107,11 +107,11 @@ def test_gradients_that_cannot_be_compared_leave_the_accumulation_count_as_it_is
         survey = prober.survey()
     assert survey.resplit is not None
     assert survey.resplit.equal
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     with _opened("killed", 3, global_batch=8) as prober:
         survey = prober.survey()
     assert survey.resplit is None
-    assert not survey.may_resplit
+    assert not survey.may_change_accumulation
     assert any("could not be compared" in note for note in survey.notes)
 
 

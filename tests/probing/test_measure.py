@@ -178,7 +178,7 @@ def test_a_train_step_always_gets_the_whole_global_batch() -> None:
         sizes.append(len(batch))
         return training.accumulate(batch)  # type: ignore[no-any-return]  # training is anything here
 
-    assert _measured(_plain(train_step=step), Plan.split(12, 4)).micro_batches_run == 3
+    assert _measured(_plain(training_step=step), Plan.split(12, 4)).micro_batches_run == 3
     assert set(sizes) == {12}
 
 

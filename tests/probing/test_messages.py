@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.errors import InvalidRequest, NoFeasiblePlan, WorkloadFailed, is_users, mark_users
+from autofit.errors import InvalidArgument, NoFeasiblePlan, WorkloadFailed, is_users, mark_users
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import (
@@ -70,7 +70,7 @@ def _there_and_back(exception: BaseException, traceback: str | None = "where it 
         OSError(errno.ENOENT, "no such file", "x.txt"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte"),
         torch.OutOfMemoryError("CUDA out of memory"),
-        InvalidRequest("not that"),
+        InvalidArgument("not that"),
         SystemExit(3),
     ],
     ids=lambda exception: type(exception).__name__,
@@ -104,7 +104,7 @@ def test_what_cannot_travel_stays_behind_and_the_type_does_not(exception: BaseEx
 def test_the_workers_traceback_is_the_cause_but_not_of_our_own_errors() -> None:
     assert "where it was" in str(_there_and_back(ValueError("x")).__cause__)
     assert _there_and_back(ValueError("x"), None).__cause__ is None
-    assert _there_and_back(InvalidRequest("x")).__cause__ is None
+    assert _there_and_back(InvalidArgument("x")).__cause__ is None
 
 
 def test_that_an_exception_is_the_users_travels() -> None:

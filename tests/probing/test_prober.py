@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -53,13 +53,13 @@ def test_what_means_nothing_is_refused_before_a_worker_is_started(
     said: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WorkerChannel, "__init__", lambda *_, **__: pytest.fail("it was started"))
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         open_prober(WORKLOAD, (), Target(**{"device": "cpu"} | said))
 
 
 def test_a_model_without_values_is_refused() -> None:
     empty = Workload(nn.Linear(6, 4, device="meta"), torch.ones(4, 6))
-    with pytest.raises(InvalidRequest, match="meta device"):
+    with pytest.raises(InvalidArgument, match="meta device"):
         open_prober(empty, (), Target("cpu"))
 
 

@@ -120,7 +120,7 @@ def test_a_loop_of_the_users_own_is_profiled_too() -> None:
         training.optimizer_step()
         return loss.detach()
 
-    workload = Workload(Holds(), torch.ones(2, 1), train_step=own)
+    workload = Workload(Holds(), torch.ones(2, 1), training_step=own)
     with open_prober(workload, (), Target("cpu", "1GiB")) as prober:
         found = prober.run(partial(profile_plan, resolved=ResolvedPlan(Plan(2))))
     assert found is not None

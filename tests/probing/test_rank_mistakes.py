@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Outcome
 from autofit.plan import Dimension, Plan
 from autofit.probing.messages import ProbeRequest
@@ -139,7 +139,7 @@ def probed(prober: Prober, mode: str) -> Any:
 
 @pytest.mark.parametrize(("side", "lacking"), [("rank 1", 0), ("some samples", 1)])
 def test_a_parameter_that_one_rank_alone_uses_is_named(side: str, lacking: int) -> None:
-    with ranks_of(side) as prober, pytest.raises(InvalidRequest) as caught:
+    with ranks_of(side) as prober, pytest.raises(InvalidArgument) as caught:
         prober.survey()
     said = str(caught.value)
     assert f"rank {lacking} gets no gradient" in said
@@ -159,12 +159,12 @@ def test_a_parameter_that_no_rank_uses_leaves_the_modes_that_shard() -> None:
 
 def test_without_a_mode_that_shards_such_a_parameter_is_refused() -> None:
     words = r"branch\.side\.weight.*numerics=\"rounding\""
-    with ranks_of("never", "exact") as prober, pytest.raises(InvalidRequest, match=words):
+    with ranks_of("never", "exact") as prober, pytest.raises(InvalidArgument, match=words):
         prober.survey()
 
 
 def test_a_mean_of_means_is_said_to_need_a_weight() -> None:
-    with ranks_of(loss_weight=None) as prober, pytest.raises(InvalidRequest) as caught:
+    with ranks_of(loss_weight=None) as prober, pytest.raises(InvalidArgument) as caught:
         prober.survey()
     assert "differ from one process's by" in str(caught.value)
     assert "loss_weight" in str(caught.value)
@@ -273,7 +273,7 @@ def test_groups_of_parameters_leave_the_modes_that_need_not_deal_them_out() -> N
         assert "has 2" in note
         assert probed(prober, "ddp").outcome is Outcome.OK
     asked = Plan(2, world_size=2, settings={"parallel.mode": "zero1"})
-    with pytest.raises(InvalidRequest, match="has 2"):  # one probe says it too
+    with pytest.raises(InvalidArgument, match="has 2"):  # one probe says it too
         resolve_here(asked, survey, prober.strategies, None)
 
 
@@ -315,6 +315,6 @@ def test_a_strategy_for_ranks_that_fails_as_it_looks_ends_the_search() -> None:
     words = "nothing would share gradients among the 2 ranks.*cannot look"
     with (
         open_prober(workload, [FailsOnRank1()], Target("cpu", "1GiB", ranks=2)) as prober,
-        pytest.raises(InvalidRequest, match=words),
+        pytest.raises(InvalidArgument, match=words),
     ):
         prober.survey()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.probing.serialization import Payload, read_payload, write_payload
 from autofit.snapshot.snapshot import differences, digest
 from autofit.training.workload import Workload
@@ -53,7 +53,7 @@ class CannotBeTold(nn.Linear):
 
 def test_whatever_pickling_raises_the_way_out_is_named(tmp_path: Path) -> None:
     workload = Workload(CannotBeTold(3, 2), torch.ones(2, 3))
-    with pytest.raises(InvalidRequest, match=r"KeyError.*a function that builds"):
+    with pytest.raises(InvalidArgument, match=r"KeyError.*a function that builds"):
         write_payload(Payload(workload, ()), tmp_path / "payload")
 
 
@@ -193,7 +193,7 @@ class _Unreadable:
 def test_what_cannot_be_pickled_names_the_way_out(thing: Any, tmp_path: Path) -> None:
     model = nn.Linear(6, 2)
     model.thing = thing
-    with pytest.raises(InvalidRequest, match="worker") as refusal:
+    with pytest.raises(InvalidArgument, match="worker") as refusal:
         _copied(Workload(model, X), tmp_path)
     assert "a function that builds the model" in str(refusal.value)
     assert type(refusal.value.__cause__).__name__ in str(refusal.value)
@@ -202,7 +202,7 @@ def test_what_cannot_be_pickled_names_the_way_out(thing: Any, tmp_path: Path) ->
 def test_what_cannot_be_unpickled_names_it_too(tmp_path: Path) -> None:
     model = nn.Linear(6, 2)
     model.thing = _Unreadable()  # type: ignore[assignment]  # modules hold anything
-    with pytest.raises(InvalidRequest, match="worker process") as refusal:
+    with pytest.raises(InvalidArgument, match="worker process") as refusal:
         _copied(Workload(model, X), tmp_path)
     assert "no number" in str(refusal.value)
     assert "a function that builds the model" in str(refusal.value)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.devices.cpu import CpuDevice
 from autofit.equivalence.gradients import compare_plans
-from autofit.errors import InvalidRequest, is_users
+from autofit.errors import InvalidArgument, is_users
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest, Reply
@@ -166,7 +166,7 @@ def test_the_users_own_errors_keep_type_text_and_traceback(kind: type[BaseExcept
         ({"criterion": lambda y, t: y}, "criterion"),
         ({"criterion": None}, "loss_fn="),
         ({"sample_batch": torch.randn(4, 6)}, r"\(input, target\)"),
-        ({"train_step": lambda t, b: None}, "train_step.*None"),
+        ({"training_step": lambda t, b: None}, "training_step.*None"),
     ],
 )
 def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: str) -> None:
@@ -182,8 +182,8 @@ def test_what_is_no_loss_is_refused_in_our_words(more: dict[str, Any], message: 
     arguments = {"sample_batch": labelled(), "criterion": CROSS_ENTROPY, **more}
     reply = _probe(session_of(lambda: Workload(Labels(), **arguments)), Plan(4))
     assert reply.value.outcome is Outcome.USER_ERROR
-    assert isinstance(reply.exception, InvalidRequest)
-    with pytest.raises(InvalidRequest, match=message):
+    assert isinstance(reply.exception, InvalidArgument)
+    with pytest.raises(InvalidArgument, match=message):
         raise reply.exception
 
 
@@ -214,15 +214,15 @@ def test_a_gan_is_probed_by_its_own_step() -> None:
 
     optimizers = {"generator": torch.optim.Adam, "critic": torch.optim.SGD}
     session = session_of(
-        lambda: Workload(Gan(), torch.randn(4, 6), optimizer=optimizers, train_step=step),
+        lambda: Workload(Gan(), torch.randn(4, 6), optimizer=optimizers, training_step=step),
         strategies=load_strategies(["precision"]),
     )
     survey = take_survey(session, 256 * MIB)
-    assert survey.loss == "train_step"
-    for dtype in ("as_is", "float16"):
+    assert survey.loss == "training_step"
+    for dtype in ("default", "float16"):
         plan = Plan(8, settings={"precision.dtype": dtype})
         assert _probe(session, plan).value.ok
-    with pytest.raises(InvalidRequest, match="compare"):
+    with pytest.raises(InvalidArgument, match="compare"):
         _compare(session, Plan(4), Plan(2), 4)
 
 

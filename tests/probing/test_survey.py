@@ -18,7 +18,7 @@ from torch import nn
 
 from autofit.devices.cpu import CpuDevice
 from autofit.equivalence.gradients import compare_plans
-from autofit.errors import InvalidRequest, NoFeasiblePlan
+from autofit.errors import InvalidArgument, NoFeasiblePlan
 from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.probing.messages import Call, ProbeRequest
 from autofit.probing.session import Session
@@ -58,7 +58,7 @@ def test_independent_samples_may_be_split() -> None:
     survey = _surveyed(nn.Tanh(), nn.Dropout(0.5))
     assert survey.resplit is not None
     assert survey.resplit.equal
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     assert survey.notes == ()
 
 
@@ -85,9 +85,9 @@ def test_noise_of_the_models_own_is_not_blamed_on_the_split() -> None:
     survey = _surveyed(_Noisy())
     (note,) = survey.notes
     assert "random" in note
-    assert "allow_resplit" in note
+    assert "allow_accumulation_change" in note
     assert "loss_weight" not in note
-    assert not survey.may_resplit
+    assert not survey.may_change_accumulation
 
 
 @pytest.mark.parametrize("kind", NOT_ALIKE)
@@ -98,11 +98,11 @@ def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_w
     survey = _surveyed(*middle, **more)
     assert survey.resplit is not None
     assert not survey.resplit.equal
-    assert not survey.may_resplit
+    assert not survey.may_change_accumulation
     (note,) = survey.notes
     assert f"{survey.resplit.gradient:.1%}" in note
     assert survey.resplit.modules[0] in note
-    assert "allow_resplit" in note
+    assert "allow_accumulation_change" in note
     assert ("loss_weight" in note) is (kind != "BatchNorm")
     assert survey.space().plan(1, {}) == survey.space().baseline
 
@@ -110,9 +110,9 @@ def test_where_splitting_changes_gradients_the_count_stays_and_the_report_says_w
 @pytest.mark.parametrize("kind", NOT_ALIKE)
 def test_the_user_may_split_all_the_same(kind: str) -> None:
     middle, more = NOT_ALIKE[kind]
-    survey = _surveyed(*middle, **more, allow_resplit=True)
-    assert survey.may_resplit
-    assert "allow_resplit" in survey.notes[0]
+    survey = _surveyed(*middle, **more, allow_accumulation_change=True)
+    assert survey.may_change_accumulation
+    assert "allow_accumulation_change" in survey.notes[0]
     assert survey.space().plan(1, {}) == Plan.split(12, 1)
 
 
@@ -122,7 +122,7 @@ def test_a_weight_makes_a_masked_loss_splittable() -> None:
 
     criterion = nn.CrossEntropyLoss(ignore_index=1)
     survey = _surveyed(criterion=criterion, loss_weight=valid)
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     assert survey.resplit is not None
     assert survey.resplit.equal
 
@@ -131,8 +131,8 @@ def test_a_weight_makes_a_masked_loss_splittable() -> None:
 def test_a_weight_that_did_not_help_is_not_advised_again(kind: str) -> None:
     middle, more = NOT_ALIKE[kind]
     survey = _surveyed(*middle, **more, loss_weight=lambda batch: 1.0)
-    assert not survey.may_resplit
-    assert "allow_resplit" in survey.notes[0]
+    assert not survey.may_change_accumulation
+    assert "allow_accumulation_change" in survey.notes[0]
     assert "loss_weight" not in survey.notes[0]
 
 
@@ -147,7 +147,7 @@ def _mean_over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -> None:
     survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens)
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     (note,) = survey.notes
     differs = re.search(r"targets .*change gradients by ([\d.]+)%", note)
     assert differs is not None
@@ -157,11 +157,14 @@ def test_a_sample_without_padding_is_said_to_show_nothing_of_batches_with_it() -
 
 @pytest.mark.parametrize(
     "more",
-    [{"loss_weight": lambda batch: float((batch["targets"] >= 0).sum())}, {"allow_resplit": True}],
+    [
+        {"loss_weight": lambda batch: float((batch["targets"] >= 0).sum())},
+        {"allow_accumulation_change": True},
+    ],
 )
 def test_who_gave_a_weight_or_allowed_it_is_told_nothing_of_padding(more: Any) -> None:
     survey = _surveyed(sample_batch=_tokens(), criterion=None, loss_fn=_mean_over_tokens, **more)
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     assert survey.notes == ()
 
 
@@ -174,12 +177,12 @@ def test_a_mask_that_leaves_nothing_out_is_tried_with_some_left_out(mask: torch.
 
     sample: dict[str, Any] = {"sample_batch": _tokens(mask=mask), "criterion": None}
     survey = _surveyed(**sample, loss_fn=mean_over_valid)
-    assert not survey.may_resplit
+    assert not survey.may_change_accumulation
     (note,) = survey.notes
     assert re.search(r"\['mask'\].*differ by \d+\.\d%.*loss_weight", note)
     valid = lambda batch: float(batch["mask"].sum())  # noqa: E731 - as a user gives it
     weighted = _surveyed(**sample, loss_fn=mean_over_valid, loss_weight=valid)
-    assert weighted.may_resplit
+    assert weighted.may_change_accumulation
     assert weighted.notes == ()
 
 
@@ -190,7 +193,7 @@ def test_a_mask_that_is_no_part_of_the_mean_is_not_held_against_it() -> None:
 
     sample = _tokens(mask=torch.ones(4, 8))
     survey = _surveyed(sample_batch=sample, criterion=None, loss_fn=mean_over_samples)
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     assert survey.notes == ()
 
 
@@ -198,7 +201,7 @@ def test_a_mask_that_is_no_part_of_the_mean_is_not_held_against_it() -> None:
 def test_one_sample_is_varied_to_compare_with(middle: tuple[nn.Module, ...], alike: bool) -> None:
     survey = _surveyed(*middle, sample_batch=(torch.randn(1, 6), torch.randint(4, (1,))))
     assert survey.resplit is not None
-    assert survey.may_resplit is alike
+    assert survey.may_change_accumulation is alike
 
 
 def _spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -208,8 +211,8 @@ def _spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_samples_that_are_all_alike_are_varied_too() -> None:
     """Equal rows have no variance, in a split batch as in a whole one."""
     sample = torch.zeros(4, 6), labelled()[1]
-    assert not _surveyed(sample_batch=sample, criterion=_spread).may_resplit
-    assert _surveyed(sample_batch=sample).may_resplit
+    assert not _surveyed(sample_batch=sample, criterion=_spread).may_change_accumulation
+    assert _surveyed(sample_batch=sample).may_change_accumulation
 
 
 def test_copies_of_one_sample_prove_nothing() -> None:
@@ -220,11 +223,11 @@ def test_copies_of_one_sample_prove_nothing() -> None:
     same = torch.ones(2, 6, dtype=torch.int64)
     survey = _surveyed(sample_batch=same, criterion=None, loss_fn=loss_fn)
     assert survey.resplit is None
-    assert not survey.may_resplit
+    assert not survey.may_change_accumulation
     assert "one sample" in survey.notes[0]
     assert "samples that differ" in survey.notes[0]
     made = _surveyed(sample_batch=labelled)
-    assert made.may_resplit
+    assert made.may_change_accumulation
 
 
 def _steps_itself(training: Any, batch: Any) -> torch.Tensor:
@@ -235,18 +238,20 @@ def _steps_itself(training: Any, batch: Any) -> torch.Tensor:
 
 
 def test_a_train_step_is_not_split_unless_the_user_says_so() -> None:
-    survey = _surveyed(train_step=_steps_itself)
-    assert survey.loss == "train_step"
-    assert not survey.may_resplit
-    assert "train_step" in survey.notes[0]
-    assert _surveyed(train_step=_steps_itself, allow_resplit=True).may_resplit
+    survey = _surveyed(training_step=_steps_itself)
+    assert survey.loss == "training_step"
+    assert not survey.may_change_accumulation
+    assert "training_step" in survey.notes[0]
+    assert _surveyed(
+        training_step=_steps_itself, allow_accumulation_change=True
+    ).may_change_accumulation
 
 
 @pytest.mark.parametrize("more", [{"global_batch": None}, {"global_batch": 1}])
 def test_nothing_is_compared_where_there_is_nothing_to_split(more: dict[str, Any]) -> None:
     survey = _surveyed(nn.BatchNorm1d(16), **more)
     assert survey.resplit is None
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     assert survey.notes == ()
 
 
@@ -256,7 +261,7 @@ def test_a_model_that_fails_is_surveyed_all_the_same() -> None:
 
     survey = _surveyed(criterion=fails)
     assert survey.loss is None
-    assert not survey.may_resplit
+    assert not survey.may_change_accumulation
     assert "LookupError: no such class" in survey.notes[0]
 
 
@@ -314,7 +319,7 @@ class _Curious:
     def dimensions(self, context: Any) -> Mapping[str, Dimension]:
         assert context.model.layer.weight.shape == (4, 6)
         for micro_batch in (1, 3):
-            loss = context.profile(lambda training, batch: training.step(batch), micro_batch)
+            loss = context.with_training(lambda training, batch: training.step(batch), micro_batch)
             context.note(f"{loss:.0f} at {micro_batch} on {context.device}")
         return {"curious.level": Dimension([0, context.capabilities.device_type])}
 
@@ -375,7 +380,7 @@ def test_a_strategy_that_breaks_the_contract_is_refused_and_not_left_out(
     session = session_of(
         lambda: Workload(classifier(), labelled()[0]), strategies=[_Mistaken(offers)]
     )
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         _survey_of(session)
 
 
@@ -387,7 +392,7 @@ def test_one_model_is_alive_at_a_time() -> None:
     gc.collect()
     _Watched.counts.clear()
     survey = _survey_of(session)
-    assert survey.may_resplit
+    assert survey.may_change_accumulation
     session.probe(ProbeRequest(ResolvedPlan(survey.space().baseline), 256 * MIB))
     compare_plans(session.builder, ResolvedPlan(Plan(4)), ResolvedPlan(Plan.split(4, 2)), 4)
     assert _Watched.counts == [1] * 4  # the survey's, the probe's, and two that were compared

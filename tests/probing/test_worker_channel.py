@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import DeviceUnavailable, InvalidRequest, is_users
+from autofit.errors import DeviceUnavailable, InvalidArgument, is_users
 from autofit.measurement import Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest, ProbeResult
@@ -155,7 +155,7 @@ def test_an_exit_is_the_users_error_too_and_the_worker_stays(live: Live) -> None
 
 def test_what_is_no_loss_is_refused_in_our_words(live: Live) -> None:
     raised = live.probe(79).user_exception
-    assert isinstance(raised, InvalidRequest)
+    assert isinstance(raised, InvalidArgument)
     assert "criterion" in str(raised)
 
 
@@ -207,10 +207,10 @@ def test_what_cannot_be_opened_is_refused_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model: Any = nn.Linear(6, 4)
-    with pytest.raises(InvalidRequest, match="device"):
+    with pytest.raises(InvalidArgument, match="device"):
         open_prober(Workload(model, torch.randn(4, 6)), target=Target("cpu", "1000TiB"))
     model.thing = (n for n in range(3))
-    with pytest.raises(InvalidRequest, match="function"):
+    with pytest.raises(InvalidArgument, match="function"):
         open_prober(Workload(model, torch.randn(4, 6)), target=Target("cpu"))
     assert list(tmp_path.iterdir()) == []
 

@@ -154,7 +154,7 @@ def test_a_process_group_that_torchrun_did_not_start_is_refused(tmp_path: Path) 
         workload = autofit.Workload(torch.nn.Linear(2, 2), torch.ones(2, 2))
         try:
             autofit.probe(workload, device="cpu")
-        except autofit.InvalidRequest as refused:
+        except autofit.InvalidArgument as refused:
             print(refused)
         dist.destroy_process_group()
     """)

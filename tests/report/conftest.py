@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.report.record import Record, SearchSummary, Skipped
 
@@ -35,20 +35,22 @@ def plan(micro_batch: int, level: int) -> Plan:
 @pytest.fixture
 def record() -> Record:
     trials = (
-        Trial(0, Role.BASELINE, plan(4, 0), measured(400, 24)),
+        Trial(0, TrialKind.BASELINE, plan(4, 0), measured(400, 24)),
         Trial(
             1,
-            Role.SEARCH,
+            TrialKind.SEARCH,
             plan(16, 0),
             Measurement(Outcome.OOM, "CUDA out of memory. " * 20, peak_reserved_bytes=62 * MIB),
             predicted_peak_bytes=60 * MIB,
         ),
-        Trial(2, Role.SEARCH, plan(16, 2), Measurement(Outcome.UNSUPPORTED, RAISED)),
-        Trial(3, Role.SEARCH, plan(16, 1), measured(191, 42)),
-        Trial(4, Role.VETOED, plan(32, 0), Measurement(Outcome.OVER_BUDGET, NOT_RUN)),
-        Trial(5, Role.SEARCH, plan(8, 1), measured(260, 20)),
-        Trial(6, Role.CONFIRMED, plan(16, 1), measured(190, 42), predicted_peak_bytes=44 * MIB),
-        Trial(7, Role.CONFIRMED, plan(4, 0), measured(400, 24)),
+        Trial(2, TrialKind.SEARCH, plan(16, 2), Measurement(Outcome.UNSUPPORTED, RAISED)),
+        Trial(3, TrialKind.SEARCH, plan(16, 1), measured(191, 42)),
+        Trial(4, TrialKind.VETOED, plan(32, 0), Measurement(Outcome.OVER_BUDGET, NOT_RUN)),
+        Trial(5, TrialKind.SEARCH, plan(8, 1), measured(260, 20)),
+        Trial(
+            6, TrialKind.CONFIRMATION, plan(16, 1), measured(190, 42), predicted_peak_bytes=44 * MIB
+        ),
+        Trial(7, TrialKind.CONFIRMATION, plan(4, 0), measured(400, 24)),
     )
     return Record(
         version="0.1.0",

@@ -21,7 +21,7 @@ import warnings
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.report import load
 from autofit.report.details import training_lines
 from autofit.report.summary import Place
@@ -72,7 +72,7 @@ for mode in ("ddp", "zero1", "fsdp2", "fsdp2_keep"):
     try:
         report.apply(model, live, loss_fn=loss)
         found[mode] = {"refused": None}
-    except InvalidRequest as error:
+    except InvalidArgument as error:
         found[mode] = {"refused": str(error)}
     found[mode]["is_as_it_was"] = before == {id(p) for p in model.parameters()}
     printed = "\\n".join(training_lines(report.record, Place()))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 SAMPLES = 16
 
@@ -88,11 +88,11 @@ def test_a_report_that_does_not_say_it_asks(report: autofit.Report) -> None:
     silent = replace(report, record=replace(report.record, workload=facts))
     model = Positioned()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with pytest.raises(InvalidRequest, match="batched="):
+    with pytest.raises(InvalidArgument, match="batched="):
         silent.apply(model, optimizer)
-    with pytest.raises(InvalidRequest, match="hold samples"):
+    with pytest.raises(InvalidArgument, match="hold samples"):
         silent.export("pytorch")
-    with pytest.raises(InvalidRequest, match="'x'"):
+    with pytest.raises(InvalidArgument, match="'x'"):
         silent.apply(model, optimizer, batched=["x"])
     with silent.apply(model, optimizer, batched=["['x']"]) as training:
         assert torch.isfinite(training.step(batch_of(SAMPLES)))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, SequentialSampler
 
-from autofit.errors import AutofitError, InvalidRequest
+from autofit.errors import AutofitError, InvalidArgument
 from autofit.plan import Plan
 from autofit.report.parts import parts_of
 from autofit.report.report import Report
@@ -299,7 +299,7 @@ def report_for(case: Case, micro_batch: int = 3) -> Report:
         **found.record.workload,
         "given": list(case.given),
         "loss": "the model's own loss",
-        "may_resplit": case.splits,
+        "may_change_accumulation": case.splits,
     }
     parts = parts_of(found.record.resolve_best(), found.record.plain_settings)
     return replace(found, record=replace(found.record, workload=facts, parts=parts))
@@ -503,7 +503,7 @@ def test_a_step_has_the_gradients_of_the_whole_batch(model: str, way: str, size:
     result = outcome(model, way, size)
     if way != "exported loop" and not MODELS[model].splits and size == "larger":
         assert result.startswith("refused: ")
-        assert "allow_resplit=True" in result
+        assert "allow_accumulation_change=True" in result
         return
     may_warn = not MODELS[model].splits and size == "larger"
     assert result == "equal" or (may_warn and result.startswith("warned: "))
@@ -524,7 +524,7 @@ def outcome_of_trainer(model: str, trainer: str, loaded: str) -> str:
         warnings.simplefilter("always")
         try:
             found = TRAINERS[trainer](case, batch)
-        except InvalidRequest as refusal:
+        except InvalidArgument as refusal:
             return f"refused: {refusal}"
     wanted = [plain(case, collate_of(case, batch)(step)) for step in steps]
     torch.testing.assert_close(found[:-1], wanted[:-1])
@@ -566,14 +566,14 @@ def test_a_step_of_a_trainer_has_them_too(model: str, trainer: str, loaded: str)
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_trainer_refuses_micro_batches_of_two_sizes(trainer: str) -> None:
-    with pytest.raises(InvalidRequest, match="even_split"):
+    with pytest.raises(InvalidArgument, match="even_split"):
         TRAINERS[trainer](MODELS["dict"], named(GLOBAL), micro_batch=3)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_that_lost_its_samples_is_refused_in_words(way: str) -> None:
     batch = named(GLOBAL) | {"y": torch.tensor(1)}
-    with pytest.raises((InvalidRequest, ValueError), match="samples"):
+    with pytest.raises((InvalidArgument, ValueError), match="samples"):
         WAYS[way](MODELS["dict"], batch)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autofit.cli.main import app
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, Scalar
 from autofit.report.parts import parts_of
 from autofit.report.record import Record
@@ -160,8 +160,8 @@ def test_a_loaded_report_asks_the_installed_strategies_for_its_lines(tmp_path: P
 
 
 def test_a_train_step_is_refused(record: Record) -> None:
-    facts = {**record.workload, "given": ["train_step"]}
-    with pytest.raises(InvalidRequest, match=r"train_step.*report\.apply"):
+    facts = {**record.workload, "given": ["training_step"]}
+    with pytest.raises(InvalidArgument, match=r"training_step.*report\.apply"):
         Report(replace(record, parts=(), workload=facts)).export("pytorch")
 
 
@@ -174,7 +174,7 @@ def test_a_search_without_a_loss_asks_for_one(tmp_path: Path) -> None:
 
 
 def test_another_stack_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidRequest, match="'keras'; there are: pytorch, transformers, "):
+    with pytest.raises(InvalidArgument, match="'keras'; there are: pytorch, transformers, "):
         Report(record).export("keras")
 
 
@@ -188,5 +188,5 @@ def test_the_command_line_prints_and_writes_it(
     app([*command, "--out", str(tmp_path / "train")], standalone_mode=False)
     assert (tmp_path / "train").read_text() == loaded.export("pytorch")
     for more, words in ((["-v"], "no option but --out"), (["--out", "a", "--out", "b"], "once")):
-        with pytest.raises(InvalidRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             app([*command, *more], standalone_mode=False)

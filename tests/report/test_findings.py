@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.record import Record
 from autofit.report.text import render
 
@@ -94,5 +94,5 @@ def test_findings_that_mean_nothing_are_refused(
     record: Record, findings: dict[str, Any], place: str
 ) -> None:
     data = replace(record, findings=findings).to_dict()
-    with pytest.raises(InvalidRequest, match=place.replace(".", r"\.")):
+    with pytest.raises(InvalidArgument, match=place.replace(".", r"\.")):
         Record.from_dict(data)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension
 from autofit.report.page import page
 from autofit.report.record import Record, SearchSummary
@@ -90,7 +90,7 @@ def hostile(measured: Record) -> Record:
     failed = Measurement(Outcome.UNSUPPORTED, HOSTILE)
     return replace(
         measured,
-        trials=(*trials, Trial(999, Role.SEARCH, measured.trials[0].plan, failed)),
+        trials=(*trials, Trial(999, TrialKind.SEARCH, measured.trials[0].plan, failed)),
         environment={**measured.environment, "gpu": HOSTILE, "driver": HOSTILE},
         notes=(HOSTILE,),
         paste={best.number: [HOSTILE]},
@@ -127,7 +127,7 @@ def test_each_plan_that_ran_is_drawn_where_its_numbers_are(measured: Record) -> 
     assert best[0] / baseline[0] == pytest.approx(held[0] / held[1], abs=0.01)
     assert best[0] / budget_of(html) == pytest.approx(held[0] / near.vram_budget_bytes, abs=0.01)
     assert best[1] < baseline[1], "the faster one is higher"
-    assert f"trial {measured.best.number}: ok" in best[2] or "confirmed" in best[2]
+    assert f"trial {measured.best.number}: ok" in best[2] or "confirmation" in best[2]
 
 
 def test_the_memory_over_a_step_is_the_reports(measured: Record) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import autofit
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.record import Record
 from autofit.report.report import Report
 
@@ -26,7 +26,7 @@ def written(record: Record, path: Path, change: Any) -> Path:
 def _in_a_value(data: Any) -> None:
     for trial in (data["best"], *data["trials"]):
         trial["plan"]["settings"]["precision.dtype"] = CALLED
-    data["dimensions"]["precision.dtype"] = {"values": ["as_is", CALLED]}
+    data["dimensions"]["precision.dtype"] = {"values": ["default", CALLED]}
 
 
 def _in_a_name(data: Any) -> None:
@@ -36,7 +36,7 @@ def _in_a_name(data: Any) -> None:
 @pytest.mark.parametrize("change", [_in_a_value, _in_a_name])
 def test_settings_that_are_code_are_refused(record: Record, tmp_path: Path, change: Any) -> None:
     path = written(record, tmp_path / "report.json", change)
-    with pytest.raises(InvalidRequest, match="no name or value of a setting"):
+    with pytest.raises(InvalidArgument, match="no name or value of a setting"):
         autofit.load(path)
 
 

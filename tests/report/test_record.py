@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.errors import InvalidArgument
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.report.record import Record, frontier
 from autofit.report.report import Report
 
 TRIAL_KEYS = {
     "number",
-    "role",
+    "kind",
     "plan",
     "outcome",
     "detail",
@@ -98,7 +98,7 @@ def test_every_trial_has_every_key_of_the_contract(record: Record) -> None:
 def test_a_trial_says_what_was_measured(record: Record) -> None:
     best = through_json(record)["best"]
     assert best["number"] == 6
-    assert best["role"] == "confirmed"
+    assert best["kind"] == "confirmation"
     assert best["outcome"] == "ok"
     assert best["plan"] == {
         "micro_batch": 16,
@@ -136,7 +136,7 @@ def test_keys_it_does_not_know_are_ignored(record: Record) -> None:
 
 
 def test_another_schema_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidRequest, match=r"schema 2.*reads 1"):
+    with pytest.raises(InvalidArgument, match=r"schema 2.*reads 1"):
         Record.from_dict(through_json(record) | {"schema": 2})
 
 
@@ -144,14 +144,14 @@ def test_another_schema_is_refused(record: Record) -> None:
 def test_a_report_that_lacks_a_key_is_refused_by_its_name(record: Record, key: str) -> None:
     data = through_json(record)
     del data[key]
-    with pytest.raises(InvalidRequest, match=key):
+    with pytest.raises(InvalidArgument, match=key):
         Record.from_dict(data)
 
 
 def test_a_best_trial_that_is_not_among_the_trials_is_refused(record: Record) -> None:
     data = through_json(record)
     data["best"]["number"] = 99
-    with pytest.raises(InvalidRequest, match="99"):
+    with pytest.raises(InvalidArgument, match="99"):
         Record.from_dict(data)
 
 
@@ -171,7 +171,7 @@ def with_blocks(record: Record, *, best_ms: list[float], baseline_ms: list[float
 
 
 def test_the_baseline_beside_the_best_is_its_block_of_median_speed(record: Record) -> None:
-    repeated = replace(record.trials[0], number=8, role=Role.VETOED)
+    repeated = replace(record.trials[0], number=8, kind=TrialKind.VETOED)
     assert replace(record, trials=(*record.trials, repeated)).baseline_beside_best.number == 7
     three = with_blocks(record, best_ms=[190], baseline_ms=[390, 420, 400])
     assert three.baseline_beside_best.number == 9
@@ -208,7 +208,7 @@ def test_the_speed_of_the_comparison_decides_where_it_is_given(record: Record) -
 def test_of_two_as_lean_only_the_faster_stays() -> None:
     def ran(number: int, seconds: float, held: int) -> Trial:
         measurement = Measurement(Outcome.OK, step_times_s=[seconds], peak_reserved_bytes=held)
-        return Trial(number, Role.SEARCH, Plan(number + 1), measurement)
+        return Trial(number, TrialKind.SEARCH, Plan(number + 1), measurement)
 
     fast, slow, lean = ran(7, 0.1, 500), ran(7, 0.5, 500), ran(0, 0.9, 100)
     slow = replace(slow, number=8, plan=Plan(9))
@@ -222,7 +222,7 @@ def test_what_did_not_run_is_never_on_it(record: Record) -> None:
 
 
 def test_a_vetoed_repetition_does_not_replace_the_confirmation(record: Record) -> None:
-    repeated = replace(record.trials[3], number=7, role=Role.VETOED)
+    repeated = replace(record.trials[3], number=7, kind=TrialKind.VETOED)
     assert numbers(frontier([*record.trials, repeated])) == [6, 5]
 
 
@@ -277,5 +277,5 @@ def test_memory_over_a_step_that_is_not_whole_is_refused(record: Record, use: An
     data = record.to_dict()
     for kept in (WHOLE, {"why_not": "it is compiled"}):
         assert Record.from_dict(data | {"memory": {"best": kept}}).memory == {"best": kept}
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidArgument):
         Record.from_dict(data | {"memory": {"best": use}})

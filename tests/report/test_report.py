@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Dimension, Plan
 from autofit.report.record import Record
 from autofit.report.report import Report, load
@@ -52,7 +52,7 @@ def test_the_suffix_chooses_the_form(record: Record, tmp_path: Path) -> None:
 
 
 def test_another_suffix_is_refused(record: Record, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"\.json, \.html, \.md, \.txt, \.csv"):
+    with pytest.raises(InvalidArgument, match=r"\.json, \.html, \.md, \.txt, \.csv"):
         Report(record).save(tmp_path / "report.yaml")
     assert list(tmp_path.iterdir()) == []
 
@@ -61,10 +61,10 @@ def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left_behind(
     record: Record, tmp_path: Path
 ) -> None:
     nowhere = tmp_path / "no folder" / "report.json"
-    with pytest.raises(InvalidRequest, match=r"no folder/report\.json"):
+    with pytest.raises(InvalidArgument, match=r"no folder/report\.json"):
         Report(record).save(nowhere)
     (tmp_path / "taken.json").mkdir()
-    with pytest.raises(InvalidRequest, match=r"taken\.json"):
+    with pytest.raises(InvalidArgument, match=r"taken\.json"):
         Report(record).save(tmp_path / "taken.json")
     assert [path.name for path in tmp_path.iterdir()] == ["taken.json"]
 
@@ -83,7 +83,7 @@ def test_a_link_to_a_report_stays_a_link_and_its_file_keeps_its_mode(
 
 
 def test_a_name_that_no_file_can_have_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidRequest, match="cannot write"):
+    with pytest.raises(InvalidArgument, match="cannot write"):
         Report(record).save("a\0.json")
 
 
@@ -131,32 +131,32 @@ def test_the_dataframe_has_a_row_a_trial_and_a_column_a_setting(record: Record) 
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(content)
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         load(path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"gone\.json"):
+    with pytest.raises(InvalidArgument, match=r"gone\.json"):
         load(tmp_path / "gone.json")
 
 
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes(b"\xff\xfe\x00PK")
-    with pytest.raises(InvalidRequest, match="JSON"):
+    with pytest.raises(InvalidArgument, match="JSON"):
         load(path)
 
 
 def test_a_loaded_report_asks_for_the_functions_that_the_search_was_given(record: Record) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidRequest, match=r"criterion=.*apply"):
+    with pytest.raises(InvalidArgument, match=r"criterion=.*apply"):
         Report(record).apply(model, optimizer)
 
 
 def test_a_model_without_a_tensor_is_refused(record: Record) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(InvalidRequest, match=r"ReLU"):
+    with pytest.raises(InvalidArgument, match=r"ReLU"):
         Report(record).apply(
             torch.nn.ReLU(), torch.optim.SGD([weight]), loss_fn=lambda model, batch: model(batch)
         )
@@ -167,27 +167,27 @@ def test_a_model_without_a_tensor_is_refused(record: Record) -> None:
     [
         (None, "None"),
         (torch.optim.SGD, "<class 'torch.optim.sgd.SGD'>"),
-        ({"0": None}, "optimizer.*train_step"),
+        ({"0": None}, "optimizer.*training_step"),
     ],
 )
 def test_what_cannot_step_is_refused_before_the_first_step(
     record: Record, optimizer: object, words: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         Report(record).apply(
             torch.nn.Linear(8, 4), optimizer, criterion=torch.nn.CrossEntropyLoss()
         )
 
 
 def test_what_is_no_model_is_refused(record: Record) -> None:
-    with pytest.raises(InvalidRequest, match=r"nn\.Module.*None"):
+    with pytest.raises(InvalidArgument, match=r"nn\.Module.*None"):
         Report(record).apply(None, None, criterion=print)  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_strategy_that_is_not_installed_here_is_named(record: Record) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidRequest, match="'folding'"):
+    with pytest.raises(InvalidArgument, match="'folding'"):
         Report(record).apply(model, optimizer, criterion=torch.nn.CrossEntropyLoss())
 
 
@@ -292,7 +292,7 @@ def test_micro_batches_that_ignore_unequal_shares_are_warned_of_once(record: Rec
     equal = _padded(*[3] * 32)
     (warned,) = _step(record, equal, _padded(0, 0, 5, 5), _padded(1, 2, 3))
     assert re.search(r"\[1\].* 0%.*-100.* 50%.*loss_weight", warned)
-    given = {"allow_resplit": True}
+    given = {"allow_accumulation_change": True}
     allowed = replace(record, workload={**record.workload, **given})
     assert _step(allowed, _padded(0, 0, 5, 5)) == []
     assert _step(record, _padded(0, 0, 5, 5), loss_weight=lambda batch: len(batch[0])) == []
@@ -301,7 +301,7 @@ def test_micro_batches_that_ignore_unequal_shares_are_warned_of_once(record: Rec
 def test_a_model_whose_parameters_have_no_shape_yet_is_refused(record: Record) -> None:
     model = torch.nn.LazyLinear(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidRequest, match="one batch"):
+    with pytest.raises(InvalidArgument, match="one batch"):
         Report(replace(record, best_number=0)).apply(
             model, optimizer, criterion=torch.nn.CrossEntropyLoss()
         )

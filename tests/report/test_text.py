@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import autofit
-from autofit.measurement import ACT, NOT_TRIED, Measurement, Outcome, Role, Trial
+from autofit.measurement import ACT, NOT_TRIED, Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.report.page import page
 from autofit.report.record import Record, Skipped
@@ -52,7 +52,7 @@ def compared(record: Record, **blocks_ms: list[float]) -> Record:
     blocks = [
         replace(
             models[name],
-            role=Role.CONFIRMED,
+            kind=TrialKind.CONFIRMATION,
             measurement=replace(
                 models[name].measurement, step_times_s=[ms / 1e3 * f for f in (0.99, 1, 1.01)]
             ),
@@ -155,7 +155,7 @@ def test_a_changed_global_batch_is_the_first_message(record: Record) -> None:
 
 
 def test_a_baseline_that_does_not_fit_is_no_yardstick(record: Record) -> None:
-    failed = Trial(0, Role.BASELINE, record.trials[0].plan, Measurement(Outcome.OOM))
+    failed = Trial(0, TrialKind.BASELINE, record.trials[0].plan, Measurement(Outcome.OOM))
     found = rows(replace(record, trials=(failed, *record.trials[1:7])))
     assert found["throughput"][1] == "out of memory"
     assert "speedup" not in found
@@ -320,8 +320,8 @@ def test_every_trial_has_its_line_failures_included(record: Record) -> None:
     found = [line for line in table.splitlines() if re.match(r" *\d", line)]
     assert [row.split()[0] for row in found] == [str(trial.number) for trial in record.trials]
     for row, trial in zip(found, record.trials, strict=True):
-        assert trial.role.value in row
-        vetoed = trial.role is Role.VETOED
+        assert trial.kind.value in row
+        vetoed = trial.kind is TrialKind.VETOED
         assert ("not run:" if vetoed else trial.measurement.outcome.value) in row
     assert re.search(r"baseline +4 x 8 +defaults +ok +80 .* 26\.0 MiB +400 ms", found[0])
 
@@ -362,7 +362,7 @@ def test_what_was_measured_faster_than_the_best_plan_is_explained(
 def test_a_faster_plan_that_did_not_fit_again(record: Record) -> None:
     slow = compared(record, best=[270], baseline=[400])
     over = replace(slow.trials[5].measurement, outcome=Outcome.OVER_BUDGET)
-    again = replace(slow.trials[5], number=8, role=Role.CONFIRMED, measurement=over)
+    again = replace(slow.trials[5], number=8, kind=TrialKind.CONFIRMATION, measurement=over)
     failed = in_full(replace(slow, trials=(*slow.trials, again)))
     assert "Trial 5: over_budget when it ran again (trial 8)" in failed
 

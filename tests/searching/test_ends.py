@@ -9,7 +9,7 @@ import torch
 
 import autofit
 from autofit.errors import WorkerFailed
-from autofit.measurement import Role
+from autofit.measurement import TrialKind
 from autofit.probing.messages import ProbeRequest, ProbeResult
 from autofit.searching import events
 from autofit.searching.engine import run_search
@@ -53,7 +53,7 @@ def test_a_comparison_that_the_timeout_ended_is_told_apart_from_the_search(
     device: SimulatedDevice,
 ) -> None:
     whole = run_search(device.prober(), device.spec())
-    searched = sum(trial.role is not Role.CONFIRMED for trial in whole.trials)
+    searched = sum(trial.kind is not TrialKind.CONFIRMATION for trial in whole.trials)
     prober = device.prober()
     cut = run_search(
         prober,

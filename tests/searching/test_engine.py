@@ -15,7 +15,7 @@ from optuna.samplers import GridSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from autofit.errors import NoFeasiblePlan, SearchTimedOut, WorkerFailed, WorkloadFailed
-from autofit.measurement import Measurement, Outcome, Role
+from autofit.measurement import Measurement, Outcome, TrialKind
 from autofit.plan import Dimension, Plan, variant_key
 from autofit.planning.feasibility import MOST_ACCIDENTS
 from autofit.planning.search_spec import Effort
@@ -45,7 +45,7 @@ def _failing(
 def test_the_answer_was_run_again_after_a_renewal(device: SimulatedDevice) -> None:
     prober = device.prober()
     result = run_search(prober, device.spec())
-    assert result.best.role is Role.CONFIRMED
+    assert result.best.kind is TrialKind.CONFIRMATION
     assert prober.renewals == 1
     assert prober.probed[-1].full_accumulation
     assert [request.plan for request in prober.probed].count(result.best.plan) >= 2
@@ -68,7 +68,7 @@ def test_no_more_probes_than_allowed(device: SimulatedDevice, most: int) -> None
     assert result.probes == most
     assert result.stopped_because == f"max_probes={most} was reached"
     assert len({trial.plan for trial in result.trials}) >= min(most, 2)
-    assert (result.best.role is Role.CONFIRMED) is (most == 5)
+    assert (result.best.kind is TrialKind.CONFIRMATION) is (most == 5)
 
 
 def test_a_timeout_before_anything_was_measured_is_an_error(device: SimulatedDevice) -> None:
@@ -201,7 +201,7 @@ def test_a_search_that_is_resumed_on_a_healthy_machine_tries_those_plans_again(
 @pytest.mark.parametrize("most", [4, 6])
 def test_a_few_probes_are_enough_for_a_confirmed_answer(device: SimulatedDevice, most: int) -> None:
     result = run_search(device.prober(), device.spec(), max_probes=most)
-    compared = {trial.plan for trial in result.trials if trial.role is Role.CONFIRMED}
+    compared = {trial.plan for trial in result.trials if trial.kind is TrialKind.CONFIRMATION}
     assert compared == {result.best.plan, device.space.baseline}
     assert result.comparison_ended
     assert result.best.plan != device.space.baseline
@@ -273,7 +273,7 @@ def test_whatever_dies_the_answer_ran_and_the_timeout_is_kept(
         assert result.best.ok
         assert result.best in result.trials
         if probability == 0:
-            assert result.best.role is Role.CONFIRMED  # time was kept back for that
+            assert result.best.kind is TrialKind.CONFIRMATION  # time was kept back for that
     assert prober.now <= timeout_s
 
 
@@ -310,7 +310,7 @@ def test_a_probe_that_the_timeout_ends_is_not_blamed_on_its_plan(device: Simulat
     result = run_search(prober, device.spec(), timeout_s=100.0, clock=prober.clock, began=0.0)
     assert result.stopped_because == "the timeout of 100 s was reached"
     assert all(trial.ok for trial in result.trials)
-    assert result.best.role is Role.CONFIRMED
+    assert result.best.kind is TrialKind.CONFIRMATION
 
 
 class _Interrupting:
@@ -339,7 +339,7 @@ def test_an_interrupted_search_returns_the_best_unconfirmed_trial(
     assert len(result.trials) == 4
     fastest = max(trial.samples_per_second or 0 for trial in result.trials if trial.ok)
     assert result.best.samples_per_second == pytest.approx(fastest, rel=0.02)
-    assert result.best.role in (Role.SEARCH, Role.BASELINE)
+    assert result.best.kind in (TrialKind.SEARCH, TrialKind.BASELINE)
 
 
 def test_an_interrupt_before_anything_ran_is_passed_on(device: SimulatedDevice) -> None:
@@ -396,10 +396,10 @@ def test_the_largest_permitted_size_below_a_limit_is_found(
     whole: int, sample: int, limit: int
 ) -> None:
     """Sizes that a global batch permits may be further apart than half of what is left."""
-    precision = {"precision.dtype": Dimension(("as_is",))}
+    precision = {"precision.dtype": Dimension(("default",))}
     device = SimulatedDevice(Space(precision, sample, global_batch=whole), 1000 * GIB)
     result = run_search(device.prober(size_limit=lambda plan: limit), device.spec())
-    assert result.best.plan == device.space.plan(limit, {"precision.dtype": "as_is"})
+    assert result.best.plan == device.space.plan(limit, {"precision.dtype": "default"})
 
 
 def test_a_plan_that_fails_when_it_is_compared_is_not_compared_again(
@@ -409,7 +409,7 @@ def test_a_plan_that_fails_when_it_is_compared_is_not_compared_again(
     device = make_device(sample_batch_size=64, global_batch=256, budget=100 * GIB)
     prober = _FailingInFull(device)
     result = run_search(prober, device.spec(), max_probes=40)
-    failed = [t.plan for t in result.trials if t.role is Role.CONFIRMED and not t.ok]
+    failed = [t.plan for t in result.trials if t.kind is TrialKind.CONFIRMATION and not t.ok]
     assert failed
     assert len(failed) == len(set(failed))
     assert result.best.plan not in failed
@@ -483,8 +483,10 @@ def test_the_budget_that_is_expected_to_work_does(make_device: MakeDevice, budge
 
 
 def test_where_only_one_split_was_tried_the_way_to_others_is_named(make_device: MakeDevice) -> None:
-    other = make_device(budget=GIB, global_batch=8, may_resplit=False)
-    with pytest.raises(NoFeasiblePlan, match=r"no other micro-batch than 4 .*allow_resplit=True"):
+    other = make_device(budget=GIB, global_batch=8, may_change_accumulation=False)
+    with pytest.raises(
+        NoFeasiblePlan, match=r"no other micro-batch than 4 .*allow_accumulation_change=True"
+    ):
         run_search(other.prober(), other.spec())
 
 
@@ -506,7 +508,7 @@ def test_a_plan_that_no_longer_fits_when_confirmed_is_not_returned(device: Simul
 
     result = run_search(_Shrinking(device, at=99), device.spec(), max_probes=60)
     assert result.best.plan.micro_batch <= 10
-    assert result.best.role is Role.CONFIRMED
+    assert result.best.kind is TrialKind.CONFIRMATION
 
 
 def test_events_carry_the_data_of_a_progress_line(device: SimulatedDevice) -> None:
@@ -528,7 +530,7 @@ def test_proposals_of_another_sampler_over_the_budget_are_vetoed(
 ) -> None:
     prober, free = device.prober(), device.prober()
     result = run_search(prober, device.spec(), sampler=TPESampler(seed=1), max_probes=12)
-    vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
+    vetoed = [trial for trial in result.trials if trial.kind is TrialKind.VETOED]
     assert vetoed
     assert len(prober.probed) == result.probes <= 12
     without = run_search(free, device.spec(), sampler=TPESampler(seed=1), max_probes=12, veto=False)
@@ -545,7 +547,7 @@ def test_proposals_that_never_fit_end_the_search(make_device: MakeDevice) -> Non
     other = make_device()
     result = run_search(other.prober(), other.spec(), sampler=_Greedy(seed=0), max_probes=20)
     assert result.stopped_because.startswith(f"{MOST_VETOES} proposals in a row")
-    assert sum(trial.role is Role.VETOED for trial in result.trials) == MOST_VETOES
+    assert sum(trial.kind is TrialKind.VETOED for trial in result.trials) == MOST_VETOES
     assert result.probes == 2
 
 
@@ -573,8 +575,8 @@ def test_a_sampler_that_stops_ends_the_search(device: SimulatedDevice) -> None:
     }
     result = run_search(device.prober(), device.spec(), sampler=GridSampler(grid), max_probes=20)
     assert result.stopped_because == "the sampler has offered all it can"
-    assert len({t.plan for t in result.trials if t.role is Role.SEARCH}) == 4
-    assert result.best.role is Role.CONFIRMED
+    assert len({t.plan for t in result.trials if t.kind is TrialKind.SEARCH}) == 4
+    assert result.best.kind is TrialKind.CONFIRMATION
 
 
 class _Foreign(RandomSampler):
@@ -615,7 +617,7 @@ def test_a_repeated_proposal_is_pruned_and_not_run(
             prober, device.spec(), store=store, sampler=_Stubborn(seed=0), max_probes=20
         )
         states = {trial.number: trial.state for trial in store.study.trials}
-    vetoed = [trial for trial in result.trials if trial.role is Role.VETOED]
+    vetoed = [trial for trial in result.trials if trial.kind is TrialKind.VETOED]
     assert len(vetoed) == MOST_VETOES
     assert {trial.measurement.outcome for trial in vetoed} == {outcome}
     assert {states[trial.number] for trial in vetoed} == {TrialState.PRUNED}
@@ -658,17 +660,17 @@ def test_a_machine_that_slowed_down_has_its_baseline_measured_again(
         return replace(measurement, step_times_s=[3 * t for t in measurement.step_times_s])
 
     result = run_search(_Wrapped(device.prober(), slower), device.spec())
-    confirmed = {t.plan: t for t in result.trials if t.role is Role.CONFIRMED and t.ok}
+    confirmed = {t.plan: t for t in result.trials if t.kind is TrialKind.CONFIRMATION and t.ok}
     baseline = confirmed[device.space.baseline]
     assert result.best.samples_per_second is not None
     assert baseline.samples_per_second is not None
     assert result.best.samples_per_second >= baseline.samples_per_second
-    assert result.best.role is Role.CONFIRMED
+    assert result.best.kind is TrialKind.CONFIRMATION
 
 
 def test_the_baseline_takes_part_in_the_final_comparison(device: SimulatedDevice) -> None:
     result = run_search(device.prober(), device.spec())
-    compared = [t.plan for t in result.trials if t.role is Role.CONFIRMED]
+    compared = [t.plan for t in result.trials if t.kind is TrialKind.CONFIRMATION]
     assert compared.count(device.space.baseline) == 1
 
 
@@ -685,7 +687,11 @@ def test_a_lucky_first_probe_does_not_decide_when_probes_run_out(
         return replace(measurement, step_times_s=steps)
 
     result = run_search(_Wrapped(other.prober(), level), other.spec(), max_probes=3)
-    assert [t.role for t in result.trials] == [Role.BASELINE, Role.SEARCH, Role.CONFIRMED]
+    assert [t.kind for t in result.trials] == [
+        TrialKind.BASELINE,
+        TrialKind.SEARCH,
+        TrialKind.CONFIRMATION,
+    ]
     assert result.trials[1].plan == result.trials[2].plan != result.baseline.plan
     assert not result.is_decided
 
@@ -704,7 +710,7 @@ def test_a_fault_at_a_larger_size_leaves_the_baseline_to_be_returned(
 
 def test_a_value_that_needs_a_fresh_worker_shares_none(make_device: MakeDevice) -> None:
     dimensions = {
-        "precision.dtype": Dimension(("as_is", "bfloat16"), fresh_worker=True),
+        "precision.dtype": Dimension(("default", "bfloat16"), fresh_worker=True),
         "checkpointing.level": Dimension((0, 1, 2, 3, 4)),
     }
     other = make_device(dimensions=dimensions)
@@ -774,7 +780,7 @@ def test_what_is_costly_to_try_takes_one_fresh_worker_a_probe(make_device: MakeD
 
     prober = _Wrapped(other.prober(), remember)
     result = run_search(prober, replace(other.spec(), train_samples=10_000_000))
-    searched = [t for t in result.trials if t.role is not Role.CONFIRMED]
+    searched = [t for t in result.trials if t.kind is not TrialKind.CONFIRMATION]
     first = next(n for n, t in enumerate(searched) if t.plan.settings != off)
     assert all(t.plan.settings != off for t in searched[first:])
     assert renewals[first - 1] == 0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from optuna.samplers import RandomSampler
 
-from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.errors import InvalidArgument
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Plan
 from autofit.searching.limits import (
     COMPARISON_BLOCKS,
@@ -23,8 +23,8 @@ from autofit.searching.limits import (
 def trials(count: int, seconds: float = 1.0) -> list[Trial]:
     """So many probes, and a vetoed proposal, which is none."""
     ran = Measurement(Outcome.OK, step_times_s=[0.1], seconds=seconds)
-    roles = [Role.SEARCH] * count + [Role.VETOED]
-    return [Trial(number, role, Plan(4), ran) for number, role in enumerate(roles)]
+    roles = [TrialKind.SEARCH] * count + [TrialKind.VETOED]
+    return [Trial(number, kind, Plan(4), ran) for number, kind in enumerate(roles)]
 
 
 def test_a_search_without_limits_is_unlimited() -> None:
@@ -44,7 +44,7 @@ def test_probes_are_kept_back_for_the_comparison(most: int, before_comparison: i
 
 
 def test_one_probe_is_kept_back_after_an_earlier_comparison() -> None:
-    compared = [replace(trial, role=Role.CONFIRMED) for trial in trials(2)[:2]]
+    compared = [replace(trial, kind=TrialKind.CONFIRMATION) for trial in trials(2)[:2]]
     bounded = Allowance(6, None)
     assert bounded.spent([*trials(2), *compared]) is None
     assert bounded.spent([*trials(3), *compared]) == "max_probes=6 was reached"
@@ -80,7 +80,7 @@ def test_a_share_of_the_time_at_most_is_kept_for_the_comparison() -> None:
 def test_time_is_kept_for_steps_that_run_all_their_micro_batches() -> None:
     """The search ran 2 of 8 and scaled the time: in full, three quarters of it come on top."""
     part = Measurement(Outcome.OK, step_times_s=[0.4] * 5, seconds=1.0, micro_batches_run=2)
-    trial = Trial(0, Role.SEARCH, Plan(4, accumulation_steps=8, global_batch=32), part)
+    trial = Trial(0, TrialKind.SEARCH, Plan(4, accumulation_steps=8, global_batch=32), part)
     kept_s = Allowance(None, 60.0).seconds_kept([trial], start_s=0.5)
     assert kept_s == pytest.approx(COMPARISON_BLOCKS * (0.5 + 1.0 + 1.5))
 
@@ -93,7 +93,7 @@ GOOD: dict[str, Any] = {
     "sampler": RandomSampler(),
     "progress": print,
     "effort": "quick",
-    "train_steps": 1000,
+    "planned_steps": 1000,
     "profile": Path("trace.json"),
 }
 
@@ -112,8 +112,8 @@ def test_valid_arguments_pass() -> None:
         ("max_probes", 0),
         ("max_probes", 1.5),
         ("max_probes", True),
-        ("train_steps", 0),
-        ("train_steps", 2.5),
+        ("planned_steps", 0),
+        ("planned_steps", 2.5),
         ("timeout", 0),
         ("timeout", "3"),
         ("timeout", float("nan")),
@@ -131,5 +131,5 @@ def test_valid_arguments_pass() -> None:
     ],
 )
 def test_invalid_arguments_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=name):
+    with pytest.raises(InvalidArgument, match=name):
         check_search_arguments(**GOOD | {name: value})

@@ -17,7 +17,7 @@ import torch
 
 import autofit
 from autofit.devices.request import device_names
-from autofit.errors import InvalidRequest, SearchTimedOut, WorkerFailed
+from autofit.errors import InvalidArgument, SearchTimedOut, WorkerFailed
 from autofit.searching.events import StageStarted
 from autofit.searching.options import SearchOptions
 
@@ -51,7 +51,7 @@ def test_two_devices_run_plans_of_one_search(tmp_path: Path) -> None:
     assert report.best.ok
     assert report.best in report.trials
     assert numbers(report) == sorted(set(numbers(report)))
-    searched_plans = [t.plan for t in report.trials if t.role is autofit.Role.SEARCH]
+    searched_plans = [t.plan for t in report.trials if t.kind is autofit.TrialKind.SEARCH]
     assert len(report.trials) <= 8
     assert len(set(searched_plans)) >= len(searched_plans) - 2  # repeats tell noise
     again = searched(device="cpu", max_probes=8, study=study)
@@ -69,20 +69,20 @@ def test_two_devices_run_plans_of_one_search(tmp_path: Path) -> None:
     ],
 )
 def test_devices_that_cannot_be_meant_are_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         searched(**given)
 
 
 def test_options_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="executor="):
+    with pytest.raises(InvalidArgument, match="executor="):
         SearchOptions(workers=2)
-    with pytest.raises(InvalidRequest, match=r"must be a concurrent\.futures\.Executor"):
+    with pytest.raises(InvalidArgument, match=r"must be a concurrent\.futures\.Executor"):
         SearchOptions(executor=3)  # type: ignore[arg-type]  # the point of the test
-    with pytest.raises(InvalidRequest, match=r"must be a concurrent\.futures\.Executor"):
+    with pytest.raises(InvalidArgument, match=r"must be a concurrent\.futures\.Executor"):
         SearchOptions(executor=ProcessPoolExecutor)  # type: ignore[arg-type]  # likewise
-    with pytest.raises(InvalidRequest, match=r"SearchOptions.*'ranks': 2"):
+    with pytest.raises(InvalidArgument, match=r"SearchOptions.*'ranks': 2"):
         searched(device="cpu", options={"ranks": 2})
-    with pytest.raises(InvalidRequest, match="workers"):
+    with pytest.raises(InvalidArgument, match="workers"):
         SearchOptions(workers=0)
 
 

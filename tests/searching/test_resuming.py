@@ -43,7 +43,7 @@ def test_what_another_sampler_ended_the_planner_goes_on_with(
     device: SimulatedDevice, tmp_path: Path
 ) -> None:
     path = tmp_path / "study.journal"
-    few = GridSampler({"precision.dtype": ["as_is"], LEVEL: [0], "micro_batch": [1, 2]})
+    few = GridSampler({"precision.dtype": ["default"], LEVEL: [0], "micro_batch": [1, 2]})
     with Store.open(path, IDENTITY) as store:
         first = run_search(device.prober(), device.spec(), store=store, sampler=few, max_probes=99)
         assert first.stopped_because == "the sampler has offered all it can"

@@ -7,8 +7,8 @@ import pytest
 from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
-from autofit.errors import InvalidRequest
-from autofit.measurement import Measurement, Outcome, Role, Trial
+from autofit.errors import InvalidArgument
+from autofit.measurement import Measurement, Outcome, Trial, TrialKind
 from autofit.plan import Dimension, Plan
 from autofit.planning import planner
 from autofit.planning.posterior import Posterior
@@ -44,7 +44,7 @@ def test_a_plan_has_no_other_parameters(device: SimulatedDevice) -> None:
     with Store.open(None, {}) as store:
         store.begin(device.spec())
         store.study.sampler = PlannerSampler(device.space.baseline)
-        with pytest.raises(InvalidRequest, match="learning_rate"):
+        with pytest.raises(InvalidArgument, match="learning_rate"):
             store.study.ask().suggest_float("learning_rate", 0, 1)
 
 
@@ -72,9 +72,9 @@ def test_each_outcome_has_its_state_and_constraint(
     plan = Plan(4, settings=device.space.plain_settings)
     with Store.open(None, {}) as store:
         store.begin(device.spec())
-        stored = store.record(store.ask(plan), Trial(7, Role.BASELINE, plan, measurement))
+        stored = store.record(store.ask(plan), Trial(7, TrialKind.BASELINE, plan, measurement))
         frozen: optuna.trial.FrozenTrial = store.study.trials[0]
-        assert store.trials == (stored,) == (Trial(0, Role.BASELINE, plan, measurement),)
+        assert store.trials == (stored,) == (Trial(0, TrialKind.BASELINE, plan, measurement),)
     assert frozen.state is TrialState[state]
     assert [value <= 0 for value in frozen.constraints.values()] == [feasible]
 
@@ -85,9 +85,9 @@ def test_a_trial_keeps_its_number_when_another_finishes_first(device: SimulatedD
     with Store.open(None, {}) as store:
         store.begin(device.spec())
         first, second = store.ask(plan), store.ask(plan)
-        later = store.record(second, Trial(0, Role.SEARCH, plan, ok))
+        later = store.record(second, Trial(0, TrialKind.SEARCH, plan, ok))
         assert [trial.number for trial in store.trials] == [later.number]
-        earlier = store.record(first, Trial(0, Role.BASELINE, plan, ok))
+        earlier = store.record(first, Trial(0, TrialKind.BASELINE, plan, ok))
         assert store.trials == (earlier, later)
     assert (earlier.number, later.number) == (0, 1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import StudyRefused
+from autofit.errors import StudyError
 from autofit.searching.storage import name_of
 from autofit.training.workload import Workload
 
@@ -43,7 +43,7 @@ class Untouched(nn.Module):
 @pytest.mark.parametrize("url", URLS + SPLIT)
 def test_a_study_that_cannot_be_opened_is_refused_early_and_without_its_password(url: str) -> None:
     workload = Workload(Untouched, torch.randn(4, 8))
-    with pytest.raises(StudyRefused) as refused:
+    with pytest.raises(StudyError) as refused:
         autofit.search(workload, device="cpu", vram_budget="64MiB", study=url, progress=False)
     assert SECRET not in "".join(traceback.format_exception(refused.value))
 

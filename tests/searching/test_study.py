@@ -22,8 +22,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autofit.errors import StudyRefused
-from autofit.measurement import Role
+from autofit.errors import StudyError
+from autofit.measurement import TrialKind
 from autofit.planning.search_spec import Effort
 from autofit.probing.process_identity import _start_ticks, this_process
 from autofit.searching import claim as claim_room
@@ -126,7 +126,7 @@ def test_a_study_whose_end_is_damaged_is_refused(
     with Store.open(path, IDENTITY) as store:
         run_search(device.prober(), device.spec(), store=store)
         store.study.set_user_attr(attribute, 7)
-    with Store.open(path, IDENTITY) as store, pytest.raises(StudyRefused, match="the earlier"):
+    with Store.open(path, IDENTITY) as store, pytest.raises(StudyError, match="the earlier"):
         run_search(device.prober(), device.spec(), store=store)
 
 
@@ -149,7 +149,7 @@ def test_a_study_whose_settings_are_code_is_refused(
     ]
     assert changed != lines
     path.write_text("".join(changed))
-    with pytest.raises(StudyRefused, match="no name or value of a setting"):
+    with pytest.raises(StudyError, match="no name or value of a setting"):
         Store.open(path, IDENTITY)
 
 
@@ -169,7 +169,7 @@ def test_what_a_stranger_wrote_into_a_study_moves_no_terminal(
 def test_another_programs_study_of_the_same_name_is_refused(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/studies.db"
     optuna.create_study(study_name="autofit", storage=url, direction="minimize")
-    with pytest.raises(StudyRefused, match="another program"):
+    with pytest.raises(StudyError, match="another program"):
         Store.open(url, IDENTITY)
 
 
@@ -229,7 +229,7 @@ def test_a_torn_last_line_is_cut_off(device: SimulatedDevice, tmp_path: Path) ->
 def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "letter.txt"
     path.write_bytes(content)
-    with pytest.raises(StudyRefused, match="not a study"):
+    with pytest.raises(StudyError, match="not a study"):
         Store.open(path, IDENTITY)
     assert path.read_bytes() == content
 
@@ -238,9 +238,9 @@ def test_a_changed_workload_is_refused_and_named(device: SimulatedDevice, tmp_pa
     path = tmp_path / "study.journal"
     with Store.open(path, IDENTITY) as store:
         store.begin(device.spec())
-    with pytest.raises(StudyRefused, match="workload: simulated there, other here"):
+    with pytest.raises(StudyError, match="workload: simulated there, other here"):
         Store.open(path, {"workload": "other"})
-    with pytest.raises(StudyRefused, match="ranks: none there, 2 here"):
+    with pytest.raises(StudyError, match="ranks: none there, 2 here"):
         Store.open(path, {**IDENTITY, "ranks": "2"})
     with Store.open(path, IDENTITY) as store:
         assert store.spec is not None
@@ -252,7 +252,7 @@ def test_another_specification_is_refused(
 ) -> None:
     with Store.open(tmp_path / "study.journal", IDENTITY) as store:
         store.begin(device.spec())
-        with pytest.raises(StudyRefused, match="another space, budget or seed"):
+        with pytest.raises(StudyError, match="another space, budget or seed"):
             store.begin(make_device(max_micro_batch=7).spec())
 
 
@@ -265,7 +265,7 @@ def test_a_second_search_on_a_study_is_refused(tmp_path: Path, storage: str, sta
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        with pytest.raises(StudyRefused, match="using the study"):
+        with pytest.raises(StudyError, match="using the study"):
             Store.open(study, IDENTITY)
     finally:
         child.kill()
@@ -292,7 +292,7 @@ def test_of_searches_that_start_at_the_same_instant_one_gets_the_study(tmp_path:
             with Store.open(study, IDENTITY):
                 got_in.append(study)
                 may_end.wait(timeout=30)
-        except StudyRefused as refusal:
+        except StudyError as refusal:
             refused.append(str(refusal))
             may_end.set()
 
@@ -320,7 +320,7 @@ def test_nothing_is_open_once_a_study_is_closed(device: SimulatedDevice, tmp_pat
             run_search(device.prober(), device.spec(), store=opened, max_probes=2)
             assert is_open()
         assert not is_open()
-        with pytest.raises(StudyRefused, match="belongs to another search"):
+        with pytest.raises(StudyError, match="belongs to another search"):
             Store.open(study, {"workload": "other"})
         assert not is_open()
     finally:
@@ -328,7 +328,7 @@ def test_nothing_is_open_once_a_study_is_closed(device: SimulatedDevice, tmp_pat
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StudyRefused, match=r"cannot write the study .*No such file"):
+    with pytest.raises(StudyError, match=r"cannot write the study .*No such file"):
         Store.open(tmp_path / "nowhere" / "study.journal", IDENTITY)
 
 
@@ -336,14 +336,14 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(StudyRefused, match=r"cannot write the study .*denied"):
+        with pytest.raises(StudyError, match=r"cannot write the study .*denied"):
             Store.open(tmp_path / "study.journal", IDENTITY)
     finally:
         tmp_path.chmod(0o700)
 
 
 def test_a_folder_instead_of_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StudyRefused, match="cannot write the study"):
+    with pytest.raises(StudyError, match="cannot write the study"):
         Store.open(tmp_path, IDENTITY)
 
 
@@ -353,12 +353,12 @@ def test_a_pipe_or_device_is_not_read(tmp_path: Path, kind: str) -> None:
     if kind == "pipe":
         path = tmp_path / "pipe"
         os.mkfifo(path)
-    with pytest.raises(StudyRefused, match="it is a pipe or a device"):
+    with pytest.raises(StudyError, match="it is a pipe or a device"):
         Store.open(path, IDENTITY)
 
 
 def test_an_unknown_kind_of_url_is_refused() -> None:
-    with pytest.raises(StudyRefused, match="cannot open the study nosql://host/x"):
+    with pytest.raises(StudyError, match="cannot open the study nosql://host/x"):
         Store.open("nosql://host/x", IDENTITY)
 
 
@@ -391,14 +391,14 @@ def test_a_search_that_was_taken_for_ended_is_told_so(
         key = next(key for key in first.study.user_attrs if key.startswith("autofit_claim_"))
         claim = first.study.user_attrs[key] | {"namespace": 1}
         first.study.set_user_attr(key, claim)
-        with pytest.raises(StudyRefused, match="is using the study"):
+        with pytest.raises(StudyError, match="is using the study"):
             Store.open(url, IDENTITY)
         first.study.set_user_attr(key, claim | {"seen": time.time() + 7200})  # its clock is ahead
-        with pytest.raises(StudyRefused, match="last seen 0 s ago"):
+        with pytest.raises(StudyError, match="last seen 0 s ago"):
             Store.open(url, IDENTITY)
         first.study.set_user_attr(key, claim | {"seen": time.time() - 7200})
         with Store.open(url, IDENTITY) as second:
-            with pytest.raises(StudyRefused, match="has taken over"):
+            with pytest.raises(StudyError, match="has taken over"):
                 first.ask(plan)
             second.record(second.ask(plan), make_trial(0, plan, step_times_s=[0.1], **HELD))
         assert len(second.trials) == 1
@@ -439,7 +439,7 @@ def test_searches_in_two_containers_of_one_host_name_keep_out_of_each_others_stu
     with start("print(os.getpid(), flush=True); sys.stdin.readline()") as waiting:
         assert waiting.stdout is not None
         assert waiting.stdout.readline() == "1\n"
-        with pytest.raises(StudyRefused, match=r"process 1 on .* is using the study"):
+        with pytest.raises(StudyError, match=r"process 1 on .* is using the study"):
             Store.open(url, IDENTITY)
         with start("pass") as refused:
             assert "is using the study" in refused.communicate(timeout=240)[1]
@@ -465,7 +465,7 @@ def test_a_trial_that_another_program_ended_is_no_crash(
         asked = store.ask(plan)
         store.study.tell(asked.number, state=TrialState.FAIL)
         ended = make_trial(0, plan, step_times_s=[0.1], **HELD)
-        with pytest.raises(StudyRefused, match="another program"):
+        with pytest.raises(StudyError, match="another program"):
             store.record(asked, ended)
 
 
@@ -498,7 +498,7 @@ def test_a_comparison_is_begun_anew_where_a_search_is_resumed(
     with Store.open(study, IDENTITY) as store:
         more = run_search(slower, device.spec(), store=store)
     assert more.comparison_ended
-    compared = [trial for trial in more.trials if trial.role is Role.CONFIRMED]
+    compared = [trial for trial in more.trials if trial.kind is TrialKind.CONFIRMATION]
     assert {more.best.plan, more.baseline.plan} <= {trial.plan for trial in compared}
     for trial in compared:
         true = device.speed(trial.plan) / 1.5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidRequest, Unsupported
+from autofit.errors import InvalidArgument, Unsupported
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.testing import PlainContext, check_strategy
@@ -70,7 +70,7 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_library_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     without_libraries(monkeypatch)
     context = PlainContext(workload)
-    assert list(STRATEGY.dimensions(context)[SETTING].values) == ["as_is"]
+    assert list(STRATEGY.dimensions(context)[SETTING].values) == ["default"]
     assert context.notes == [
         "adam_state.format skipped: neither torchao nor bitsandbytes is installed"
     ]
@@ -84,7 +84,7 @@ def test_without_a_library_there_is_nothing_to_choose(monkeypatch: pytest.Monkey
 def test_only_a_search_that_names_it_uses_it() -> None:
     assert "adam_state" not in {each.name for each in load_strategies()}
     assert [each.name for each in load_strategies(["adam_state"])] == ["adam_state"]
-    with pytest.raises(InvalidRequest, match="reduced_precision"):
+    with pytest.raises(InvalidArgument, match="reduced_precision"):
         load_strategies(["adam_state"], numerics="rounding")
 
 
@@ -107,7 +107,7 @@ def test_an_optimizer_that_no_library_equals_is_refused(
 ) -> None:
     monkeypatch.setattr(strategy, "_installed", lambda: LIBRARIES)  # before any is imported
     context = PlainContext(lambda: workload(make))
-    assert list(STRATEGY.dimensions(context)[SETTING].values) == ["as_is"]
+    assert list(STRATEGY.dimensions(context)[SETTING].values) == ["default"]
     assert all(why in note for note in context.notes)
     assert len(context.notes) == 2
 
@@ -148,7 +148,7 @@ def test_it_trains_alike_in_a_quarter_of_the_bytes_and_follows_a_scheduler(
         assert live.optimizer is optimizer
         return losses, held, model
 
-    plain, plain_bytes, model = trained("as_is")
+    plain, plain_bytes, model = trained("default")
     losses, held, other = trained(value)
     assert losses == pytest.approx(plain, rel=0.02)
     assert losses[-1] < 0.9 * losses[0]
@@ -191,9 +191,9 @@ def test_a_plan_with_it_runs_and_needs_less() -> None:
             device="cpu",
             strategies=["adam_state"],
         ).measurement
-        for value in ("as_is", "bitsandbytes_8bit")
+        for value in ("default", "bitsandbytes_8bit")
     }
-    plain, moved = found["as_is"], found["bitsandbytes_8bit"]
+    plain, moved = found["default"], found["bitsandbytes_8bit"]
     assert plain.ok, plain.detail
     assert moved.ok, moved.detail
     assert plain.peak_allocated_bytes is not None

@@ -192,7 +192,7 @@ def test_what_never_calls_the_model_is_left_alone() -> None:
         training.optimizer_step()
         return loss
 
-    values, notes = offered(train_step=step)
+    values, notes = offered(training_step=step)
     assert values == ["off"]
     assert "does not call the model" in notes[0]
 

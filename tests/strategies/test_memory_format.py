@@ -65,7 +65,7 @@ def test_it_is_offered_where_there_is_something_to_lay_out(
 ) -> None:
     context = PlainContext(lambda: Workload(model, torch.zeros(2, 4)))
     (layouts,) = memory_format.dimensions(context).values()
-    assert list(layouts.values) == ["as_is", *["channels_last"] * offered]
+    assert list(layouts.values) == ["default", *["channels_last"] * offered]
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])

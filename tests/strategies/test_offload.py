@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autofit
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
@@ -322,7 +322,7 @@ def small() -> Workload:
 
 
 def test_a_model_that_saves_little_has_nothing_to_choose() -> None:
-    with pytest.raises(InvalidRequest, match=SETTING):
+    with pytest.raises(InvalidArgument, match=SETTING):
         probed(small(), True)
 
 
@@ -345,7 +345,7 @@ def test_a_model_that_only_a_train_step_can_call_is_looked_at_too() -> None:
             super().__init__()
             self.first = nn.Linear(WIDTH, WIDTH)
 
-    def train_step(training: Training, batch: torch.Tensor) -> torch.Tensor:
+    def training_step(training: Training, batch: torch.Tensor) -> torch.Tensor:
         loss = batch.new_zeros(())
         for part, weight in training.micro_batches(batch):
             loss = training.model.get_submodule("first")(part).tanh().square().mean()
@@ -353,5 +353,5 @@ def test_a_model_that_only_a_train_step_can_call_is_looked_at_too() -> None:
         training.optimizer_step()
         return loss
 
-    workload = Workload(Pair, torch.randn(SAMPLES, WIDTH), train_step=train_step)
+    workload = Workload(Pair, torch.randn(SAMPLES, WIDTH), training_step=training_step)
     assert probed(workload, True).ok

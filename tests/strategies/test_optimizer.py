@@ -49,14 +49,14 @@ def found_on_a_gpu(optimizer: Any) -> list[Any]:
     from autofit.devices.gpus import find_gpu
     from autofit.prediction.offered import meta_dimensions
 
-    plain = {SETTING: "as_is"}
+    plain = {SETTING: "default"}
     found = meta_dimensions(IMPLEMENTATION, plain, workload(optimizer), find_gpu("H200"))
     return list(found[SETTING].values)
 
 
 def test_what_saves_time_is_offered_and_nothing_that_is_in_use() -> None:
-    assert offered(adamw) == ["as_is", "fused"]
-    assert offered(partial(adamw, foreach=True)) == ["as_is", "for_loop", "fused"]
+    assert offered(adamw) == ["default", "fused"]
+    assert offered(partial(adamw, foreach=True)) == ["default", "for_loop", "fused"]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.LBFGS, torch.optim.Muon])
@@ -64,12 +64,12 @@ def test_an_optimizer_without_fused_kernels_has_nothing_to_choose(optimizer: Any
     steps_alone = optimizer is not torch.optim.LBFGS
     step = None if steps_alone else lambda training, batch: training.model(batch).mean()
     make = lambda _: optimizer([nn.Parameter(torch.zeros(2, 2))])  # noqa: E731  # by its parameters
-    assert offered(make, train_step=step) == ["as_is"]
+    assert offered(make, training_step=step) == ["default"]
 
 
 def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
     context = PlainContext(lambda: workload(adamw, global_batch=2**16))
-    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is"]
+    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["default"]
     assert context.notes == [
         "optimizer.implementation: fused skipped: saves less than 1% of a step"
     ]
@@ -77,7 +77,7 @@ def test_an_update_that_takes_next_to_no_time_is_left_alone() -> None:
 
 def test_what_saves_the_temporaries_of_lists_need_not_save_time() -> None:
     by_lists = partial(adamw, foreach=True)
-    assert offered(by_lists, global_batch=2**16) == ["as_is", "for_loop", "fused"]
+    assert offered(by_lists, global_batch=2**16) == ["default", "for_loop", "fused"]
 
 
 class SparseFirst(nn.Module):
@@ -95,8 +95,8 @@ class SparseFirst(nn.Module):
 @pytest.mark.parametrize(
     ("optimizer", "values"),
     [
-        (torch.optim.SGD, ["as_is"]),
-        (partial(torch.optim.SGD, foreach=True), ["as_is", "for_loop"]),
+        (torch.optim.SGD, ["default"]),
+        (partial(torch.optim.SGD, foreach=True), ["default", "for_loop"]),
     ],
 )
 def test_an_implementation_that_raises_on_real_gradients_is_left_out_alone(
@@ -146,7 +146,7 @@ def test_without_room_to_time_them_all_are_offered() -> None:
 
         batch = torch.randn(2, WIDTH)
         context = PlainContext(lambda: Workload(made, batch, optimizer=optimizer))  # noqa: B023  # run here
-        assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is", "fused"]
+        assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["default", "fused"]
         assert context.notes == []
 
 
@@ -165,7 +165,7 @@ class Quantized(nn.Module):
 
 def test_frozen_parameters_are_not_stepped_to_find_implementations() -> None:
     context = PlainContext(lambda: Workload(Quantized, torch.randn(2, WIDTH), optimizer=adamw))
-    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["as_is", "fused"]
+    assert list(IMPLEMENTATION.dimensions(context)[SETTING].values) == ["default", "fused"]
 
 
 class Decaying(torch.optim.AdamW):
@@ -180,7 +180,7 @@ class Decaying(torch.optim.AdamW):
 
 
 def test_lists_after_a_fused_update_leave_it_fused() -> None:
-    assert found_on_a_gpu(partial(Decaying, fused=True)) == ["as_is", "foreach"]
+    assert found_on_a_gpu(partial(Decaying, fused=True)) == ["default", "foreach"]
 
 
 class Ignoring(torch.optim.SGD):
@@ -195,7 +195,7 @@ class Ignoring(torch.optim.SGD):
 
 
 def test_flags_that_an_optimizer_ignores_are_no_choice() -> None:
-    assert found_on_a_gpu(Ignoring) == ["as_is"]
+    assert found_on_a_gpu(Ignoring) == ["default"]
 
 
 def test_what_a_train_step_updates_by_itself_is_offered_unmeasured() -> None:
@@ -206,15 +206,15 @@ def test_what_a_train_step_updates_by_itself_is_offered_unmeasured() -> None:
         training.optimizer.step()
         return loss
 
-    assert offered(adamw, train_step=step, global_batch=2**16) == ["as_is", "fused"]
+    assert offered(adamw, training_step=step, global_batch=2**16) == ["default", "fused"]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "values"),
     [
-        (adamw, ["as_is", "for_loop", "fused"]),
-        (torch.optim.RMSprop, ["as_is", "for_loop"]),
-        (partial(adamw, fused=True), ["as_is", "for_loop", "foreach"]),
+        (adamw, ["default", "for_loop", "fused"]),
+        (torch.optim.RMSprop, ["default", "for_loop"]),
+        (partial(adamw, fused=True), ["default", "for_loop", "foreach"]),
     ],
 )
 def test_in_a_dry_run_of_a_gpu_all_that_cuda_has_is_offered(
@@ -249,7 +249,7 @@ def test_twenty_steps_end_alike_with_the_same_state(
         assert isinstance(live.optimizer, torch.optim.Optimizer)
         return live.model.state_dict(), live.optimizer.state_dict()
 
-    plain, state = trained("as_is")
+    plain, state = trained("default")
     other, others_state = trained(value)
     for name, tensor in plain.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
@@ -346,9 +346,9 @@ def test_temporaries_of_an_update_are_predicted() -> None:
         value: predict(
             workload(adamw), plan=Plan(1, settings={SETTING: value}), gpu="H200"
         ).peak_allocated_bytes
-        for value in ("as_is", "for_loop", "fused")  # as it is, CUDA's updates go by lists
+        for value in ("default", "for_loop", "fused")  # as it is, CUDA's updates go by lists
     }
-    saved = required["as_is"] - required["fused"]
+    saved = required["default"] - required["fused"]
     assert saved == pytest.approx(PARAMETER_BYTES, rel=0.1)  # the peak then lies elsewhere
     assert 0 < required["for_loop"] - required["fused"] <= 2 * LARGEST_BYTES
 
@@ -372,7 +372,7 @@ def test_one_of_several_optimizers_is_chosen_by_name() -> None:
             copy.deepcopy(model),
             torch.randn(2, WIDTH),
             optimizer={"a": adamw, "b": torch.optim.RMSprop},
-            train_step=step,
+            training_step=step,
         )
     )
     found = IMPLEMENTATION.dimensions(context)[SETTING]

@@ -35,10 +35,10 @@ def _values(strategy: Strategy, model: nn.Module, capabilities: Capabilities) ->
 @pytest.mark.parametrize(
     ("capabilities", "values"),
     [
-        (EVERYTHING, ["as_is", "tf32", "bfloat16", "float16"]),
-        (Capabilities("cuda", float16=True), ["as_is", "float16"]),
-        (Capabilities("cpu", bfloat16=True), ["as_is", "bfloat16"]),
-        (Capabilities("cpu"), ["as_is"]),
+        (EVERYTHING, ["default", "tf32", "bfloat16", "float16"]),
+        (Capabilities("cuda", float16=True), ["default", "float16"]),
+        (Capabilities("cpu", bfloat16=True), ["default", "bfloat16"]),
+        (Capabilities("cpu"), ["default"]),
     ],
 )
 def test_only_what_the_device_does_is_offered(
@@ -49,16 +49,16 @@ def test_only_what_the_device_does_is_offered(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_model_of_another_type_keeps_it(precision: Strategy, dtype: torch.dtype) -> None:
-    assert _values(precision, nn.Linear(4, 4).to(dtype), EVERYTHING) == ["as_is"]
+    assert _values(precision, nn.Linear(4, 4).to(dtype), EVERYTHING) == ["default"]
 
 
 def test_a_few_half_precision_weights_only_rule_out_loss_scaling(precision: Strategy) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4, 4).half())
-    assert _values(precision, model, EVERYTHING) == ["as_is", "tf32", "bfloat16"]
+    assert _values(precision, model, EVERYTHING) == ["default", "tf32", "bfloat16"]
 
 
 def test_a_model_without_weights_has_nothing_to_choose(precision: Strategy) -> None:
-    assert _values(precision, nn.Identity(), EVERYTHING) == ["as_is"]
+    assert _values(precision, nn.Identity(), EVERYTHING) == ["default"]
 
 
 @pytest.fixture

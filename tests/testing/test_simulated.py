@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.measurement import Measurement, Outcome
 from autofit.plan import Plan, ResolvedPlan
 from autofit.probing.messages import ProbeRequest
@@ -88,10 +88,10 @@ def test_renewals_are_counted_and_a_closed_one_refuses() -> None:
     prober.renew()
     assert prober.renewals == 1
     prober.close()
-    with pytest.raises(InvalidRequest, match="closed"):
+    with pytest.raises(InvalidArgument, match="closed"):
         prober.probe(ProbeRequest(ResolvedPlan(Plan(1))))
 
 
 def test_a_budget_must_be_above_zero() -> None:
-    with pytest.raises(InvalidRequest, match="vram_budget_bytes"):
+    with pytest.raises(InvalidArgument, match="vram_budget_bytes"):
         _prober(vram_budget_bytes=0)

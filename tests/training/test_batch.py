@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.training.batch import (
     Samples,
     batch_size,
@@ -155,17 +155,17 @@ def test_a_batch_is_described_by_place() -> None:
 
 @pytest.mark.parametrize("batch", [[], {}, "text", 3, None, (torch.tensor(1.0),)])
 def test_a_batch_without_samples_is_refused_with_the_way_out(batch: Any) -> None:
-    with pytest.raises(InvalidRequest, match="n -> batch"):
+    with pytest.raises(InvalidArgument, match="n -> batch"):
         batch_size(batch)
 
 
 def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="0 samples"):
+    with pytest.raises(InvalidArgument, match="0 samples"):
         batch_size(torch.empty(0, 3))
 
 
 def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
-    with pytest.raises(InvalidRequest, match="2 of its 3 tensors"):
+    with pytest.raises(InvalidArgument, match="2 of its 3 tensors"):
         check_batched_dimension((torch.zeros(1, 3), torch.zeros(1), torch.zeros(7)))
     check_batched_dimension((torch.zeros(1, 3), torch.tensor(0.0), torch.zeros(7)))
     check_batched_dimension((torch.zeros(2, 3), torch.zeros(1)))
@@ -173,7 +173,7 @@ def test_one_sample_cannot_be_distinguished_from_a_shared_row() -> None:
 
 def test_a_target_of_other_samples_is_refused() -> None:
     inputs, targets = torch.zeros(8, 3), torch.zeros(6)
-    with pytest.raises(InvalidRequest, match=r"8 in the input and 6 in the target.*function n"):
+    with pytest.raises(InvalidArgument, match=r"8 in the input and 6 in the target.*function n"):
         Workload(nn.Linear(3, 1), (inputs, targets), criterion=nn.MSELoss())
     Workload(nn.Linear(3, 1), (inputs, targets), loss_fn=lambda model, batch: model(batch[0]).sum())
     for fits in (torch.zeros(8), torch.tensor(0.0), torch.zeros(1), {"a": inputs, "b": targets}):
@@ -224,7 +224,7 @@ def test_a_sparse_batch_grows_and_is_cut() -> None:
     ids=["csr", "jagged", "nested"],
 )
 def test_what_torch_cannot_cut_is_refused_with_the_way_out(tensor: torch.Tensor) -> None:
-    with pytest.raises(InvalidRequest, match="n -> batch"):
+    with pytest.raises(InvalidArgument, match="n -> batch"):
         check_batched_dimension({"x": torch.ones(4, 2), "other": tensor})
 
 
@@ -244,13 +244,13 @@ def test_tensors_are_known_by_name_in_whatever_order_they_come() -> None:
 
 def test_a_batch_that_the_sample_batch_does_not_describe_is_refused() -> None:
     samples = Samples.of({"x": torch.ones(4, 3), "y": torch.ones(4)})
-    with pytest.raises(InvalidRequest, match=r"\['mask'\], which the sample batch"):
+    with pytest.raises(InvalidArgument, match=r"\['mask'\], which the sample batch"):
         samples.size({"x": torch.ones(4, 3), "y": torch.ones(4), "mask": torch.ones(4)})
-    with pytest.raises(InvalidRequest, match=r"\['y'\]: \(5,\)"):
+    with pytest.raises(InvalidArgument, match=r"\['y'\]: \(5,\)"):
         samples.size({"x": torch.ones(4, 3), "y": torch.ones(5)})
 
 
 def test_a_batch_of_a_training_is_not_empty() -> None:
     samples = Samples(frozenset({"batch"}), frozenset())
-    with pytest.raises(InvalidRequest, match="0 samples"):
+    with pytest.raises(InvalidArgument, match="0 samples"):
         samples.size(torch.zeros(0, 8))

@@ -16,7 +16,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from autofit.errors import InvalidRequest, is_users
+from autofit.errors import InvalidArgument, is_users
 from autofit.training.loader import (
     LoaderSettings,
     batches_without_end,
@@ -155,12 +155,12 @@ class OwnLoader(DataLoader[Any]):
     ],
 )
 def test_what_no_loader_can_be_made_of_is_refused(loader: Any, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         check_loader(loader)
 
 
 def test_a_function_that_makes_no_loader_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="got an int"):
+    with pytest.raises(InvalidArgument, match="got an int"):
         make_loader(lambda batch_size, num_workers: 3, LoaderSettings(2))  # type: ignore[arg-type, return-value]  # that is the fault
 
 
@@ -170,14 +170,14 @@ def test_epochs_follow_each_other() -> None:
 
 
 def test_a_loader_without_batches_does_not_go_on_for_ever() -> None:
-    with pytest.raises(InvalidRequest, match=r"no batch.*drop_last"):
+    with pytest.raises(InvalidArgument, match=r"no batch.*drop_last"):
         next(batches_without_end(DataLoader(ROWS, 11, drop_last=True)))
 
 
 def test_a_generator_ends_after_its_only_epoch_and_is_named() -> None:
     batches = batches_without_end(torch.arange(n + 1) for n in range(2))
     assert [len(next(batches)) for _ in range(2)] == [1, 2]
-    with pytest.raises(InvalidRequest, match="only be iterated once"):
+    with pytest.raises(InvalidArgument, match="only be iterated once"):
         next(batches)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.training.loss import LossSource, Recipe, call_model
 
 
@@ -54,17 +54,17 @@ def test_a_model_says_its_loss_or_its_outputs_stand_in(answer: Any, source: Loss
     "answer", [lambda y: y.argmax(1), lambda y: None, lambda y: {"labels": torch.arange(4)}]
 )
 def test_an_output_that_cannot_be_averaged_is_refused_with_both_ways_out(answer: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"loss_fn=.*criterion="):
+    with pytest.raises(InvalidArgument, match=r"loss_fn=.*criterion="):
         Recipe().loss_and_source(Says(answer), X)
 
 
 def test_a_loss_of_many_numbers_is_refused_by_the_name_of_who_made_it() -> None:
     model = Says(lambda y: {"loss": y.mean(1)})
-    with pytest.raises(InvalidRequest, match=r"output\.loss.*\[4\]"):
+    with pytest.raises(InvalidArgument, match=r"output\.loss.*\[4\]"):
         Recipe().loss_and_source(model, X)
-    with pytest.raises(InvalidRequest, match=r"loss_fn.*float"):
+    with pytest.raises(InvalidArgument, match=r"loss_fn.*float"):
         Recipe(loss_fn=lambda m, b: 3.0).loss_and_source(model, X)  # type: ignore[arg-type,return-value]  # wrong on purpose
-    with pytest.raises(InvalidRequest, match=r"criterion.*\[4, 2\]"):
+    with pytest.raises(InvalidArgument, match=r"criterion.*\[4, 2\]"):
         Recipe(criterion=lambda y, t: y - y).loss_and_source(Says(lambda y: y), (X, X))
 
 
@@ -85,7 +85,7 @@ def test_a_criterion_takes_inputs_by_name() -> None:
 
 @pytest.mark.parametrize("batch", [X, {"x": X}, (X, X, X)])
 def test_a_criterion_needs_input_and_target(batch: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"\(input, target\)"):
+    with pytest.raises(InvalidArgument, match=r"\(input, target\)"):
         Recipe(criterion=nn.functional.mse_loss).loss_and_source(nn.Linear(3, 2), batch)
 
 
@@ -96,10 +96,10 @@ def test_models_are_called_as_their_batches_ask_for() -> None:
 
 
 def test_two_losses_and_clipping_at_nothing_are_contradictions() -> None:
-    with pytest.raises(InvalidRequest, match=r"loss_fn.*criterion"):
+    with pytest.raises(InvalidArgument, match=r"loss_fn.*criterion"):
         Recipe(loss_fn=lambda m, b: b, criterion=lambda y, t: y)
     for norm in (0.0, -1.0, float("nan")):
-        with pytest.raises(InvalidRequest, match="clip_grad_norm"):
+        with pytest.raises(InvalidArgument, match="clip_grad_norm"):
             Recipe(clip_grad_norm=norm)
 
 
@@ -110,5 +110,5 @@ def test_a_batch_weighs_its_samples_unless_the_user_weighs_it() -> None:
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), None, "x"])
 def test_a_weight_that_no_mean_can_be_over_is_refused(wrong: Any) -> None:
-    with pytest.raises(InvalidRequest, match="loss_weight"):
+    with pytest.raises(InvalidArgument, match="loss_weight"):
         Recipe(loss_weight=lambda batch: wrong).weight(X, 4)

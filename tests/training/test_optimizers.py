@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
 from autofit.training.loss import Recipe
 from autofit.training.training import Training
@@ -29,26 +29,26 @@ def _of_another_model() -> torch.optim.Optimizer:
     ("arguments", "message"),
     [
         ({"optimizer": "adam"}, "function of the parameters.*'adam'"),
-        ({"optimizer": {"": torch.optim.SGD}}, "optimizer.*train_step"),
-        ({"optimizer": {"": "adam"}, "train_step": _step}, "'adam'"),
+        ({"optimizer": {"": torch.optim.SGD}}, "optimizer.*training_step"),
+        ({"optimizer": {"": "adam"}, "training_step": _step}, "'adam'"),
         (
             {"model": lambda: nn.Linear(3, 2), "optimizer": _of_another_model()},
             "live optimizer.*live model",
         ),
         ({"optimizer": _of_another_model()}, "SGD.*parameters"),
         (
-            {"optimizer": {"g": _of_another_model()}, "train_step": _step},
+            {"optimizer": {"g": _of_another_model()}, "training_step": _step},
             "SGD.*parameters",
         ),
     ],
 )
 def test_what_can_be_no_optimizer_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         Workload(**{"model": nn.Linear(3, 2), "sample_batch": X, **arguments})
 
 
 def test_a_function_is_believed_only_as_far_as_it_delivers() -> None:
-    with pytest.raises(InvalidRequest, match=r"\bstr\b"):
+    with pytest.raises(InvalidArgument, match=r"\bstr\b"):
         Workload(nn.Linear(3, 2), X, optimizer=lambda p: "adam").build_optimizer(nn.Linear(3, 2))  # type: ignore[arg-type,return-value]  # wrong on purpose
 
 
@@ -66,13 +66,13 @@ def test_frozen_parameters_and_tied_weights_reach_the_optimizer_once() -> None:
 def test_functions_in_a_mapping_take_the_parameters_of_the_submodule_they_name() -> None:
     model = nn.ModuleDict({"g": nn.Linear(3, 3), "d": nn.Linear(3, 1)})
     adam, sgd = torch.optim.Adam, torch.optim.SGD
-    workload = Workload(model, X, optimizer={"g": adam, "d": sgd}, train_step=_step)
+    workload = Workload(model, X, optimizer={"g": adam, "d": sgd}, training_step=_step)
     built = workload.build_optimizer(model)
     assert isinstance(built, dict)
     assert isinstance(built["g"], adam)
     assert built["d"].param_groups[0]["params"] == list(model["d"].parameters())
-    wrong = Workload(model, X, optimizer={"x": adam}, train_step=_step)
-    with pytest.raises(InvalidRequest, match=r"submodule.*\['g', 'd'\]"):
+    wrong = Workload(model, X, optimizer={"x": adam}, training_step=_step)
+    with pytest.raises(InvalidArgument, match=r"submodule.*\['g', 'd'\]"):
         wrong.build_optimizer(model)
 
 
@@ -120,11 +120,11 @@ def test_a_states_type_is_not_changed_by_placing_it() -> None:
     assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.float32
 
 
-def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
+def test_an_optimizer_that_calls_a_closure_needs_a_training_step() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.LBFGS(model.parameters())
     cpu = torch.device("cpu")
-    with pytest.raises(InvalidRequest, match=r"LBFGS.*closure.*train_step"):
+    with pytest.raises(InvalidArgument, match=r"LBFGS.*closure.*training_step"):
         Training(model, optimizer, Recipe(), ResolvedPlan(Plan(4)), device=cpu)
 
     def step(training: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -136,5 +136,5 @@ def test_an_optimizer_that_calls_a_closure_needs_a_train_step() -> None:
 
         return cast(torch.Tensor, training.optimizer.step(loss))
 
-    own = Training(model, optimizer, Recipe(train_step=step), ResolvedPlan(Plan(4)), device=cpu)
+    own = Training(model, optimizer, Recipe(training_step=step), ResolvedPlan(Plan(4)), device=cpu)
     assert own.step(X) > own.step(X)

@@ -207,7 +207,7 @@ def test_a_search_runs_both_kinds() -> None:
     )
     tried = {name for trial in report.trials for name, on in trial.plan.settings.items() if on}
     assert tried >= {"swaps.on", "shards.on"}
-    assert all(trial.measurement.ok for trial in report.trials if trial.role != "vetoed")
+    assert all(trial.measurement.ok for trial in report.trials if trial.kind != "vetoed")
 
 
 class Wraps(OnOff):

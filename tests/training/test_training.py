@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.training.batch import Samples
@@ -297,7 +297,7 @@ def test_a_gan_with_two_optimizers_trains_as_it_does_by_hand() -> None:
         _gan_and_optimizers(),
         _gan_and_optimizers(),
     )
-    training = _training(ours, Recipe(train_step=_gan_step), 8, our_optimizers)
+    training = _training(ours, Recipe(training_step=_gan_step), 8, our_optimizers)
     real = torch.randn(8, 6)
     for _ in range(3):
         assert torch.equal(training.step(real), _gan_by_hand(theirs, their_optimizers, real))
@@ -314,7 +314,7 @@ def test_a_gan_under_autocast_runs_its_second_forward_with_the_updated_critic() 
         _gan_and_optimizers(),
         _gan_and_optimizers(),
     )
-    recipe = Recipe(train_step=_gan_step)
+    recipe = Recipe(training_step=_gan_step)
     real = torch.randn(8, 6)
     with _in(BFLOAT16, ours, recipe, our_optimizers) as training:
         for _ in range(3):
@@ -337,7 +337,7 @@ def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast()
         return closure()
 
     ours, theirs, batch = _mlp(), _mlp(), torch.randn(8, 6)
-    recipe = Recipe(train_step=lambda t, b: by_closure(t.model, t.optimizer, b))
+    recipe = Recipe(training_step=lambda t, b: by_closure(t.model, t.optimizer, b))
     with _in(BFLOAT16, ours, recipe, torch.optim.LBFGS(ours.parameters(), lr=0.1)) as training:
         loss = training.step(batch)
     optimizer = torch.optim.LBFGS(theirs.parameters(), lr=0.1)
@@ -347,8 +347,8 @@ def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast()
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (lambda training, batch: None, "train_step.*None"),
-        (lambda training, batch: batch, r"train_step.*\[8, 6\]"),
+        (lambda training, batch: None, "training_step.*None"),
+        (lambda training, batch: batch, r"training_step.*\[8, 6\]"),
         (
             lambda training, batch: training.optimizer_step("other"),
             "'other'.*generator, critic",
@@ -357,14 +357,14 @@ def test_an_optimizer_that_calls_a_closure_sees_its_own_updates_under_autocast()
 )
 def test_a_train_step_that_goes_wrong_gets_an_error_that_says_how(step: Any, message: str) -> None:
     gan, optimizers = _gan_and_optimizers()
-    with pytest.raises(InvalidRequest, match=message):
-        _training(gan, Recipe(train_step=step), 8, optimizers).step(torch.randn(8, 6))
+    with pytest.raises(InvalidArgument, match=message):
+        _training(gan, Recipe(training_step=step), 8, optimizers).step(torch.randn(8, 6))
 
 
 def test_the_batch_of_a_train_step_lies_on_the_device() -> None:
     placed: list[torch.Tensor] = []
 
-    def train_step(training: Training, batch: Any) -> torch.Tensor:
+    def training_step(training: Training, batch: Any) -> torch.Tensor:
         assert batch is placed[0]
         return training.loss(batch)
 
@@ -374,7 +374,7 @@ def test_the_batch_of_a_train_step_lies_on_the_device() -> None:
 
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
-    recipe = Recipe(train_step=train_step)
+    recipe = Recipe(training_step=training_step)
     Training(model, optimizer, recipe, ResolvedPlan(Plan(2)), device=CPU, place=place).step(
         torch.randn(2, 6)
     )
@@ -416,7 +416,7 @@ def test_gradients_are_unscaled_by_the_scale_they_have(names: list[str | None]) 
     model = nn.ModuleList([a, b])
     optimizers = {n: torch.optim.SGD(m.parameters(), lr=1.0) for n, m in (("a", a), ("b", b))}
 
-    def train_step(training: Training, batch: Any) -> torch.Tensor:
+    def training_step(training: Training, batch: Any) -> torch.Tensor:
         loss = a.weight.sum() * float("inf") + b.weight.sum() * 0.5
         training.backward(loss)
         for name in names:
@@ -426,7 +426,7 @@ def test_gradients_are_unscaled_by_the_scale_they_have(names: list[str | None]) 
         return loss
 
     before = [module.weight.detach().clone() for module in (a, b)]
-    with _in(FLOAT16, model, Recipe(train_step=train_step), optimizers) as training:
+    with _in(FLOAT16, model, Recipe(training_step=training_step), optimizers) as training:
         assert training.scaler is not None
         scale = training.scaler.get_scale()
         training.step(torch.ones(1, 1))
@@ -438,13 +438,13 @@ def test_gradients_are_unscaled_by_the_scale_they_have(names: list[str | None]) 
 def test_the_scale_is_updated_when_a_step_ends_though_gradients_are_left() -> None:
     gan, optimizers = _gan_and_optimizers()
 
-    def train_step(training: Training, batch: Any) -> torch.Tensor:
+    def training_step(training: Training, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = gan.critic(gan.generator(batch[:, :2])).sum() * float("inf")
         training.backward(loss)
         training.optimizer_step("generator")
         return loss
 
-    with _in(FLOAT16, gan, Recipe(train_step=train_step), optimizers) as training:
+    with _in(FLOAT16, gan, Recipe(training_step=training_step), optimizers) as training:
         assert training.scaler is not None
         scale = training.scaler.get_scale()
         training.step(torch.randn(8, 6))
@@ -452,7 +452,7 @@ def test_the_scale_is_updated_when_a_step_ends_though_gradients_are_left() -> No
 
 
 def test_a_train_step_that_forgets_the_scaler_is_refused() -> None:
-    def train_step(training: Training, batch: Any) -> torch.Tensor:
+    def training_step(training: Training, batch: Any) -> torch.Tensor:
         loss = training.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         training.optimizer.step()  # type: ignore[union-attr]  # there is one
@@ -460,8 +460,8 @@ def test_a_train_step_that_forgets_the_scaler_is_refused() -> None:
 
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters())
-    training = _in(FLOAT16, model, Recipe(train_step=train_step), optimizer)
-    with pytest.raises(InvalidRequest, match="gradient scaler"):
+    training = _in(FLOAT16, model, Recipe(training_step=training_step), optimizer)
+    with pytest.raises(InvalidArgument, match="gradient scaler"):
         training.step(torch.randn(2, 6))
     training.undo()
 
@@ -529,7 +529,7 @@ def test_strategies_are_applied_by_phase_with_their_own_settings_and_undone_back
     ]
     training.undo()
     assert told[-1] == "undo early"
-    with pytest.raises(InvalidRequest, match="ended"):
+    with pytest.raises(InvalidArgument, match="ended"):
         training.step(_classes(4))
 
 
@@ -540,7 +540,7 @@ def test_a_strategy_that_returns_no_context_manager_is_named() -> None:
 
     strategies: Any = [Careless("early", 0, [])]
     resolved = ResolvedPlan(Plan(4, settings={"early.y": 2}), {}, strategies)
-    with pytest.raises(InvalidRequest, match=r"'early'.*context manager.*int"):
+    with pytest.raises(InvalidArgument, match=r"'early'.*context manager.*int"):
         Training(_mlp(), torch.optim.SGD(_mlp().parameters()), Recipe(), resolved, device=CPU)
 
 

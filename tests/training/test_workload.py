@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.plan import Plan
 from autofit.training.batch import Samples
 from autofit.training.workload import Workload
@@ -33,14 +33,14 @@ def _step(training: Any, batch: Any) -> torch.Tensor:
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         Workload(**{"model": nn.Linear(3, 2), "sample_batch": X, **arguments})
 
 
 def test_functions_are_believed_only_as_far_as_they_deliver() -> None:
-    with pytest.raises(InvalidRequest, match=r"nn\.Module.*\bstr\b"):
+    with pytest.raises(InvalidArgument, match=r"nn\.Module.*\bstr\b"):
         Workload(lambda: "model", X).build_model()  # type: ignore[arg-type,return-value]  # wrong on purpose
-    with pytest.raises(InvalidRequest, match=r"5 samples.*4"):
+    with pytest.raises(InvalidArgument, match=r"5 samples.*4"):
         Workload(nn.Linear(3, 2), lambda n: X).batch(5)
 
 
@@ -93,13 +93,13 @@ def test_what_a_plans_words_leave_out_is_the_workloads_own(
 
 def test_counts_that_make_no_plan_are_refused() -> None:
     workload = Workload(nn.Linear(3, 2), X)
-    with pytest.raises(InvalidRequest, match=r"3.*4"):
+    with pytest.raises(InvalidArgument, match=r"3.*4"):
         workload.plan(4, 3, 9)
 
 
 def test_a_micro_batch_larger_than_the_global_batch_is_refused() -> None:
     workload = Workload(nn.Linear(3, 2), X, global_batch=32)
-    with pytest.raises(InvalidRequest, match=r"64.*32"):
+    with pytest.raises(InvalidArgument, match=r"64.*32"):
         workload.plan(64)
 
 
@@ -109,5 +109,5 @@ def test_a_micro_batch_is_never_made_smaller_without_a_word(global_batch: int) -
     if global_batch == 100:  # 13 micro-batches, the largest of 8
         assert workload.plan(8, None, global_batch).micro_batch == 8
         return
-    with pytest.raises(InvalidRequest, match=r"12.* 8.*micro_batch=6.*global_batch=16"):
+    with pytest.raises(InvalidArgument, match=r"12.* 8.*micro_batch=6.*global_batch=16"):
         workload.plan(8, None, global_batch)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autofit.errors import CannotTell
+from autofit.errors import PredictionUnavailable
 
 _UNUSED = {"AutocastIPU": "ipu", "AutocastHPU": "hpu"}
 
@@ -33,12 +33,12 @@ def spare_key() -> SpareKey:
     """Return the first that this torch has.
 
     Raises:
-        CannotTell: it has none.
+        PredictionUnavailable: it has none.
     """
     for name, device in _UNUSED.items():
         if (key := getattr(torch._C.DispatchKey, name, None)) is not None:
             return SpareKey(name, device, key)
-    raise CannotTell(
+    raise PredictionUnavailable(
         f"memory cannot be predicted with torch {torch.__version__}: torch._C.DispatchKey has none "
         f"of {', '.join(_UNUSED)}. Probes do not depend on this"
     )

@@ -53,7 +53,7 @@ def fake_cuda(
         on_gpu: whether a tensor lies on the GPU, and so says "cuda" when asked for its device.
 
     Raises:
-        CannotTell: this torch lacks a part that is replaced.
+        PredictionUnavailable: this torch lacks a part that is replaced.
     """
     mode = _CudaIsMeta(note, on_gpu)
     patches = (_torch_cuda(gpu), _random(), _no_context(note), _reads(note), _amp(), _optimizers())

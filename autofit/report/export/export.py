@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.export import pytorch, trainers
 from autofit.report.record import Record
 
@@ -25,17 +25,17 @@ def check_stack(stack: str) -> None:
     """Refuse a stack that there is no export for.
 
     Raises:
-        InvalidRequest: it is another.
+        InvalidArgument: it is another.
     """
     if stack not in EXPORTS:
-        raise InvalidRequest(f"there is no export {stack!r}; there are: {', '.join(EXPORTS)}")
+        raise InvalidArgument(f"there is no export {stack!r}; there are: {', '.join(EXPORTS)}")
 
 
 def exported(record: Record, stack: str) -> str:
     """Return the best plan as a stack's text.
 
     Raises:
-        InvalidRequest: another stack, or the plan cannot be written for it.
+        InvalidArgument: another stack, or the plan cannot be written for it.
     """
     check_stack(stack)
     return EXPORTS[stack](record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.report.parts import Part
 from autofit.report.record import Record
 from autofit.report.summary import one_line
@@ -88,13 +88,13 @@ def loop(record: Record) -> str:
     """Return Python with a function `train`, which yields the loss of each optimizer step.
 
     Raises:
-        InvalidRequest: the search had a train_step, which only `Report.apply` can run, or the
+        InvalidArgument: the search had a training_step, which only `Report.apply` can run, or the
             report does not say which tensors hold samples.
     """
     given = set(record.functions_given)
-    if "train_step" in given:
-        raise InvalidRequest(
-            "the search had a train_step, which is written against autofit's Training: train by "
+    if "training_step" in given:
+        raise InvalidArgument(
+            "the search had a training_step, which is written against autofit's Training: train by "
             "report.apply(model, optimizer), which a plain loop cannot stand in for"
         )
     parts = record.parts_of_best()
@@ -102,7 +102,7 @@ def loop(record: Record) -> str:
     around = [part for part in parts if "autocast" not in part.terms]
     splits = record.best.plan.accumulation_steps > 1
     if splits and "batched" not in record.workload:
-        raise InvalidRequest(
+        raise InvalidArgument(
             "the report does not say which tensors of a batch hold samples, so a loop cannot cut "
             "them into micro-batches: search again"
         )

@@ -91,7 +91,7 @@ def test_a_weight_is_cast_once_and_its_cast_dies_with_the_region(staged: CudaTra
 
 def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
     def casts(updates: int) -> int:
-        def train_step(training: Training, batch: Any) -> torch.Tensor:
+        def training_step(training: Training, batch: Any) -> torch.Tensor:
             training.backward(training.loss(batch))
             for _ in range(updates):
                 training.optimizer_step()
@@ -101,7 +101,9 @@ def test_after_an_update_amid_a_train_step_a_weight_is_cast_again() -> None:
             return loss
 
         workload = Workload(
-            lambda: torch.nn.Linear(250, 32, bias=False), torch.randn(4, 250), train_step=train_step
+            lambda: torch.nn.Linear(250, 32, bias=False),
+            torch.randn(4, 250),
+            training_step=training_step,
         )
         plan = Plan(4, settings={"precision.dtype": "bfloat16"})
         run = dry_run(

@@ -184,7 +184,7 @@ def test_a_torch_without_a_part_that_is_replaced_is_refused(
     monkeypatch.delattr(import_module("torch.optim.optimizer"), "_get_capturable_supported_devices")
     workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8))
     with pytest.raises(
-        autofit.CannotTell, match=r"with torch .*cannot be predicted.*_get_capturable"
+        autofit.PredictionUnavailable, match=r"with torch .*cannot be predicted.*_get_capturable"
     ):
         dry_run(workload, ResolvedPlan(Plan(4)), find_gpu("L4"))
 
@@ -205,7 +205,7 @@ from autofit.prediction.dry_run import dry_run
 workload = autofit.Workload(torch.nn.Linear(8, 8), torch.randn(4, 8))
 try:
     dry_run(workload, ResolvedPlan(Plan(4)), find_gpu("L4"))
-except autofit.CannotTell as error:
+except autofit.PredictionUnavailable as error:
     print(error)
 """,
     )

@@ -281,9 +281,9 @@ def test_a_prediction_costs_a_large_model_by_type_and_a_small_one_by_launches() 
         assert found is not None
         return found
 
-    large = {name: cost_of(name, 8192).seconds for name in ("as_is", "tf32", "bfloat16")}
-    assert large["bfloat16"] < large["tf32"] < large["as_is"]
-    small = cost_of("as_is", 8)
+    large = {name: cost_of(name, 8192).seconds for name in ("default", "tf32", "bfloat16")}
+    assert large["bfloat16"] < large["tf32"] < large["default"]
+    small = cost_of("default", 8)
     assert small.seconds == small.launch_seconds > small.kernel_seconds > 0
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 
 Checkpointed = Callable[..., AbstractContextManager[None]]
 
@@ -303,7 +303,7 @@ def test_a_unit_that_is_not_there_is_refused(
 ) -> None:
     before = [dict(module.__dict__) for module in model.modules()]
     with (
-        pytest.raises(InvalidRequest, match="search again"),
+        pytest.raises(InvalidArgument, match="search again"),
         checkpointed(model, ["blocks.0", unit]),
     ):
         pass
@@ -347,7 +347,7 @@ def test_a_model_is_checkpointed_by_one_training_at_a_time(
     model: Net, checkpointed: Checkpointed
 ) -> None:
     with checkpointed(model, UNITS):
-        with pytest.raises(InvalidRequest, match="training"), checkpointed(model, UNITS):
+        with pytest.raises(InvalidArgument, match="training"), checkpointed(model, UNITS):
             pass
         model(torch.randn(4, 8)).sum().backward()
     with checkpointed(model, UNITS):

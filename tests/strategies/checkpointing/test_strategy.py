@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from autofit.codec import from_json, to_json
-from autofit.errors import InvalidRequest
+from autofit.errors import InvalidArgument
 from autofit.integrations.applied import on_model
 from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan
 from autofit.registry import load_strategies
@@ -131,7 +131,7 @@ def test_the_lines_to_paste_do_the_same(checkpointing: Strategy, levels: Dimensi
 def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Dimension) -> None:
     model = convolutions().build_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(InvalidRequest, match="search again"):
+    with pytest.raises(InvalidArgument, match="search again"):
         Training(
             model,
             optimizer,
@@ -363,7 +363,7 @@ class NoRoom(PlainContext):
 
     forwards = True
 
-    def profile(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
+    def with_training(self, run: Callable[[Any, Any], Any], micro_batch: int) -> Any:
         def with_little_room(training: Any, batch: Any) -> Any:
             undo = training.wrap_optimizer_step(_refuse)
             if not self.forwards:
@@ -373,7 +373,7 @@ class NoRoom(PlainContext):
             finally:
                 undo()
 
-        return super().profile(with_little_room, micro_batch)
+        return super().with_training(with_little_room, micro_batch)
 
 
 def _refuse(*_: Any) -> None:
@@ -394,7 +394,7 @@ def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> N
         blocks = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(3)]
         return nn.Sequential(*blocks)
 
-    def train_step(training: Any, batch: torch.Tensor) -> torch.Tensor:
+    def training_step(training: Any, batch: torch.Tensor) -> torch.Tensor:
         for name, sign in (("critic", 1.0), ("maker", -1.0)):
             training.zero_grad()
             made = training.model["maker"](batch)
@@ -409,7 +409,7 @@ def test_two_optimizers_in_a_step_of_the_users_own(checkpointing: Strategy) -> N
         return Workload(
             model,
             torch.randn(16, 8),
-            train_step=train_step,
+            training_step=training_step,
             optimizer={"critic": torch.optim.SGD, "maker": torch.optim.SGD},
         )
 
@@ -439,7 +439,7 @@ class PlainAttention:
     name, phase, numerics = "attention", Phase.STEP, Numerics.ROUNDING
 
     def dimensions(self, context: Any) -> dict[str, Dimension]:
-        return {"attention.kernel": Dimension(["as_is", "math"])}
+        return {"attention.kernel": Dimension(["default", "math"])}
 
     @contextmanager
     def apply(self, training: TrainingView, settings: Any, payloads: Any) -> Iterator[None]:
@@ -478,7 +478,7 @@ def test_what_another_strategy_puts_around_the_forward_is_around_a_recomputation
         training.backward(loss)
         again = _gradients_of(model)
         training.zero_grad()
-        with training.context():  # as in a train_step
+        with training.context():  # as in a training_step
             training.backward(training.model(batch).square().mean())
     assert all(map(torch.equal, again, plain))
     assert all(map(torch.equal, _gradients_of(model), plain))

@@ -63,16 +63,16 @@ def test_ranks_share_one_training_however_little_the_arithmetic_may_change() -> 
             }
     assert offered["exact"] == {"parallel.mode": ("ddp", "ddp_view", "zero1")}
     assert "fsdp2" in offered["rounding"]["parallel.mode"]
-    assert offered["rounding"]["parallel.communication"] == ("as_is",)
-    assert offered["reduced_precision"]["parallel.communication"] == ("as_is", "bfloat16")
+    assert offered["rounding"]["parallel.communication"] == ("default",)
+    assert offered["reduced_precision"]["parallel.communication"] == ("default", "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("device", "bfloat16", "types"),
     [
-        ("meta", True, ("as_is", "bfloat16")),
-        ("meta", False, ("as_is",)),
-        ("cpu", True, ("as_is",)),
+        ("meta", True, ("default", "bfloat16")),
+        ("meta", False, ("default",)),
+        ("cpu", True, ("default",)),
     ],
 )
 def test_communication_in_bfloat16_is_for_gpus_that_have_it(
