@@ -143,7 +143,7 @@ def draw_irregular_device(
             "settings", those that share a value of precision or layout. Kernels are chosen by such
             values, so the second is how devices are; the first is how the benchmark began.
     """
-    device = draw_device(seed, hints=False)
+    device = draw_device(seed)
     draw = random.Random(f"irregular/{seed}")
     if noise is None:
         noise = math.exp(draw.uniform(*map(math.log, _NOISE)))

@@ -12,10 +12,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autofit.plan import CostHint, Dimension, Plan, Scalar, Settings, VariantKey, variant_key
+from autofit.plan import Dimension, Plan, Scalar, VariantKey, variant_key
 from autofit.planning.search_spec import SearchSpec
 from autofit.space import Space
-from autofit.testing import SimulatedProber
 
 PRECISION, FORMAT, PLACEMENT = "precision.dtype", "memory_format.format", "checkpointing.level"
 LARGEST_MICRO_BATCH = 4096
@@ -24,7 +23,6 @@ _FORMATS = ("contiguous", "channels_last")
 _BYTES = 2**20
 _SECONDS = 1e-3
 _INTERACTION = 0.05
-_MEMORY_NOISE, _BUSY_NOISE, _LAUNCH_BOUND_NOISE = 0.02, 0.003, 0.15
 
 
 @dataclass(frozen=True)
@@ -62,27 +60,9 @@ class Device:
         line = self.lines[plan.variant]
         return (line.fixed_bytes + line.sample_bytes * plan.micro_batch) * self.bumps(plan)
 
-    def step_time(self, plan: Plan) -> float:
-        """Return the seconds of a plan's optimizer step, without noise."""
-        line = self.lines[plan.variant]
-        micro_batches = (
-            line.fixed_seconds + line.sample_seconds * b for b in plan.micro_batch_sizes
-        )
-        return sum(micro_batches)
-
-    def time_noise(self, plan: Plan) -> float:
-        """Return the noise of a probe: larger if most of the step is fixed overhead."""
-        line = self.lines[plan.variant]
-        busy = line.sample_seconds * plan.micro_batch >= line.fixed_seconds
-        return _BUSY_NOISE if busy else _LAUNCH_BOUND_NOISE
-
     def size_limit(self, plan: Plan) -> int | None:
         """Return the largest micro-batch of one variant's kernels."""
         return self.limit if plan.variant == self.limited else None
-
-    def speed(self, plan: Plan) -> float:
-        """Return samples per second, without noise."""
-        return plan.samples_per_step / self.step_time(plan)
 
     def fits(self, plan: Plan) -> bool:
         """Return whether a plan fits, without noise."""
@@ -90,49 +70,16 @@ class Device:
         within = limit is None or plan.micro_batch <= limit
         return within and self.memory(plan) <= self.budget_bytes
 
-    def optimum(self) -> float:
-        """Return samples per second of the best plan of the whole space that fits."""
-        return max(self._best_of(settings) for settings in self.space.variants())
-
-    def _best_of(self, settings: Settings) -> float:
-        """Return a variant's best speed: that of the largest micro-batch that fits."""
-        line = self.lines[variant_key(settings)]
-        reach = (self.budget_bytes - line.fixed_bytes) / line.sample_bytes
-        for size in range(min(int(reach), LARGEST_MICRO_BATCH), 0, -1):
-            plan = self.space.plan(size, settings)
-            if self.fits(plan):
-                return self.speed(plan)
-        return 0.0
-
-    def prober(self) -> SimulatedProber:
-        """Return a new prober of this device."""
-        return SimulatedProber(
-            self.budget_bytes,
-            self.memory,
-            self.step_time,
-            memory_noise=_MEMORY_NOISE,
-            time_noise=self.time_noise,
-            size_limit=self.size_limit,
-            seed=self.seed,
-        )
-
     def spec(self) -> SearchSpec:
         """Return the specification of a search on this device."""
         return SearchSpec(self.space, self.budget_bytes, seed=self.seed)
 
 
-def draw_device(seed: int, *, hints: bool) -> Device:
-    """Return the device of a seed; its hints, if any, are within 10 % of the true factors."""
+def draw_device(seed: int) -> Device:
+    """Return the device of a seed."""
     draw = random.Random(f"device/{seed}")
     factors = _draw_factors(draw)
-    hint_draw = random.Random(f"hints/{seed}")
-    dimensions = {
-        name: Dimension(
-            tuple(values),
-            hints={v: _hint(f, hint_draw) for v, f in list(values.items())[1:]} if hints else {},
-        )
-        for name, values in factors.items()
-    }
+    dimensions = {name: Dimension(tuple(values)) for name, values in factors.items()}
     space = Space(dimensions, sample_batch_size=1, max_micro_batch=LARGEST_MICRO_BATCH)
     lines = _draw_lines(draw, space, factors)
     budget = _draw_budget(draw, list(lines.values()))
@@ -207,13 +154,6 @@ def _bumps(seed: int) -> Callable[[Plan], float]:
         return 1.1 if chance < 0.2 else 1.0
 
     return bump
-
-
-def _hint(factors: Factors, draw: random.Random) -> CostHint:
-    return CostHint(
-        bytes_per_sample=factors.bytes * draw.uniform(0.9, 1.1),
-        seconds_per_sample=factors.seconds * draw.uniform(0.9, 1.1),
-    )
 
 
 def _saturating(position: float, bend: float) -> float:

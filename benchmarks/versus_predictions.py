@@ -8,7 +8,7 @@ transformers and diffusers. That card is autofit's own, so its rows there are of
 
 A guess that GUESSES.jsonl has is not made again; `--table` prints what it has. Models come in an
 order that is shuffled once, so that a run that is ended has a sample of them. Rows of autofit are
-those of `prediction_accuracy`, `emulated_predictions` and `emulation_models`, from their results.
+those of `prediction_accuracy` and `emulation_models`, from their results.
 Seconds are of processor time. The estimators are those of `benchmarks.estimators`.
 """
 
@@ -153,17 +153,13 @@ def guessed(name: str, task: Task) -> Guess:
 
 def own() -> Iterator[Guess]:
     """Yield what benchmarks of autofit's own predictions found."""
-    for pattern, name, seconds in (
-        ("*prediction-accuracy.json", "autofit, rehearsal", "seconds"),
-        ("*emulated-predictions.json", "autofit, emulation", "cpu_s"),
-    ):
-        for row in json.loads(max(RESULTS.glob(pattern)).read_text())["trainings"]:
-            errors = row.get("allocated_error"), row["required_error"]
-            yield Guess(RECORDED, name, row["name"], *errors, row[seconds])
+    for row in json.loads(max(RESULTS.glob("*prediction-accuracy.json")).read_text())["trainings"]:
+        errors = row["allocated_error"], row["required_error"]
+        yield Guess(RECORDED, "autofit", row["name"], *errors, row["seconds"])
     for each in on_card():
         yield Guess(
             CARD,
-            "autofit, rehearsal",
+            "autofit",
             each.case.name,
             each.error("allocated"),
             each.error("required"),

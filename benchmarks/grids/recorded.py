@@ -26,7 +26,7 @@ from autofit.units import GIB
 
 WORKLOADS = ("gpt2_small", "resnet50")
 ROOFLINE = Path(__file__).with_name("h200-roofline.json")
-"""Written by `benchmarks.grids.roofline`."""
+"""The time line of each variant, from dry runs in place of an H200 (results/roofline-...)."""
 BUDGETS_BYTES = {"gpt2_small": 24 * GIB, "resnet50": 12 * GIB}
 
 _PRECISIONS = {"fp32": "default", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workload_models import ExpertChoice, parallel_beam
 from benchmarks.workloads import LARGE, TINY
 
 MILLIONS = {
@@ -41,20 +40,6 @@ def test_a_large_workload_has_the_size_it_is_named_for(name: str) -> None:
     with torch.device("meta"):
         model = LARGE[name]().build_model()
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
-
-
-def test_experts_take_tokens_of_one_sequence_alone() -> None:
-    torch.manual_seed(0)
-    experts = ExpertChoice(16, 4)
-    x = torch.randn(3, 8, 16)
-    alone = torch.cat([experts(x[at : at + 1]) for at in range(3)])
-    torch.testing.assert_close(experts(x), alone)
-
-
-def test_a_projection_keeps_what_the_image_holds() -> None:
-    """Every ray sums the pixels that it passes, and each pixel is counted once for an angle."""
-    operator = parallel_beam(12, 5).view(5, 12, 144)
-    torch.testing.assert_close(operator.sum(1), torch.full((5, 144), 1 / 12))
 
 
 def test_a_file_of_workloads_is_a_target_from_any_folder(tmp_path: Path) -> None:
