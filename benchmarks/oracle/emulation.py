@@ -131,13 +131,11 @@ class Emulation(AbstractContextManager["Emulation"]):
         self._end()
         self._machine.remove()
 
-    def look(
-        self, resolved: ResolvedPlan, limit_bytes: int | None = None, *, recorded: bool = False
-    ) -> Look:
+    def look(self, resolved: ResolvedPlan, limit_bytes: int | None = None) -> Look:
         """Run the plan under a limit of the allocator; None: the GPU's memory."""
         self.looks += 1
         given = None if limit_bytes is None else limit_bytes + _SLACK_BYTES
-        run = partial(look, resolved=resolved, limit_bytes=given, recorded=recorded)
+        run = partial(look, resolved=resolved, limit_bytes=given)
         try:
             return self.worker().run(partial(run, values=self.values))
         except ValuesAsked:
@@ -146,10 +144,10 @@ class Emulation(AbstractContextManager["Emulation"]):
 
     def ample(self, resolved: ResolvedPlan) -> Look:
         """Run the plan in as much memory as it asks for, on a larger card where need be."""
-        found = self.look(resolved, recorded=True)
+        found = self.look(resolved)
         if found.failure is not None and not self._roomy:
             self._restart(roomy=True)
-            found = self.look(resolved, recorded=True)
+            found = self.look(resolved)
         return found
 
     def need(self, resolved: ResolvedPlan) -> Emulated:
@@ -167,13 +165,10 @@ class Emulation(AbstractContextManager["Emulation"]):
         return Emulated(ample, self._smallest_limit(resolved, ample), self.values)
 
     def _smallest_limit(self, resolved: ResolvedPlan, ample: Look) -> int:
-        """Return the smallest limit, in whole pages, under which looks are steady.
-
-        Replays of what was recorded say where to begin; looks decide.
-        """
+        """Return the smallest limit, in whole pages, under which looks are steady."""
         works = round_up(ample.peak_reserved_bytes, PAGE_BYTES)
         fails = ample.peak_allocated_bytes // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
-        at = min(round_up(ample.replayed_bytes, PAGE_BYTES), works - PAGE_BYTES)
+        at = works - PAGE_BYTES  # most plans need what they reserve, or hardly less
         stride = PAGE_BYTES
         while works - fails > PAGE_BYTES:
             at = min(max(at, fails + PAGE_BYTES), works - PAGE_BYTES)

@@ -9,12 +9,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-import time
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,17 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.errors import release_exception
 from autofit.measurement import Outcome
-from autofit.memory.expandable import expandable_segments
-from autofit.memory.replay import STEADY_STEPS, Event, Recording, required_bytes
-from autofit.memory.tracer import storages_of, tensors_in
+from autofit.memory.replay import STEADY_STEPS
 from autofit.plan import ResolvedPlan
-from autofit.prediction.breakdown import bytes_at_peak
 from autofit.prediction.cuda.values import asking_line, is_an_optimizer, passes_on
 from autofit.probing.faults import fault_of
 from autofit.probing.measure import micro_batches_to_run, warm_up
 from autofit.training.batch import map_tensors
-from autofit.training.optimizers import by_name
-from autofit.training.training import Training
 from emulated_gpu import estimates, reads_watched
 
 if TYPE_CHECKING:
@@ -83,9 +75,6 @@ class Look:
         peak_allocated_bytes, peak_reserved_bytes: as the allocator counts them.
         non_torch_bytes: what the process holds outside the allocator.
         estimates: which sizes it was told are not NVIDIA's.
-        breakdown: bytes by kind at peak allocated, where the look was recorded and it ran.
-        replayed_bytes: the smallest limit under which the recorded look would run, by replays; a
-            place to begin a bisection at.
     """
 
     failure: str | None
@@ -94,8 +83,6 @@ class Look:
     peak_reserved_bytes: int
     non_torch_bytes: int
     estimates: tuple[str, ...]
-    breakdown: Mapping[str, int] = field(default_factory=dict)
-    replayed_bytes: int = 0
 
     @property
     def is_steady(self) -> bool:
@@ -109,7 +96,6 @@ def look(
     resolved: ResolvedPlan,
     limit_bytes: int | None,
     values: bool,
-    recorded: bool = False,
 ) -> Look:
     """Run four optimizer steps of a plan (more where a loss scale overflows), as a probe does.
 
@@ -118,7 +104,6 @@ def look(
         resolved: the plan.
         limit_bytes: the most that the allocator may reserve; None: all there is.
         values: whether operators compute.
-        recorded: whether to record the allocations, and tell the breakdown.
 
     Raises:
         ValuesAsked: the training asked for a value, and operators compute none.
@@ -130,11 +115,10 @@ def look(
     whole = device.total_bytes if limit_bytes is None else limit_bytes
     device.limit(whole + before.non_torch_bytes)
     device.reset_peaks()
-    failure, retries, recorder = None, [before.allocator_retries], _Recorder()
+    failure, retries = None, [before.allocator_retries]
     with nullcontext() if values else _values_refused():
         try:
-            with recorder.recording() if recorded else nullcontext():
-                _train(session, resolved, retries, recorder, values=values)
+            _train(session, resolved, retries, values=values)
         except Exception as error:
             fault = fault_of(error)
             if fault.outcome is not Outcome.OOM:
@@ -143,7 +127,7 @@ def look(
             release_exception(error)
     after = device.read()
     session.builder.reclaim_or_not()
-    found = Look(
+    return Look(
         failure,
         retries[-1] - retries[-1 - STEADY_STEPS] if failure is None else 0,
         after.peak_allocated_bytes,
@@ -151,22 +135,12 @@ def look(
         after.non_torch_bytes,
         estimates(),
     )
-    if not recorded or failure is not None:
-        return found
-    recording, kinds = recorder.result()
-    expandable = expandable_segments()
-    return replace(
-        found,
-        breakdown=bytes_at_peak(recording, kinds.__getitem__, expandable_segments=expandable),
-        replayed_bytes=required_bytes(recording, expandable_segments=expandable),
-    )
 
 
 def _train(
     session: Session,
     resolved: ResolvedPlan,
     retries: list[int],
-    recorder: _Recorder,
     *,
     values: bool,
 ) -> None:
@@ -179,12 +153,10 @@ def _train(
     places = micro_batches_to_run(workload, plan, full_accumulation=False)
     samples = sum(plan.micro_batch_sizes[place] for place in places)
     batch = map_tensors(device.stage, workload.batch(samples))
-    with builder.training(workload, resolved) as training, recorder.watching(training):
+    with builder.training(workload, resolved) as training:
 
         def step() -> None:
-            recorder.begin_step()
             training.step(batch)
-            recorder.end_step(training)
             device.synchronize()
             retries.append(device.read().allocator_retries)
 
@@ -243,111 +215,3 @@ def _values_refused() -> Iterator[None]:
         raise
     if lines:
         raise ValuesAsked(lines[0])
-
-
-class _Recorder:
-    """Records the allocations of a training, and their kinds.
-
-    The allocator's history has an address for each allocation, and the metadata of the thread that
-    made it; autograd's thread has none. What a tensor is for is known only later, so it is noted
-    with its address and the time.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._notes: list[tuple[int, int, str]] = []
-        self._trace: list[dict[str, Any]] = []
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep the history of the allocator."""
-        torch.cuda.memory._record_memory_history(context=None, clear_history=True)
-        try:
-            yield
-            self._trace = torch.cuda.memory._snapshot()["device_traces"][
-                torch.cuda.current_device()
-            ]
-        finally:
-            torch.cuda.memory._set_memory_metadata("")
-            torch.cuda.memory._record_memory_history(None)
-
-    @contextmanager
-    def watching(self, training: Training) -> Iterator[None]:
-        """Note weights now, and gradients as they appear."""
-        self._note("weights", [*training.model.parameters(), *training.model.buffers()])
-        hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch's
-            for parameter in training.model.parameters()
-            if parameter.requires_grad
-        ]
-        for optimizer in by_name(training.optimizer).values():
-            if isinstance(optimizer, torch.optim.Optimizer):
-                for register, phase in (
-                    (optimizer.register_step_pre_hook, "update"),
-                    (optimizer.register_step_post_hook, "forward"),
-                ):
-                    hooks.append(register(partial(self._enter, phase)))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def begin_step(self) -> None:
-        """Note that an optimizer step begins."""
-        self._step += 1
-        self._enter("forward")
-
-    def end_step(self, training: Training) -> None:
-        """Note what the optimizers keep."""
-        for optimizer in by_name(training.optimizer).values():
-            state = getattr(optimizer, "state", {})
-            self._note("optimizer_state", tensors_in(dict(state)))
-
-    def result(self) -> tuple[Recording, Mapping[int, str]]:
-        """Return the allocations, and the kind of each by its number."""
-        events: list[Event] = []
-        ends: list[int] = []
-        kinds: dict[int, str] = {}
-        live: dict[int, int] = {}
-        made: dict[int, tuple[list[int], list[int]]] = {}
-        step = 0
-        for entry in self._trace:
-            action, address = entry["action"], entry["addr"]
-            number, _, phase = entry["user_metadata"].partition(" ")
-            if action not in ("alloc", "free_completed"):
-                continue
-            if number and int(number) > step:
-                ends += [len(events)] * (int(number) - max(step, 1))
-                step = int(number)
-            if action == "alloc":
-                live[address] = allocation = len(kinds) + 1
-                events.append((allocation, entry["size"]))
-                kinds[allocation] = "activations" if phase == "forward" else "temporaries"
-                times, numbers = made.setdefault(address, ([], []))
-                times.append(entry["time_us"])
-                numbers.append(allocation)
-            elif address in live:
-                events.append((-live.pop(address), 0))
-        for time_us, address, kind in reversed(self._notes):  # the first one counts
-            times, numbers = made.get(address, ([], []))
-            at = bisect_right(times, time_us + _CLOCK_SLACK_US)
-            if at:
-                kinds[numbers[at - 1]] = kind
-        return Recording(events, (*ends, len(events))), kinds
-
-    def _enter(self, phase: str, *_: Any) -> None:
-        torch.cuda.memory._set_memory_metadata(f"{self._step} {phase}")
-
-    def _note_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._note("gradients", [parameter.grad])
-
-    def _note(self, kind: str, tensors: Any) -> None:
-        now = time.time_ns() // 1000
-        self._notes += (
-            (now, storage.data_ptr(), kind)
-            for tensor in tensors
-            if tensor.is_cuda
-            for storage in storages_of(tensor)
-        )

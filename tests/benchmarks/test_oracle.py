@@ -84,8 +84,6 @@ def test_it_needs_what_a_dry_run_says() -> None:
     assert not told.computed_values
     ample = told.ample
     assert ample.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, abs=2048)
-    for kind in ("weights", "gradients", "optimizer_state", "activations", "temporaries"):
-        assert ample.breakdown[kind] == pytest.approx(predicted.breakdown[kind], abs=2048), kind
     low, high = predicted.interval
     assert low <= told.required_bytes <= high
 
@@ -115,9 +113,12 @@ def test_required_bytes_are_where_a_probe_begins_to_run() -> None:
 
 @pytest.mark.emulated
 def test_a_function_of_autograd_of_the_users_own() -> None:
-    told = emulated(workload(model=WithDoubled))
+    made = workload(model=WithDoubled)
+    told, predicted = emulated(made), predict(made, gpu=GPU)
     assert told.computed_values is False
-    assert told.ample.breakdown["activations"] > 3 * 8 * 512 * 4
+    assert told.ample.peak_allocated_bytes == pytest.approx(
+        predicted.peak_allocated_bytes, abs=2048
+    )
 
 
 @pytest.mark.emulated
@@ -125,4 +126,4 @@ def test_an_optimizer_that_looks_at_values() -> None:
     told = emulated(workload(optimizer=Careful))
     assert told.computed_values
     weights = sum(p.numel() * 4 for p in build_model().parameters())
-    assert told.ample.breakdown["optimizer_state"] >= weights
+    assert told.ample.peak_allocated_bytes >= 3 * weights  # themselves, gradients, their copies
