@@ -83,11 +83,6 @@ class Browser:
         taken = self._ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(taken["data"]))
 
-    def print(self, path: Path) -> None:
-        """Write a PDF, as a printer gets it."""
-        printed = self._ask("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
-        path.write_bytes(base64.b64decode(printed["data"]))
-
     def _ask(self, method: str, **given: Any) -> Any:
         self._number += 1
         asked: dict[str, Any] = {"id": self._number, "method": method, "params": given}

@@ -143,7 +143,7 @@ class Checkpointing:
         payload = payloads.get(SETTING)
         if not settings.get(SETTING) or payload is None:
             return nullcontext()
-        state = _state_of(payload)
+        state = payload["state"]
         return checkpointed(training.model, payload["units"], state, training.recomputation)
 
     def describe(self, settings: Mapping[str, Scalar], payloads: Mapping[str, Any]) -> list[str]:
@@ -154,7 +154,7 @@ class Checkpointing:
         return [
             "from autofit.strategies.checkpointing import checkpointed",
             f"units = {payload['units']}",
-            f"state = {_state_of(payload)}",
+            f"state = {payload['state']}",
             "with checkpointed(model, units, state):  # around the training loop",
         ]
 
@@ -268,11 +268,6 @@ def _placed(
     if not units:
         return {}, {}
     return {SETTING: 1}, {SETTING: {"units": sorted(units), "state": sorted(state)}}
-
-
-def _state_of(payload: Mapping[str, Any]) -> Any:
-    """Return the state of a payload; older reports and studies have "buffers" in its place."""
-    return payload["state"] if "state" in payload else payload["buffers"]
 
 
 def _evened(model: nn.Module, timeline: Timeline, seconds: dict[str, float]) -> dict[str, float]:

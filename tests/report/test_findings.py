@@ -34,52 +34,57 @@ def text(record: Record, **findings: Any) -> str:
     return " ".join(render(found, 400, verbose=True).split())
 
 
-def test_the_loader_is_the_bottleneck(record: Record) -> None:
-    line = text(record, loader=LOADER)
-    for kept in (
-        "The loader is slower than the device, and fastest with num_workers=4 (yours: 0)",
-        "the best plan consumes 200 samples/s",
-        "28.0 samples/s with 0, 110 samples/s with 4 workers",
-        "rows are longer",
-    ):
-        assert kept in line
+NOT_TO_THE_END = {"num_workers": None, "bottleneck": None, "warnings": []}
+CAUGHT = "OSError: Caught OSError in DataLoader worker process 0.\nTraceback\nOSError: no disk"
 
 
-def test_why_workers_stay_as_they_are_is_told(record: Record) -> None:
-    line = text(record, loader=LOADER | {"keeps_workers": True, "own_workers": 4})
-    assert "num_workers stays 4" in line
-    assert "stays" not in text(record, loader=LOADER)
-
-
-def test_a_loader_that_keeps_up(record: Record) -> None:
-    line = text(record, loader=LOADER | {"bottleneck": "device", "own_workers": 4})
-    assert "keeps the device busy with num_workers=4" in line
-    assert "slower" not in line
-    assert "yours" not in line
-
-
-def test_a_loader_that_failed_at_once_and_on_the_way(record: Record) -> None:
-    nothing: dict[str, Any] = {"num_workers": None, "bottleneck": None, "warnings": []}
-    failed = LOADER | nothing | {"failed": "ValueError: torn\nsecond line"}
-    line = text(record, loader=failed)
-    assert "consumes 200 samples/s" in line
-    assert "110 samples/s with 4 workers" in line
-    assert "not measured to the end: ValueError: torn" in line
-    assert "second line" not in line
-    caught = "OSError: Caught OSError in DataLoader worker process 0.\nTraceback\nOSError: no disk"
-    assert "to the end: OSError: no disk" in text(record, loader=failed | {"failed": caught})
-    assert "delivers" not in text(record, loader=failed | {"delivered": []})
-
-
-def test_what_takes_most_of_a_step(record: Record) -> None:
-    bounds = {"best": BEST, "baseline": BEST | {"arithmetic": 0.2, "memory traffic": 0.6}}
-    line = text(record, bounds=bounds)
-    assert "best plan is 50% arithmetic, 30% memory traffic" in line
-    assert "of the baseline 60% memory traffic, 20% arithmetic" in line
-    assert "could not be profiled: RuntimeError: busy" in text(
-        record, bounds={"failed": "RuntimeError: busy"}
-    )
-    assert "could not be profiled" in text(record, bounds={"best": None})
+@pytest.mark.parametrize(
+    ("findings", "said", "unsaid"),
+    [
+        (
+            {"loader": LOADER},
+            ["fastest with num_workers=4 (yours: 0)", "200 samples/s", "28.0 samples/s with 0"],
+            "stays",
+        ),
+        (
+            {"loader": LOADER | {"keeps_workers": True, "own_workers": 4}},
+            ["num_workers stays 4"],
+            "yours: 0",
+        ),
+        (
+            {"loader": LOADER | {"bottleneck": "device", "own_workers": 4}},
+            ["keeps the device busy with num_workers=4"],
+            "slower",
+        ),
+        (
+            {"loader": LOADER | NOT_TO_THE_END | {"failed": "ValueError: torn\nsecond line"}},
+            ["110 samples/s with 4 workers", "not measured to the end: ValueError: torn"],
+            "second line",
+        ),
+        (
+            {"loader": LOADER | NOT_TO_THE_END | {"delivered": [], "failed": CAUGHT}},
+            ["to the end: OSError: no disk"],
+            "delivers",
+        ),
+        (
+            {"bounds": {"best": BEST, "baseline": BEST | {"memory traffic": 0.6}}},
+            ["best plan is 50% arithmetic, 30% memory", "baseline 60% memory traffic"],
+            "could not",
+        ),
+        (
+            {"bounds": {"failed": "RuntimeError: busy"}},
+            ["profiled: RuntimeError: busy"],
+            "best plan is",
+        ),
+        ({"bounds": {"best": None}}, ["could not be profiled"], "best plan is"),
+    ],
+)
+def test_what_was_found_is_said(
+    record: Record, findings: dict[str, Any], said: list[str], unsaid: str
+) -> None:
+    line = text(record, **findings)
+    assert [words for words in said if words not in line] == []
+    assert unsaid not in line
 
 
 @pytest.mark.parametrize(

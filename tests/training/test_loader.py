@@ -100,15 +100,17 @@ def test_what_only_workers_have_is_left_out_without_them() -> None:
     assert (again.timeout, again.persistent_workers) == (5, True)
 
 
-def test_iterating_leaves_the_users_generators_alone() -> None:
+@pytest.mark.parametrize("gives_seeds", [False, True])
+def test_iterating_leaves_the_users_generators_alone(gives_seeds: bool) -> None:
+    """The sampler's, and the one by which a loader gives its processes their seeds."""
     generator = torch.Generator().manual_seed(3)
-    live = DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, generator=generator))
+    own, its = (generator, None) if gives_seeds else (None, generator)
+    live = DataLoader(ROWS, 3, sampler=RandomSampler(ROWS, generator=its), generator=own)
     before = generator.get_state()
     with generators_kept(live):
-        first = values(make_loader(live, LoaderSettings(3)))
+        values(make_loader(live, LoaderSettings(3)))
         assert not torch.equal(generator.get_state(), before)
     assert torch.equal(generator.get_state(), before)
-    assert values(live) == first
 
 
 def only_two(batch_size: int, num_workers: int) -> DataLoader[Any]:
@@ -195,16 +197,6 @@ def test_all_else_that_a_live_loader_has_is_kept() -> None:
     assert again.worker_init_fn is noted_start
     assert again.generator is generator
     assert again.in_order is False
-
-
-def test_the_generator_of_a_live_loader_itself_is_put_back() -> None:
-    generator = torch.Generator().manual_seed(3)  # it gives its processes their seeds
-    live = DataLoader(ROWS, 3, sampler=RandomSampler(ROWS), generator=generator)
-    before = generator.get_state()
-    with generators_kept(live):
-        values(make_loader(live, LoaderSettings(3)))
-        assert not torch.equal(generator.get_state(), before)
-    assert torch.equal(generator.get_state(), before)
 
 
 def by_position(batch_size: int, pin_memory: bool = True, /, num_workers: int = 0) -> Any:

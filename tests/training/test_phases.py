@@ -15,7 +15,6 @@ from autofit.errors import Unsupported
 from autofit.plan import Dimension, Plan, ResolvedPlan, Scalar
 from autofit.strategy import Context, Numerics, Phase, Strategy, TrainingView
 from autofit.testing import NotConformant, PlainContext, check_strategy
-from autofit.training.loss import Recipe
 from autofit.training.training import Training
 from autofit.training.workload import Workload
 
@@ -140,17 +139,6 @@ def test_who_comes_before_the_optimizer_sees_none(phase: Phase, sees: bool) -> N
     looks.phase = max(phase, Phase.OPTIMIZER) if phase is Phase.PARALLEL else phase
     with _training([looks, shards], {"looks.on": True}):
         assert looks.saw is not None
-
-
-def test_a_live_optimizer_of_parameters_that_are_replaced_is_refused() -> None:
-    """It would train nothing, and nobody would be told."""
-    workload = _workload()
-    model = workload.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    shards = Shards("shards", Phase.PARALLEL)
-    plan = ResolvedPlan(Plan(4, settings={"shards.on": True}), strategies=[shards])
-    with pytest.raises(Unsupported, match="function of the parameters"):
-        Training(model, optimizer, Recipe(), plan, device=CPU)
 
 
 def test_an_optimizer_is_replaced_and_given_back() -> None:

@@ -481,19 +481,6 @@ def test_steps_stay_few_where_nothing_is_wrong(gate: Gate, part: Callable[[str],
     assert len(steps) == 2 * seeds + 1, "for each seed a plain one and one with all, and a repeat"
 
 
-def test_units_within_others_are_compared_from_one_seed(
-    gate: Gate, part: Callable[[str], Any]
-) -> None:
-    """What runs around them runs them again from the other seeds."""
-    steps = []
-    model = Stack([Clean] * 4)
-    model.register_forward_hook(lambda *_: steps.append(1))
-    inner = [[f"blocks.{index}.{name}" for index in range(4)] for name in ("wide", "narrow")]
-    gate(model, [[f"blocks.{index}" for index in range(4)], *inner])
-    seeds = len(part("parity").SEEDS)
-    assert len(steps) == 2 * seeds + 1 + len(inner)
-
-
 class CountsNowAndThen(Clean):
     """From the second of three seeds alone."""
 

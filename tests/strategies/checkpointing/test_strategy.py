@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from autofit.codec import from_json, to_json
 from autofit.errors import InvalidArgument
 from autofit.integrations.applied import on_model
-from autofit.plan import Dimension, DimensionForm, Plan, ResolvedPlan
+from autofit.plan import Dimension, Plan, ResolvedPlan
 from autofit.registry import load_strategies
 from autofit.strategy import Numerics, Phase, Strategy, TrainingView
 from autofit.testing import PlainContext
@@ -105,11 +104,6 @@ def test_a_model_that_waits_is_looked_at_no_longer_than_others(
     assert _Waits.calls <= 4
 
 
-def test_levels_survive_the_report(levels: Dimension) -> None:
-    back = from_json(to_json(DimensionForm.of(levels)), DimensionForm, "the levels").dimension()
-    assert back == levels
-
-
 def _gradients(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model(**batch)["loss"].backward()
@@ -143,20 +137,6 @@ def test_a_plan_for_another_model_is_refused(checkpointing: Strategy, levels: Di
             ),
             device=torch.device("cpu"),
         )
-
-
-def test_levels_of_earlier_reports_are_read(checkpointing: Strategy, levels: Dimension) -> None:
-    """What is called state now was buffers alone."""
-    model = attention().build_model()
-    (unit, *_) = levels.payloads[levels.values[-1]]["units"]
-    payloads = {SETTING: {"units": [unit], "buffers": []}}
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    plan, cpu = Plan(2, settings={SETTING: 1}), torch.device("cpu")
-    with Training(
-        model, optimizer, Recipe(), ResolvedPlan(plan, payloads, [checkpointing]), device=cpu
-    ):
-        assert "forward" in vars(model.get_submodule(unit.partition("[")[0]))
-    assert "state = []" in checkpointing.describe({SETTING: 1}, payloads)
 
 
 @pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
