@@ -6,8 +6,10 @@ Under `emulated-gpu run -- pytest` tests of a GPU run on an emulated one.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,12 +28,14 @@ from autofit.snapshot import process
 from emulated_gpu import why_unavailable
 from emulated_gpu.launch import MACHINE
 from tests.fork_server import SUPPORTED, ForkedPopen, ForkServer, forked_subprocess
+from tests.tiers import tier_of, watch
 
 EMULATED = MACHINE in os.environ
 if EMULATED and "PYTEST_XDIST_WORKER" in os.environ:  # before the first use of the GPU: one each
     os.environ[MACHINE] += "." + os.environ["PYTEST_XDIST_WORKER"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons = {
         "cuda": _why_no_cuda(),
@@ -39,10 +43,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "real_gpu": "this GPU is emulated" if EMULATED else _why_no_cuda(),
     }
     for item in items:
+        if tier := tier_of(item):
+            item.add_marker(tier)
         for marker, reason in reasons.items():
             # keywords hold names of folders too
             if reason and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_in_a_unit_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    watch().watching = request.node.get_closest_marker("unit") is not None
+    yield
+    watch().watching = False
 
 
 def _why_no_cuda() -> str | None:
@@ -134,5 +147,32 @@ def run_python(
             finally:
                 process.kill()
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(
+    python: Callable[..., subprocess.Popen[Any]],
+) -> Callable[[Path, str], Any]:
+    """Run a script on two ranks of this machine; return what rank 0 prints last, as JSON."""
+
+    def run(folder: Path, script: str) -> Any:
+        (folder / "train.py").write_text(script)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks = []
+        for rank in "01":
+            env = os.environ | world | {"RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(python("train.py", cwd=folder, env=env, forks_workers=False, **pipes))
+        try:
+            told = [rank.communicate(timeout=240) for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        assert [process.returncode for process in ranks] == [0, 0], told
+        return json.loads(told[0][0].splitlines()[-1])
 
     return run

@@ -114,6 +114,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         if command[0] != _PYTHON or unsent or not self._server.serves_here:
             inherited(*arguments)
             return
+        sys.audit("subprocess.Popen", command[0], command, call["cwd"], call["env"])
         given = (call["p2cread"], call["c2pwrite"], call["errwrite"])
         streams = {n: descriptor if descriptor >= 0 else n for n, descriptor in enumerate(given)}
         sent = streams | {number: number for number in call["pass_fds"]}

@@ -1,0 +1,108 @@
+"""The tiers of tests: `unit` starts no interpreter, `process` does, others are marked by hand.
+
+A test belongs to `process` if its code, or that of a fixture or helper of the tests that it names,
+names something that starts one. A unit test that starts one all the same fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+import autofit
+from autofit.cli.main import app, main
+from autofit.probing.prober import open_prober
+from autofit.probing.rank_channel import RankChannel
+from autofit.probing.worker_channel import WorkerChannel
+
+OTHERS = ("slow", "cuda", "emulated", "browser")
+PUBLIC = {"search", "probe", "predict", "check"}
+"""Of autofit; each runs the user's training in a worker."""
+STARTERS: tuple[Any, ...] = (
+    *(getattr(autofit, name) for name in PUBLIC - {"check"}),
+    app,
+    main,
+    open_prober,
+    multiprocessing,
+    subprocess,
+    ProcessPoolExecutor,
+    RankChannel,
+    WorkerChannel,
+)
+
+
+def tier_of(item: pytest.Item) -> str | None:
+    """Return "unit" or "process"; None: markers say what it is."""
+    if any(item.get_closest_marker(name) for name in OTHERS) or not isinstance(
+        item, pytest.Function
+    ):
+        return None
+    info = item._fixtureinfo
+    fixtures = (info.name2fixturedefs[name][-1].func for name in _asked_for(item))
+    return "process" if any(map(_starts_one, (item.function, *fixtures))) else "unit"
+
+
+def _asked_for(item: pytest.Function) -> Iterator[str]:
+    """Yield the fixtures that the test asks for, also by others; those of every test are not."""
+    given = item._fixtureinfo
+    todo = list(given.argnames)
+    todo += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in given.name2fixturedefs and name not in seen:
+            seen.add(name)
+            todo += given.name2fixturedefs[name][-1].argnames
+            yield name
+
+
+@functools.cache
+def _starts_one(function: Callable[..., Any]) -> bool:
+    """Whether a function names a starter, or a function of the tests that does."""
+    todo, seen = [function], set()
+    while todo:
+        its = inspect.unwrap(todo.pop())
+        if not isinstance(its, FunctionType) or its in seen:
+            continue
+        seen.add(its)
+        names = set(_names(its.__code__))
+        for value in (its.__globals__[name] for name in names & its.__globals__.keys()):
+            if any(value is each for each in STARTERS) or (value is autofit and names & PUBLIC):
+                return True
+            if getattr(value, "__module__", "").split(".")[0] == "tests":
+                todo += vars(value).values() if isinstance(value, type) else [value]
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _names(part)
+
+
+class _Watch:
+    """Raises where a process of Python starts while a unit test runs."""
+
+    def __init__(self) -> None:
+        self.watching = False
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.watching and event == "subprocess.Popen" and arguments[0] == sys.executable:
+            raise AssertionError("a unit test starts a process: name what does in tests/tiers.py")
+
+
+@functools.cache
+def watch() -> _Watch:
+    """Return the only one: a hook stays for as long as the process."""
+    return _Watch()
